@@ -23,7 +23,6 @@ from .estimate.sharded import estimate_sharded
 from .module.deferred_init import DeferredInit
 from .module.memory_estimate import MemoryShare
 from .module.precision import Precision
-from .module.shared_memory import check_unshared
 from .parallel.equal_ranks import configure
 from .parallel.mesh import Degrees, make_mesh
 from .parallel.replica_check import ReplicaCheck, ReplicaDifference
@@ -36,6 +35,7 @@ from .pipeline.state import gather_all, here, marked, own_entries, whole_of_stag
 from .pipeline.timeline import WindowRecorder
 from .state.dtensor import clip_by_norm, gather_whole, is_dtensor, local_shard, multiply_all, shard_like
 from .state.shards import Holders
+from .state.shared_memory import check_unshared
 from .strategy import ClipAlgorithm, Strategy
 from .torch_internals import overflows_of
 from .units.gradient_hooks import GradientHooks

@@ -14,10 +14,10 @@ from .estimate.estimate import Estimate, exchanged
 from .estimate.profile import Profile
 from .estimate.replicas import summed_rows
 from .module.memory_estimate import MemoryShare
-from .module.shared_memory import check_unshared
 from .parallel.replica import DDPOptions
 from .parallel.sharded_optimizer import ShardedOptimizer, check_one_by_one, deal
 from .state.optimizer_state import Sharded, parameter_names
+from .state.shared_memory import check_unshared
 
 
 class ZeroStrategy(ReplicaStrategy):

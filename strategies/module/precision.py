@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..distributed.nested import map_tensors
 from ..errors import ConfigError, did_you_mean
-from .shared_memory import kept_shared
+from ..state.shared_memory import kept_shared
 
 # name -> (dtype of parameters, dtype of autocast)
 _MODES: Final[dict[str, tuple[torch.dtype | None, torch.dtype | None]]] = {

@@ -19,7 +19,6 @@ from ...strategies import Strategy
 from ..checkpoint import MemoryWriter, Writer
 from ..checkpoint.manifest import Origin
 from ..data.evaluation_data import EvaluationData
-from ..data.rank_streams import RankStreams
 from ..data.stream import CountSamples
 from ..data.train_data import TrainData
 from ..data.transfer import Transfer, make_count, make_transfer
@@ -32,6 +31,7 @@ from .interruption import Interruption
 from .not_finite import FirstNotFinite
 from .profiler import Profiler
 from .progress import LoaderKind, Progress
+from .rank_streams import RankStreams
 from .replica_guard import ReplicaGuard
 from .settings import Settings
 from .stop_agreement import Meetings

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ...strategies import Strategy
 from ...strategies.module.random_streams import RandomStreams, device_generators
-from .generators import GENERATORS
-from .seed import capture_rng, derive, restore_rng, seed_devices, seed_generators
+from ..data.generators import GENERATORS
+from ..data.seed import capture_rng, derive, restore_rng, seed_devices, seed_generators
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import ModuleError
-from ..state.dtensor import is_dtensor
 from ..torch_internals import is_traceable_wrapper_subclass
+from .dtensor import is_dtensor
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from echelon import TrainModule, seed_everything
 from echelon.strategies.distributed.pickling import pack, unpack
 from echelon.strategies.errors import ModuleError
-from echelon.strategies.module.shared_memory import kept_shared
+from echelon.strategies.state.shared_memory import kept_shared
 
 
 class Tied(TrainModule):
