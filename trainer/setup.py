@@ -31,7 +31,7 @@ from .checkpoint.manifest import read_manifest
 from .checks import check_callbacks, check_loaders
 from .data.evaluation_data import EvaluationData
 from .data.index_stream import DataRanks
-from .data.replica_batches import gather_numbers
+from .data.sample_checks import gather_numbers
 from .data.stream import Cut
 from .data.train_data import TrainData
 from .folders import settle_callbacks

@@ -200,7 +200,7 @@ class IndexStream:
         self._epoch, self._start = epoch, start
 
     def leave(self, position: int, *, is_over: bool) -> None:
-        """Note the position at which reading ends, before it begins again somewhere else."""
+        """Note the position at which reading ends, or has come to."""
         if isinstance(self._order, Sampled):
             self._order.leave(position, is_whole=self._is_whole(position, is_over=is_over))
 
@@ -297,14 +297,12 @@ class IndexStream:
         """The first indices of the epoch, as far as they were drawn."""
         return self._order.head
 
-    def state_dict(self, position: int, *, is_over: bool) -> dict[str, Any] | None:
+    def order_state(self) -> dict[str, Any] | None:
         """Return what a resumed run needs to draw the same entries, beside the seed; None if that is enough."""
-        if not isinstance(self._order, Sampled):
-            return None
-        return self._order.state_dict(position, is_whole=self._is_whole(position, is_over=is_over))
+        return self._order.state_dict() if isinstance(self._order, Sampled) else None
 
-    def load_state_dict(self, state: Mapping[str, Any] | None, epoch: int, head: list[Any]) -> None:
-        """Continue from what `state_dict` returned in this epoch, of which these were the first indices."""
+    def load_order_state(self, state: Mapping[str, Any] | None, epoch: int, head: list[Any]) -> None:
+        """Continue from what `order_state` returned in this epoch, of which these were the first indices."""
         if isinstance(self._order, Sampled):
             self._order.load_state_dict(state, epoch, head)
 

@@ -15,6 +15,7 @@ from ...callbacks.samples.file import Source
 from .in_process import batches_of
 from .loader_kinds import begin, end_persistent_workers
 from .micro_batch import MicroBatch
+from .sample_checks import Drawn, copies_of_workers, telling_digest
 from .sampled import length_of, set_epoch
 from .seed import RngStream, capture_rng, derive, isolated_rng, restore_rng
 from .stream import END, CountSamples, Cut, load_place, place_of
@@ -26,9 +27,18 @@ class IterableStream:
     Each rank reads its own. All ranks have the same random numbers, so that a loader can deal a shuffled order to them.
     """
 
-    def __init__(self, loader: Any, seed: int, num_streams: int, *, count: CountSamples) -> None:
+    def __init__(
+        self, loader: Any, seed: int, num_streams: int, *, count: CountSamples, is_divided: bool = True
+    ) -> None:
         self._loader, self._seed, self._count = loader, seed, count
         self.num_streams = num_streams
+        self._digests: list[str] = []
+        """Of the first batches that were read: one, to compare ranks, or one from each worker."""
+        self._num_digests = (1 if num_streams > 1 else 0) if is_divided else 0
+        if isinstance(loader, DataLoader) and loader.num_workers > 1:
+            self._num_digests = loader.num_workers
+        self._is_divided = is_divided
+        """Whether each rank should read another part of the data."""
         self._owns_rng = isinstance(loader, DataLoader)
         self._draws_here = isinstance(loader, DataLoader) and loader.num_workers == 0
         """Whether reading a batch may draw random numbers in this process."""
@@ -54,7 +64,11 @@ class IterableStream:
             self.position, self.rounds, self._is_over = 0, self.rounds + 1, False
         if not self._was_over:
             batches, count = self._begin(), self._count
-            for batch in iter(partial(self._fetch, batches), END) if self._draws_here else batches:
+            if self._draws_here:
+                batches = iter(partial(self._fetch, batches), END)
+            if len(self._digests) < self._num_digests:
+                batches = self._noted(batches)
+            for batch in batches:
                 self.batch_size = count(batch)
                 micro_batch = MicroBatch(batch, self.batch_size, self.position)
                 micro_batch.lap = self.rounds
@@ -92,6 +106,30 @@ class IterableStream:
         )
         for _ in islice(batches, self.position):
             pass
+
+    def _noted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches, of which the first ones are compared."""
+        for batch in islice(batches, self._num_digests - len(self._digests)):
+            self._digests.append(telling_digest(batch))
+            yield batch
+        if copies_of_workers(self._digests):
+            warnings.warn(
+                f"The first batches from the {len(self._digests)} workers of {self._name} are the same: each worker "
+                "has its own copy of an iterable data set, and if each reads all of it, every sample counts "
+                f"{len(self._digests)} times. Divide it by torch.utils.data.get_worker_info(), or set num_workers=1.",
+                stacklevel=2,
+            )
+        self._num_digests = len(self._digests)  # the epoch may have been shorter
+        yield from batches
+
+    @property
+    def _name(self) -> str:
+        dataset = getattr(self._loader, "dataset", None)
+        return type(self._loader).__name__ + (f" of {type(dataset).__name__}" if dataset is not None else "")
+
+    def drawn(self) -> Drawn:
+        is_compared = self.num_streams > 1 and self._is_divided
+        return Drawn(self._name, None, -1, "", self._digests[0] if self._digests and is_compared else "")
 
     def _fetch(self, batches: Iterator[Any]) -> Any:
         """Return the next batch of a DataLoader, or `END`; its random numbers come from a stream of their own."""

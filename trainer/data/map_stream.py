@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
@@ -12,11 +13,13 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, d
 
 from ...callbacks.samples.file import Source
 from ...strategies.errors import DataError
+from ...strategies.state.schema import INTEGER, TEXT, check
 from .generators import GENERATORS
 from .in_process import reader_of
 from .index_stream import BatchShare, IndexStream
 from .loader_kinds import begin, end_persistent_workers, is_dealt, makes_batches, order_of, release, with_indices
 from .micro_batch import MicroBatch, Window
+from .sample_checks import Drawn, content_of, difference
 from .sampled import length_of, set_epoch
 from .seed import derive, isolated_rng, mix
 from .stream import END, CountSamples, Cut, load_place, place_of
@@ -24,6 +27,7 @@ from .stream import END, CountSamples, Cut, load_place, place_of
 _PLAIN: Final = {TensorDataset, list, tuple, range}
 """Data sets that draw no random numbers, like subsets and concatenations of them."""
 _PLAIN_COLLATE: Final = (default_collate, default_convert)
+_SCHEMA: Final = {"head": [object], "size": INTEGER, "content": TEXT}
 
 
 class MapStream:
@@ -61,6 +65,13 @@ class MapStream:
         """Makes a batch from its indices; None to use the loader's iterator."""
         self._batches: Iterator[Any] = iter(())
         self._ahead: Any = END
+        self._num_indices = -1 if (length := length_of(loader.dataset)) is None else length
+        self._content = content_of(loader.dataset)
+        self._name = f"{type(loader).__name__} of {type(loader.dataset).__name__}"
+        self._begun: int | None = None
+        """The epoch, or round, that was read last."""
+        self._saved: tuple[int, Drawn] | None = None
+        """The epoch in which the loaded state was saved, and what was read then."""
         self._epoch_seed = self._first_offset = self._offset = 0
         """Combined with the position into the seed of a batch."""
         self._outside = GENERATORS.new_state()
@@ -91,7 +102,7 @@ class MapStream:
         return self._share.num_micro_batches(self._share.global_batch_size)
 
     def seek(self, epoch: int, position: int) -> None:
-        self._indices.leave(self.position, is_over=self._is_over)
+        self._note_position()
         self._epoch, self.position, self.rounds, self._is_over = epoch, position, 0, False
 
     def recut(self, cut: Cut) -> None:
@@ -115,7 +126,7 @@ class MapStream:
         with self._reading() as windows:
             if limit <= 0:
                 return
-            for window in windows:
+            for window in windows if self._saved is None else self._watched(windows):
                 length = window.length
                 if length > limit:
                     window, length = window.shortened(int(limit)), int(limit)
@@ -131,7 +142,7 @@ class MapStream:
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         with self._reading() as windows:
-            for window in windows:
+            for window in windows if self._saved is None else self._watched(windows):
                 for micro_batch in window:
                     if not self._fill(micro_batch):
                         return
@@ -145,9 +156,9 @@ class MapStream:
     def _reading(self) -> Iterator[Iterator[Window]]:
         """Start reading at the position; release the loader's iterator, and so its workers, at the end."""
         if self._is_over:  # the next iteration is another epoch
-            self._indices.leave(self.position, is_over=True)
+            self._note_position()
             self.position, self.rounds, self._is_over = 0, self.rounds + 1, False
-        epoch = self._epoch + self.rounds
+        epoch = self._begun = self._epoch + self.rounds
         self._indices.seek(epoch, self.position)
         if set_epoch(self._loader.dataset, epoch):
             end_persistent_workers(self._loader)  # their copies of the data set would keep the epoch before
@@ -164,6 +175,13 @@ class MapStream:
         finally:
             if self._batches is batches:  # nobody has started reading again
                 self._batches = iter(())
+
+    def _watched(self, windows: Iterator[Window]) -> Iterator[Window]:
+        """Yield the windows; compare the order of a resumed epoch once it is known."""
+        for window in windows:
+            if self._saved is not None:
+                self._compare()
+            yield window
 
     def _drawn(self) -> Iterator[Window]:
         """Yield the windows that the loader's iterator has drawn; their batches are filled in later."""
@@ -238,14 +256,58 @@ class MapStream:
         return len(self._indices)
 
     def state_dict(self) -> dict[str, Any]:
-        state = {"cut": self._cut_as, **place_of(self), "head": self._indices.head}
-        order = self._indices.state_dict(self.position, is_over=self._is_over)
+        self._note_position()
+        state = {"cut": self._cut_as, **place_of(self), "head": self._head}
+        state.update(size=self._num_indices, content=self._content)
+        order = self._indices.order_state()
         return state if order is None else {**state, "order": order}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         load_place(self, state_dict)
-        head = state_dict.get("head", [])
-        self._indices.load_state_dict(state_dict.get("order"), self._epoch + self.rounds, head)
+        head, epoch = state_dict.get("head", []), self._epoch + self.rounds
+        self._indices.load_order_state(state_dict.get("order"), epoch, head)
+        if "size" not in state_dict or self._cut.ranks.data_rank:  # saved without it; the first rank warns
+            return
+        check(state_dict, _SCHEMA, "The saved place of a training loader")
+        saved = Drawn(self._name, head, state_dict["size"], state_dict["content"], "")
+        self._saved = epoch, saved
+        now = self.drawn()
+        if saved.size != now.size or saved.content != now.content:
+            found = f"{saved.size} and {now.size} samples"
+            warnings.warn(
+                f"The checkpoint was saved with other training data in {self._name}: it has "
+                f"{found if saved.size != now.size else 'the same number of samples, but others'} now. Indices refer "
+                "to the new ones: in an epoch that goes on, some samples may be used twice or never. Pass the data of "
+                "the run, or start a new one from the weights.",
+                stacklevel=2,
+            )
+            self._saved = None
+
+    @property
+    def _head(self) -> list[Any]:
+        """The first indices of the current epoch, once it is read."""
+        return self._indices.head if self._begun == self._epoch + self.rounds else []
+
+    def _note_position(self) -> None:
+        if self._begun == self._epoch + self.rounds:
+            self._indices.leave(self.position, is_over=self._is_over)
+
+    def drawn(self) -> Drawn:
+        order = self._head if self.num_streams == 1 else None
+        return Drawn(self._name, order, self._num_indices, self._content, "")
+
+    def _compare(self) -> None:
+        """Warn if the order is not that of the saved run's epoch that goes on."""
+        (epoch, saved), self._saved = self._saved or (-1, None), None
+        now = self.drawn()
+        if saved is None or epoch != self._epoch + self.rounds or not saved.order or list(saved.order) == now.order:
+            return
+        warnings.warn(
+            f"{self._name} draws another order than before the checkpoint in epoch {epoch}: {difference(saved, now)}. "
+            "Samples before the checkpoint may be used again, and others never: let the sampler's random numbers "
+            "depend only on its seed and the epoch, or give it state_dict and load_state_dict.",
+            stacklevel=2,
+        )
 
     @property
     def _cut_as(self) -> list[int | None]:

@@ -113,7 +113,7 @@ class Sampled:
         return self._live
 
     def leave(self, position: int, *, is_whole: bool) -> None:
-        """Note how far the current pass was used, before the next one begins."""
+        """Note how far the current pass has been used."""
         self._count = WHOLE if is_whole else position
 
     def _begin(self, epoch: int) -> None:
@@ -154,15 +154,15 @@ class Sampled:
 
     # --- state -------------------------------------------------------------------------------------------------------
 
-    def state_dict(self, position: int, *, is_whole: bool) -> dict[str, Any] | None:
-        """Return what a resumed run needs at a position of the current pass; None if the seed is enough."""
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return what a resumed run needs; None if the seed is enough."""
         if self._is_known and not len(self._generators):
             return None
         return {
             "origin": self._origin,
             "passes": [list(each) for each in self._passes],
             "current": self._current,
-            "count": WHOLE if is_whole else position,
+            "count": self._count,
             "start": self._start,
             "saved": self._saved,
         }

@@ -11,6 +11,7 @@ from ...callbacks.samples.file import Source
 from ...strategies.errors import ConfigError
 from .index_stream import BatchShare, DataRanks
 from .micro_batch import MicroBatch
+from .sample_checks import Drawn
 
 CountSamples = Callable[[Any], int]
 """Returns the number of samples in a batch that no sampler has counted."""
@@ -62,6 +63,9 @@ class Stream(Protocol):
 
     def is_cut_as(self, state_dict: Mapping[str, Any]) -> bool:
         """Return whether the data was cut and dealt in the same way when `state_dict` was taken."""
+
+    def drawn(self) -> Drawn:
+        """Return what is read in this epoch, as far as it is known."""
 
     def source(self) -> Source:
         """Return what is known about the order of reading."""

@@ -20,6 +20,7 @@ from .iterable_stream import IterableStream
 from .loader_kinds import check_loader, is_indexed, is_sequence
 from .map_stream import MapStream
 from .micro_batch import MicroBatch, Window
+from .sample_checks import Drawn
 from .sampled import length_of
 from .stream import CountSamples, Cut, Stream, limited
 
@@ -231,6 +232,10 @@ class TrainData:
         )
         return [source if is_whole else source._replace(end=-1) for source in (one.source() for one in self._streams)]
 
+    def drawn(self) -> list[Drawn]:
+        """Return what each loader reads in this epoch, to compare it between ranks."""
+        return [stream.drawn() for stream in self._streams]
+
     def state_dict(self) -> list[dict[str, Any]]:
         """Return the position of every loader; if `is_shared`, the same on every rank."""
         return [stream.state_dict() for stream in self._streams]
@@ -303,7 +308,7 @@ def stream_of(
         loader = DataLoader(loader, batch_size=None, collate_fn=_unchanged)
     if is_indexed(loader):
         return MapStream(loader, seed, cut, in_order=in_order, count=count)
-    return IterableStream(loader, seed, cut.ranks.data_size, count=count)
+    return IterableStream(loader, seed, cut.ranks.data_size, count=count, is_divided=cut.ranks.is_dealing)
 
 
 def _unchanged(batch: Any) -> Any:

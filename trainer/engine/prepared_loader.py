@@ -10,7 +10,7 @@ from typing import Any
 from ...strategies.state.schema import COUNT, check
 from ..data.index_stream import DataRanks
 from ..data.micro_batch import Window
-from ..data.replica_batches import compared, gather_numbers
+from ..data.sample_checks import compared, gather_numbers
 from ..data.stream import Cut
 from ..data.train_data import TrainData
 from ..data.transfer import make_move
@@ -92,7 +92,8 @@ class PreparedLoader:
         self._data.begin_epoch(self.epoch)
         self._was_left = True
         is_shared = self._strategy.loss_collectives.world_size > 1
-        windows = compared(self._data.windows(self.batches_done), self._strategy, _first_batch)
+        windows = self._data.windows(self.batches_done)
+        windows = compared(windows, self._strategy, _first_batch, self._data.drawn, self.epoch)
         try:
             for window in windows:
                 yield from self._batches_of(window) if is_shared or len(window) > 1 else (self._only(window),)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.evaluation_data import EvaluationBatch
-from ..data.replica_batches import compared, gather_numbers
+from ..data.sample_checks import compared, gather_numbers
 from ..data.seed import isolated_rng
 from ..metrics.accumulator import to_numbers
 from ..metrics.reduction import Line

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...strategies.errors import DataError, ModuleError
 from ...strategies.module.traces import Traceless
 from ..data.micro_batch import MicroBatch, Window
-from ..data.replica_batches import gather_numbers
+from ..data.sample_checks import gather_numbers
 from ..module.loss import loss_of, mean_of
 from ..session.session import Session
 from .loss_weights import Weights

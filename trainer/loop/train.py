@@ -11,7 +11,7 @@ from torch import nn
 
 from ...strategies.errors import DataError
 from ..data.micro_batch import Window
-from ..data.replica_batches import compared
+from ..data.sample_checks import compared
 from ..session.session import Session
 from .evaluate import validate
 from .pipeline_step import PipelineStep
@@ -131,7 +131,8 @@ def _windows(session: Session) -> Iterator[Window]:
     """
     data, state = session.train_data, session.state
     assert data is not None
-    windows = compared(data.windows(state.batches_in_epoch), session.strategy, _first_batch)
+    windows = data.windows(state.batches_in_epoch)
+    windows = compared(windows, session.strategy, _first_batch, data.drawn, state.epoch)
     if state.batches_in_epoch == 0:
         first = next(windows, None)
         if first is None:
