@@ -54,12 +54,16 @@ class Shuffled:
 
     def __init__(self, num_samples: int, seed: int) -> None:
         self.num_samples, self.seed = num_samples, seed
-        self.head: list[int] = []
+        self._head: list[int] = []
+
+    @property
+    def head(self) -> list[int]:
+        return self._head
 
     def entries(self, epoch: int, start: int) -> Iterator[int]:
         generator = torch.Generator().manual_seed(derive(self.seed, epoch))
         permutation = torch.randperm(self.num_samples, generator=generator)
-        self.head = permutation[:HEAD].tolist()
+        self._head = permutation[:HEAD].tolist()
         indices: list[int] = permutation[start:].tolist()
         return iter(indices)
 

@@ -60,14 +60,15 @@ class OwnGenerators:
 
 def _found_in(holder: object, depth: int) -> Iterator[Any]:
     attributes = getattr(holder, "__dict__", {})
-    for name, value in attributes.items() if isinstance(attributes, Mapping) else ():
-        for item in _items(value):
-            if _is_generator(item):
-                # the attribute that torch's samplers have is seeded for each epoch, like the global generators
-                if depth < _DEPTH or name != "generator" or not isinstance(item, torch.Generator):
-                    yield item
-            elif depth and _may_hold(item):
-                yield from _found_in(item, depth - 1 if isinstance(item, Sampler) or "sampler" in name else 0)
+    if not isinstance(attributes, Mapping):
+        return
+    for name, item in [(name, item) for name, value in attributes.items() for item in _items(value)]:
+        # the attribute that torch's samplers have is seeded for each epoch, like the global generators
+        is_seeded = depth == _DEPTH and name == "generator" and isinstance(item, torch.Generator)
+        if _is_generator(item) and not is_seeded:
+            yield item
+        elif depth and _may_hold(item):
+            yield from _found_in(item, depth - 1 if isinstance(item, Sampler) or "sampler" in name else 0)
 
 
 def _items(value: object) -> Iterable[object]:

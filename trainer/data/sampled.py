@@ -94,7 +94,11 @@ class Sampled:
         self._count = WHOLE
         self._live: Iterator[Any] | None = None
         self._is_loaded = False
-        self.head: list[Any] = []
+        self._head: list[Any] = []
+
+    @property
+    def head(self) -> list[Any]:
+        return self._head
 
     def size(self) -> int | None:
         return length_of(self.sampler)
@@ -108,7 +112,7 @@ class Sampled:
         if self._live is None:
             self._live = self._draw(epoch)
         first = list(islice(self._live, HEAD))
-        self.head = plain(first)
+        self._head = plain(first)
         self._live = chain(first[start:], islice(self._live, max(0, start - len(first)), None))
         return self._live
 
@@ -176,7 +180,7 @@ class Sampled:
         self._passes = [(first, number, count) for first, number, count in state["passes"]]
         self._current, self._count = state["current"], state.get("count", WHOLE)
         self._origin, self._start = state.get("origin", self._origin), state.get("start", [])
-        self._saved, self.head, self._is_loaded, self._live = state.get("saved", []), head, True, None
+        self._saved, self._head, self._is_loaded, self._live = state.get("saved", []), head, True, None
         self._generators.put(self._start)
 
     def _return(self) -> None:
@@ -198,7 +202,7 @@ class Sampled:
         self._live = self._draw(self._current)
         first = list(islice(self._live, HEAD))
         self._live = chain(first, self._live)
-        if not self.head or plain(first) == self.head:
+        if not self._head or plain(first) == self._head:
             return True
         # such as a sampler that goes on from where it was after the epoch before
         self._load(before)
@@ -226,11 +230,11 @@ class Sampled:
     def place(self) -> Place:
         """Return where the sampler is now, to go back there in this process."""
         now = self._generators.states()
-        return Place(tuple(self._passes), self._current, self._count, self._start, now, self.head)
+        return Place(tuple(self._passes), self._current, self._count, self._start, now, self._head)
 
     def go_back(self, place: Place) -> None:
         """Forget what was drawn since `place`, as far as generators tell."""
-        passes, self._current, self._count, self._start, now, self.head = place
+        passes, self._current, self._count, self._start, now, self._head = place
         self._passes, self._live = list(passes), iter(())
         self._generators.put(now)
 
