@@ -139,7 +139,7 @@ class _Live(nn.Module):
         for prefix, owner in module.named_modules():
             for key, buffer in owner.named_buffers(recurse=False):
                 name = f"{prefix}.{key}" if prefix else key
-                if name in saved and buffer.is_floating_point():
+                if name in saved and (buffer.is_floating_point() or buffer.is_complex()):
                     self._averaged[name] = (owner, key)
                 else:
                     self._copied.append((owner, key))

@@ -66,27 +66,43 @@ class Precision:
     def convert_module(self, module: nn.Module, device: torch.device | None = None) -> None:
         """Convert floating-point parameters and buffers in place, if this precision needs another dtype; move all.
 
-        In half precision, complex numbers and the counts of metric objects keep theirs: 256 + 1 is 256 in bfloat16.
+        Complex ones stay complex. In half precision, the counts of metric objects keep their dtype: 256 + 1 is 256 in
+        bfloat16.
+
+        Raises:
+            ConfigError: for complex parameters to train with loss scaling.
         """
+        trained = [name for name, p in module.named_parameters() if p.is_complex() and p.requires_grad]
+        if trained and self.uses_scaler:
+            raise ConfigError(
+                f"precision={self.name!r} scales the loss, and torch's GradScaler cannot unscale complex gradients, "
+                f"got the complex parameters {', '.join(trained[:5])}; use 'bf16-mixed' or '32-true'."
+            )
         if self.param_dtype is None and device is None:
             return
         with kept_shared(module):
-            # unlike `to`, these leave complex tensors alone, and torchmetrics' objects keep their dtype
+            # `module.to(dtype=...)` would discard imaginary parts, and the dtype that torchmetrics' objects keep
             if self.param_dtype is torch.bfloat16:
                 module.bfloat16()
             elif self.param_dtype is torch.float16:
                 module.half()
             elif self.param_dtype is not None:
-                module.to(dtype=self.param_dtype)
+                module._apply(self._converted)  # noqa: SLF001 - what module.to() calls, which has one dtype for all
             if device is not None:
                 module.to(device=device)
 
     def convert_batch(self, batch: object) -> object:
-        """Return the batch with floating-point tensors in the parameters' dtype."""
-        dtype = self.param_dtype
-        if dtype is None:
-            return batch
-        return map_tensors(lambda tensor: _as_floating(tensor, dtype), batch)
+        """Return the batch with floating-point tensors in the parameters' dtype, and complex ones in theirs."""
+        return batch if self.param_dtype is None else map_tensors(self._converted, batch)
+
+    def dtype_for(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of a parameter, buffer or input that has this one; complex128 for complex in 64-true."""
+        if dtype.is_complex:
+            return torch.complex128 if self.param_dtype is torch.float64 else dtype
+        return self.param_dtype if self.param_dtype is not None and dtype.is_floating_point else dtype
+
+    def _converted(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.dtype_for(tensor.dtype))
 
     def make_scaler(self, device: torch.device) -> torch.amp.GradScaler:
         """Return the gradient scaler, disabled if this precision does not need one."""
@@ -94,10 +110,6 @@ class Precision:
 
     def __repr__(self) -> str:
         return f"Precision({self.name!r})"
-
-
-def _as_floating(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 class _DefaultDtype:

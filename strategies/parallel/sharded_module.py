@@ -28,6 +28,7 @@ from .filled_shards import FilledShards
 from .mesh import in_stage
 from .sharding_policy import ShardingOptions, large_layers
 from .step_caller import SYNCHRONIZED, StepCaller
+from .unit_dtypes import check_dtypes, is_complex
 
 _DP_AXES: Final = ("dp_replicate", "dp_shard", in_stage("dp_replicate"), in_stage("dp_shard"))
 
@@ -165,6 +166,7 @@ class ShardedModule:
         """Shard the parameters of a submodule that are not in units inside it. Collective: every rank calls it."""
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
+        check_dtypes(self.module, submodule, self._elsewhere | self._in_layers)
         self._make_equal(submodule)
         offload = CPUOffloadPolicy(pin_memory=self._device.type != "cpu")
         reshards: bool | int | None = self._reshards
@@ -208,7 +210,7 @@ class ShardedModule:
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         given, dtype = self._options.mixed_precision, self._precision.autocast_dtype
-        if given is None and (dtype is None or isinstance(submodule, BatchNorm)):
+        if is_complex(submodule) or (given is None and (dtype is None or isinstance(submodule, BatchNorm))):
             return MixedPrecisionPolicy()
         policy = given or MixedPrecisionPolicy(
             param_dtype=dtype,

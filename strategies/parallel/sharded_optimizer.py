@@ -30,15 +30,11 @@ class ShardedOptimizer:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
         check_one_by_one(optimizer)
         self._optimizer = optimizer
         # torch calls this as it would call the class; both optimizers share the groups' dictionaries
         make: Any = self._make_own
-        self._zero: Any = ZeroRedundancyOptimizer(
-            list(optimizer.param_groups), optimizer_class=make, **optimizer.defaults
-        )
+        self._zero: Any = _optimizer_class()(list(optimizer.param_groups), optimizer_class=make, **optimizer.defaults)
         self._follow()
         step: Any = partial(Optimizer.profile_hook_step(self._step), optimizer)
         step._wrapped_by_lr_sched = True  # noqa: SLF001 - so that a scheduler created later does not wrap it
@@ -92,6 +88,17 @@ class ShardedOptimizer:
             work.wait()
             for index, values in bucket.split(bucket.flat) if is_received else ():
                 owned[index].copy_(values.view_as(owned[index]))
+
+
+def _optimizer_class() -> Any:
+    """Return torch's class for parameters of any dtypes: it requires one, for buckets that are not used here."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    class OfAnyDtypes(ZeroRedundancyOptimizer):
+        def _verify_same_dense_param_type(self) -> None:
+            pass
+
+    return OfAnyDtypes
 
 
 def check_one_by_one(optimizer: Optimizer) -> None:

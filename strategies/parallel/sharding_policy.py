@@ -16,7 +16,7 @@ from ..module.blocks import CONTAINERS, Predicate, as_predicate, repeated_blocks
 from ..module.precision import Precision
 from ..torch_internals import BatchNorm
 from .mesh import Degrees
-from .unit_dtypes import check_dtypes, layers_of_other_dtypes
+from .unit_dtypes import layers_of_other_dtypes
 
 Policy = type[nn.Module] | Sequence[type[nn.Module]] | int | Predicate
 """Module classes; a minimum number of parameters; or a function of a submodule's name and the submodule."""
@@ -143,7 +143,6 @@ class ShardingOptions:
         if others:
             chosen = {*units, *others} - _shared_submodules(module, others)
             units = [name for name, _ in module.named_modules() if name in chosen]
-        check_dtypes(module, units, precision)
         return units
 
     def plan(

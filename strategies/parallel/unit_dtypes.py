@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Set
 
 import torch
 from torch import nn
@@ -12,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import ModuleError
 from ..module.precision import Precision
+from ..state.dtensor import is_dtensor
 
 
 class _Trained(NamedTuple):
@@ -33,50 +33,24 @@ def layers_of_other_dtypes(module: nn.Module, units: Iterable[str], precision: P
         units: the names of its units; the rest of the module is one more.
         precision: converts the module.
     """
-    others, _ = _find_others(module, units, precision)
-    return {each.layer for each in others if each.layer != each.unit}
-
-
-def check_dtypes(module: nn.Module, units: Sequence[str], precision: Precision) -> None:
-    """Check that all trained parameters of each unit have one dtype.
-
-    Raises:
-        ModuleError: naming those that do not.
-    """
-    others, usual = _find_others(module, units, precision)
-    if others:
-        unit = others[0].unit
-        named = [f"{each.name} ({each.dtype})" for each in others if each.unit == unit]
-        raise ModuleError(
-            f"{', '.join(named[:5])} of {type(module).__name__} cannot be sharded together with the other trained "
-            f"parameters of {unit or 'the module'} ({usual[unit]}), since gradients are reduced in one dtype; put each "
-            "dtype into child modules of its own, which are then units, or convert the parameters to one dtype."
-        )
-
-
-def _find_others(
-    module: nn.Module, units: Iterable[str], precision: Precision
-) -> tuple[list[_Trained], dict[str, torch.dtype]]:
-    """Return the trained parameters of another dtype than most numbers in their unit, and the latter of each unit."""
+    found = list(_reduced(module, set(units), precision))
     sizes: dict[str, Counter[torch.dtype]] = defaultdict(Counter)
-    trained = []
-    for each, parameter in _trained(module, set(units), precision):
-        trained.append(each)
-        sizes[each.unit][each.dtype] += parameter.numel()
+    for _, unit, dtype, size in found:
+        sizes[unit][dtype] += size
     usual = {unit: counts.most_common(1)[0][0] for unit, counts in sizes.items()}
-    return [each for each in trained if each.dtype != usual[each.unit]], usual
+    return {layer for layer, unit, dtype, _ in found if layer != unit and dtype != usual[unit]}
 
 
-def _trained(module: nn.Module, units: set[str], precision: Precision) -> Iterator[tuple[_Trained, nn.Parameter]]:
-    seen: set[nn.Parameter] = set()
+def _reduced(module: nn.Module, units: set[str], precision: Precision) -> Iterator[tuple[str, str, torch.dtype, int]]:
+    """Yield of each trained parameter the layer that holds it, its unit, its dtype in training, and its size.
+
+    Complex ones that are frozen are among them: mixed precision would cast them with the others.
+    """
     for layer, submodule in module.named_modules():
         unit = next((prefix for prefix in _prefixes(layer) if prefix in units), "")
-        for name, parameter in submodule.named_parameters(recurse=False):
-            if parameter.requires_grad and not is_lazy(parameter) and parameter not in seen:
-                seen.add(parameter)
-                converted = precision.param_dtype if parameter.is_floating_point() else None
-                full_name = f"{layer}.{name}" if layer else name
-                yield _Trained(full_name, layer, unit, converted or parameter.dtype), parameter
+        for parameter in submodule.parameters(recurse=False):
+            if parameter.requires_grad or parameter.is_complex():
+                yield layer, unit, precision.dtype_for(parameter.dtype), parameter.numel()
 
 
 def _prefixes(name: str) -> Iterator[str]:
@@ -84,3 +58,33 @@ def _prefixes(name: str) -> Iterator[str]:
     while name:
         yield name
         name = name.rpartition(".")[0]
+
+
+def check_dtypes(module: nn.Module, unit: nn.Module, left_out: Set[nn.Parameter]) -> None:
+    """Check that the trained parameters of a unit have one dtype, since their gradients are reduced together.
+
+    Args:
+        module: the whole module, for names.
+        unit: a submodule whose units are sharded already.
+        left_out: parameters that belong to other units.
+
+    Raises:
+        ModuleError: naming a parameter of each dtype.
+    """
+    own = {p: name for name, p in module.named_parameters() if not (is_dtensor(p) or p in left_out)}
+    held = [p for p in unit.parameters() if p in own]
+    # a frozen complex one would be cast to the dtype of the others in mixed precision
+    together = held if is_complex(unit) else [p for p in held if p.requires_grad]
+    by_dtype = {p.dtype: own[p] for p in reversed(together)}
+    if len(by_dtype) > 1:
+        found = ", ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for dtype, name in by_dtype.items())
+        raise ModuleError(
+            f"The parameters that are gathered together must have one dtype, got {found}, in "
+            f"{type(module).__name__}; put those of one dtype into a child module, which is then gathered by itself, "
+            "convert them (a complex one: torch.view_as_real), or use strategy='ddp' or 'zero'."
+        )
+
+
+def is_complex(unit: nn.Module) -> bool:
+    """Return whether a submodule has complex parameters that are not sharded yet."""
+    return any(parameter.is_complex() for parameter in unit.parameters() if not is_dtensor(parameter))

@@ -1,7 +1,6 @@
 """The submodules that become units, and how the plan shows them."""
 
 import pytest
-import torch
 from torch import nn
 
 from echelon import EchelonError
@@ -115,10 +114,3 @@ def test_a_layer_of_another_dtype_is_a_unit_of_its_own():
     assert ShardingOptions().find_units(model, Precision("64-true")) == ["blocks.0", "blocks.1"]
     model.requires_grad_(False)  # torch gathers a unit in any dtypes
     assert ShardingOptions().find_units(model, Precision("32-true")) == ["blocks.0", "blocks.1"]
-
-
-def test_a_parameter_of_another_dtype_among_the_others_of_its_module_is_refused():
-    model = Model()
-    model.blocks[0].scale = nn.Parameter(torch.ones(2, dtype=torch.float64))
-    with pytest.raises(EchelonError, match=r"blocks.0.scale \(torch.float64\) of Model .* parameters of blocks.0 \("):
-        ShardingOptions().find_units(model, Precision("32-true"))
