@@ -145,8 +145,7 @@ def check_whole(state: Mapping[str, Any]) -> None:
         if reason:
             raise ModuleError(
                 f"{name} is sharded, and {reason}: its shards cannot be put together, as a fit that starts its own "
-                "processes does at its end. Leave it out of the module's state_dict() and set strict_loading = False, "
-                "or start the processes with torchrun."
+                "processes does at its end; start the processes with torchrun, or use strategy='ddp'."
             )
 
 

@@ -9,6 +9,7 @@ from ...callbacks.callback import Callback
 from ...callbacks.dispatch import callback_states, overrides
 from ...callbacks.model_checkpoint import ModelCheckpoint
 from ...strategies.errors import CheckpointError, EchelonError
+from ...strategies.state.dtensor import check_whole
 from ..checkpoint.encoding import Encoder
 from ..data.seed import isolated_rng
 from ..module.train_module import TrainModule
@@ -20,12 +21,17 @@ from .schedules import schedule_state
 def check_savable(session: Session) -> None:
     """Encode what a checkpoint would hold, without copying tensors. Collective: every rank calls it.
 
-    It does nothing in a run that saves no checkpoints. ``on_save_checkpoint`` is called only if the module's state
+    In a run that saves no checkpoints, it only checks that the weights can be returned to the caller of processes that
+    the run has started. ``on_save_checkpoint`` is called only if the module's state
     cannot be saved as it is, since the hook may leave parts of it out.
 
     Raises:
         CheckpointError: for a value that a checkpoint cannot hold, with its place and what to do.
+        ModuleError: for shards of weights that cannot be put together.
     """
+    if session.strategy.starts_processes and not session.strategy.collectives.is_rehearsed:
+        with session.strategy.collectives.fail_together():
+            check_whole(dict(session.module.named_parameters()))
     saves_training = _saves(session, weights_only=False)
     if session.strategy.collectives.is_rehearsed or not (saves_training or _saves(session, weights_only=True)):
         return

@@ -14,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Callback, EMAWeightAveraging, ModelCheckpoint, TrainModule
-from echelon.strategies.errors import CheckpointError, ConfigError, EchelonError
+from echelon.strategies.errors import CheckpointError, ConfigError, EchelonError, ModuleError
 from echelon.testing import run_ranks
 from echelon.trainer.checkpoint import load, save
 
@@ -145,6 +145,11 @@ def test_wrapped_weights_are_refused_at_the_start_and_can_be_left_out(memory_pat
 def test_wrapped_weights_are_refused_at_the_start_in_every_layout(memory_path):
     for found in run_ranks(wrapped_everywhere, 2, str(memory_path)):
         assert_refused(found)
+
+
+def test_wrapped_shards_that_started_processes_could_not_return_are_refused_at_the_start(memory_path):
+    with pytest.raises(ModuleError, match="layers.0.frozen is sharded, and a Wrapped.*torchrun"):
+        fit(WithoutFrozen(), memory_path, strategy="fsdp", devices=2)
 
 
 def test_a_run_without_checkpoints_trains_wrapped_weights(memory_path):
