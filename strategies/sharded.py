@@ -281,6 +281,11 @@ class ShardedStrategy(Strategy):
         return f"{word} {' and '.join(map(str, stages))} of {schedule.num_stages}"
 
     def annotate(self, error: BaseException) -> None:
+        if self.has_stages and "not have been used in the graph" in str(error):
+            error.add_note(
+                "A pipeline stage has only its own part of a step's graph, so a step cannot compute a derivative "
+                "(torch.autograd.grad) through several stages; use dp_shard and tp instead of pp."
+            )
         if any(text in str(error) for text in ("mixed torch.Tensor and DTensor", "inputs with different meshes")):
             error.add_note(
                 "A sharded parameter was used while this rank had only its shard. The parameters of a unit are "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -371,6 +371,19 @@ def group_named(name: str) -> Any:
         return _resolve_process_group(name)  # type: ignore[arg-type]
     except (RuntimeError, ValueError):
         return None
+
+
+def is_wrapped(tensor: Any) -> bool:
+    """Return whether a tensor is inside of a transformation of ``torch.func``."""
+    with names_of_torch:
+        return torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # noqa: SLF001
+
+
+def outside_transformations() -> Any:
+    """Return a context outside of the transformations of ``torch.func`` around it, for what is not transformed."""
+    with names_of_torch:
+        is_inside = torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
+        return torch._C._DisableFuncTorch() if is_inside else nullcontext()  # noqa: SLF001
 
 
 def is_in_backward() -> bool:

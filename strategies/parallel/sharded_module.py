@@ -281,14 +281,15 @@ class ShardedModule:
         # otherwise hooks between steps, or a loop between forward and backward, would see and change gathered copies of
         # the parameters, which do not have the gradients
         if step_name != "training_step" or not torch.is_grad_enabled():
-            self.reshard()
+            if not (has_backward and self.runs.inner.has_any):
+                self.reshard()
             self.runs.end(step_name)
         else:
             self.runs.await_backward(step_name)
         return self._caller.rebuild(output)
 
     def _run_step(self, step_name: str, *args: Any, **kwargs: Any) -> Any:
-        self._is_in_step = has_failed = True
+        self._is_in_step = self.runs.inner.is_in_step = has_failed = True
         self.runs.writes.begin(step_name)
         try:
             # in each micro-batch, the hooks would cost time only to find everything gathered already
@@ -297,7 +298,7 @@ class ShardedModule:
             has_failed = False
             return output
         finally:
-            self._is_in_step = False
+            self._is_in_step = self.runs.inner.is_in_step = False
             if self.runs.layers is not None:
                 self.runs.layers.end(step_name, has_failed=has_failed)
 
@@ -318,6 +319,7 @@ class ShardedModule:
     def reshard(self) -> None:
         """Free all gathered parameters."""
         self._is_gathered = False
+        self.runs.inner.forget()
         for submodule in dict.fromkeys((*self.roots, *self._units)):
             submodule.reshard()
 
@@ -341,6 +343,7 @@ class ShardedModule:
             self.runs.follow(step_name, busy, run)
         else:
             self._syncs = True
+            self.runs.inner.forget()
             self.runs.order.begin("stand_by")
             for root in self.roots:
                 reduce_sharded_gradients(root)
@@ -362,6 +365,7 @@ class ShardedModule:
 
     def end_window(self) -> None:
         """Reduce the gradients of all backwards, and free all parameters. Collective: the ranks of the mesh call it."""
+        self.runs.inner.forget()
         reduce_sharded_gradients(self.roots[0])
         self.runs.order.end()
         self.reshard()

@@ -127,13 +127,16 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, change: _Change, change_gradient: _Change) -> Tensor:
-        ctx.change_gradient = change_gradient
+        ctx.change, ctx.change_gradient = change, change_gradient
         changed = change(tensor)
         return tensor.view_as(tensor) if changed is tensor else changed
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
-        return ctx.change_gradient(gradients[0]), None, None
+        gradient = gradients[0]
+        if torch.is_grad_enabled() and gradient.requires_grad:  # which is differentiated again
+            return _Exchange.apply(gradient, ctx.change_gradient, ctx.change), None, None
+        return ctx.change_gradient(gradient), None, None
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed.nested import iterate_tensors, map_tensors
+from ..torch_internals import is_wrapped
 
 
 class LayerUnit(nn.Module):
@@ -149,6 +150,8 @@ def _no_view(tensor: Tensor) -> Tensor:
 
 
 def _shares_memory(tensor: Tensor, parameters: Sequence[nn.Parameter]) -> bool:
+    if is_wrapped(tensor):
+        return False  # in a transformation of torch.func, which hands out no storage
     storage = _storage_of(tensor)
     return any(_storage_of(parameter) == storage for parameter in parameters)
 

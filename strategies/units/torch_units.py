@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -258,3 +259,37 @@ def _groups_of(state: Any) -> list[Any]:
     if groups is not None:
         return list(groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+class TreeOfUnits:
+    """The units below a ``fully_shard`` root, whose part in backwards can be intercepted."""
+
+    def __init__(self, root: Any) -> None:
+        with names_of_torch:
+            self._root = _state_of(root)
+            self._root._lazy_init()
+            self._states = list(self._root._state_ctx.all_states)
+            self._groups = [group for state in self._states for group in _groups_of(state)]
+            self.finalize: Callable[[], None] = self._root._root_post_backward_final_callback
+            """Ends a backward."""
+
+    def intercept(self, pre_backward: Any, post_backward: Any, reshard: Any, finalize: Any) -> None:
+        """Call these functions in place of torch's, which are passed to them with their arguments."""
+        with names_of_torch:
+            for group in self._groups:
+                group.pre_backward = partial(pre_backward, group.pre_backward)
+                group.post_backward = partial(post_backward, group.post_backward)
+                group.reshard = partial(reshard, group.reshard)
+            for state in self._states:
+                own = state._root_post_backward_final_callback
+                state._root_post_backward_final_callback = partial(finalize, own)
+
+    def forget_backward(self) -> None:
+        """Leave the units as they were before a backward that reduces nothing."""
+        with names_of_torch:
+            from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+            self._root._state_ctx.post_backward_final_callback_queued = False
+            for one in (*self._states, *self._groups):
+                if one._training_state == TrainingState.PRE_BACKWARD:
+                    one._training_state = TrainingState.IDLE

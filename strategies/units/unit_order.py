@@ -15,6 +15,7 @@ from ..distributed.collectives import Collectives
 from ..distributed.debug import user_call
 from ..distributed.noticeboard import Noticeboard
 from ..errors import ModuleError
+from ..torch_internals import outside_transformations
 from .torch_units import (
     call_instead,
     end_backward,
@@ -258,7 +259,7 @@ class UnitOrder:
             if position < len(expected) and expected[position] == call:
                 return call.detail
             self._leave_order(run, call, expected[position] if position < len(expected) else None)
-        with self._watch.paused():
+        with self._watch.paused(), outside_transformations():
             return self._agree(run, call)
 
     def _agree(self, run: _Run, own: UnitCall) -> Any:

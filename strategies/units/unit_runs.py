@@ -12,6 +12,7 @@ from torch import nn
 
 from ..distributed.collectives import Collectives
 from .idle_ranks import IdleRanks
+from .inner_backwards import InnerBackwards
 from .large_layers import LargeLayers
 from .parameter_writes import ParameterWrites
 from .unit_order import UnitOrder
@@ -45,6 +46,8 @@ class UnitRuns:
         by_all = ("training_step",) if is_manual else ()
         self.order = UnitOrder(roots, name_of, data_collectives, always=always_agrees)
         """The order in which ranks gather and reduce."""
+        self.inner = InnerBackwards(roots)
+        """Derivatives that steps compute before their backward."""
         self._idle = IdleRanks(roots, self.order, data_collectives, can_run_step=not has_stages, run_by_all=by_all)
         self._data_collectives, self._has_stages, self._is_manual = data_collectives, has_stages, is_manual
         self._awaited = ""
@@ -64,6 +67,7 @@ class UnitRuns:
             has_backward: whether the run ends with the next `end_backward`.
         """
         has_begun = not self._has_stages and self.order.begin(step_name, torch.is_grad_enabled(), syncs)
+        self.inner.begin()
         try:
             with self.order.watching():
                 yield
@@ -85,6 +89,7 @@ class UnitRuns:
     def end_backward(self) -> None:
         """End the run whose backward has ended, if any. Collective after some runs."""
         step_name, self._awaited = self._awaited, ""
+        self.inner.end()
         if self._is_manual:
             self.order.meet("backward")  # an update may follow
         elif not self._has_stages:
