@@ -42,6 +42,7 @@ from .metrics.gathering import gather_once
 from .module.data_module import DataHooks, DataModule
 from .module.hparams import logged_hparams
 from .module.optimizers import (
+    check_all_registered,
     check_monitors,
     check_parameters,
     parse_optimizers,
@@ -283,6 +284,8 @@ def build_optimizers(session: Session) -> None:
             f"({evaluating}) needs them unscaled; use bf16-mixed or 32-true."
         )
     strategy.setup_optimizers(configured.optimizers)
+    is_saved = any(isinstance(callback, ModelCheckpoint) for callback in session.callbacks)
+    check_all_registered(configured.optimizers, module, num_ranks=strategy.world_size, is_saved=is_saved)
     session.optimizers, session.schedulers = configured.optimizers, configured.schedulers
     if not session.state.optimizer_steps:  # a resumed run has them already
         session.state.optimizer_steps = [0] * len(configured.optimizers)

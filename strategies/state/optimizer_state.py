@@ -24,11 +24,24 @@ _DTYPES: Final = {TEXT: torch.dtype}
 def state_by_name(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
     """Return ``optimizer.state_dict()`` with each parameter's position replaced by its name in `module`.
 
-    A parameter that does not belong to the module is called ``unnamed.<position>``. ``dtypes`` has the dtypes of the
-    parameters, and ``shared`` the state that belongs to no parameter, if there is any.
+    ``dtypes`` has the dtypes of the parameters, and ``shared`` the state that belongs to no parameter, if there is any.
+
+    Raises:
+        CheckpointError: for parameters that do not belong to the module, whose values no checkpoint would hold.
     """
     state = optimizer.state_dict()
     names = parameter_names(optimizer, module)
+    foreign = [
+        tuple(parameter.shape)
+        for name, parameter in zip(names, _parameters_of(optimizer), strict=True)
+        if name.startswith(UNNAMED) and parameter.requires_grad
+    ]
+    if foreign:
+        raise CheckpointError(
+            f"{len(foreign)} of {len(names)} parameters of {type(optimizer).__name__} are not the module's, of shapes "
+            f"{foreign[:3]}, and a checkpoint does not hold them; make them, or the module that has them, attributes "
+            "of self, in a ModuleList or ParameterList instead of a list."
+        )
     shared = {key: value for key, value in state["state"].items() if type(key) is not int}
     return {
         "state": {names[position]: value for position, value in state["state"].items() if position not in shared},
@@ -158,7 +171,7 @@ def _check_entries(state: Mapping[str, Any], names: Sequence[str]) -> None:
 
 
 def parameter_names(optimizer: Optimizer, module: nn.Module) -> list[str]:
-    """Return the names in `module` of an optimizer's parameters, in the optimizer's order."""
+    """Return the names in `module` of an optimizer's parameters, in the optimizer's order; ``unnamed.0`` of others."""
     known: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
     return [known.get(p, f"{UNNAMED}{index}") for index, p in enumerate(_parameters_of(optimizer))]
 

@@ -247,6 +247,31 @@ def check_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> None
             )
 
 
+def check_all_registered(optimizers: Sequence[Optimizer], module: nn.Module, *, num_ranks: int, is_saved: bool) -> None:
+    """Check that optimizers train only parameters that are equal on all ranks, and that checkpoints hold.
+
+    Args:
+        optimizers: the module's.
+        module: the module, as it is after setup.
+        num_ranks: the number of processes.
+        is_saved: whether the run saves checkpoints.
+
+    Raises:
+        ModuleError: for parameters that are not the module's, with several processes or checkpoints.
+    """
+    own = set(module.parameters())
+    for optimizer in optimizers if num_ranks > 1 or is_saved else ():
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        foreign = [tuple(parameter.shape) for parameter in held if parameter not in own and parameter.requires_grad]
+        if foreign:
+            harm = f"each of {num_ranks} ranks would train its own" if num_ranks > 1 else "checkpoints do not hold them"
+            raise ModuleError(
+                f"{len(foreign)} of {len(held)} parameters of {type(optimizer).__name__} are not the module's, of "
+                f"shapes {foreign[:3]}: {harm}, and a resumed run would start them over. Register them: make them or "
+                "the module that has them an attribute of self, in a ModuleList or ParameterList instead of a list."
+            )
+
+
 def tell_of_several(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
     """Log that all of several optimizers step with every loss, where Lightning requires manual optimization."""
     if len(optimizers) > 1:
