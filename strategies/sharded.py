@@ -34,6 +34,7 @@ from .pipeline.schedule import Schedule
 from .pipeline.state import gather_all, here, marked, own_entries, whole_of_stages, without_elsewhere
 from .pipeline.timeline import WindowRecorder
 from .state.dtensor import clip_by_norm, gather_whole, is_dtensor, local_shard, multiply_all, shard_like
+from .state.random_shards import draw_whole
 from .state.shards import Holders
 from .state.shared_memory import check_unshared
 from .strategy import ClipAlgorithm, Strategy
@@ -144,6 +145,7 @@ class ShardedStrategy(Strategy):
             return  # for example, when it is evaluated after it was trained
         check_unshared(module, self.name, with_buffers=True)  # with what configure_model has built
         self.module = module
+        draw_whole()
         # also for an evaluation, since it may be trained next
         is_manual = is_manual or not getattr(module, "automatic_optimization", True)
         places, hooks = self._deferred.places(module), GradientHooks(module)  # before the conversion replaces tensors

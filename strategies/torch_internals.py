@@ -390,3 +390,11 @@ def is_in_backward() -> bool:
     """Return whether autograd runs a backward in this thread."""
     with names_of_torch:
         return torch._C._current_graph_task_id() != -1  # noqa: SLF001
+
+
+def set_dtensor_handler(operation: Any, handler: Callable[..., Any]) -> None:
+    """Let DTensors compute an operation by calling ``handler(operation, args, kwargs)``."""
+    with names_of_torch:
+        from torch.distributed.tensor import DTensor
+
+        DTensor._op_dispatcher._custom_op_handlers[operation] = handler  # noqa: SLF001

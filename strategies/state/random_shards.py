@@ -1,0 +1,59 @@
+"""Random numbers in DTensors: every rank draws those of the whole tensor, as one process does, and keeps its shard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ..torch_internals import set_dtensor_handler
+from .dtensor import local_shard, shard_like
+
+_IN_PLACE: Final = (
+    "bernoulli_",
+    "cauchy_",
+    "exponential_",
+    "geometric_",
+    "log_normal_",
+    "normal_",
+    "random_",
+    "uniform_",
+)
+_LIKE: Final = ("rand_like", "randint_like", "randn_like")
+
+
+def draw_whole() -> None:
+    """Let the random operations of DTensors draw what they would in one process, in hooks and optimizers of a run.
+
+    torch draws for each shard: other numbers than one process on a GPU, and on a CPU, where all ranks have the same
+    generator, the same numbers in each shard.
+    """
+    for name in _IN_PLACE:
+        for overload in _overloads(name):
+            set_dtensor_handler(overload, _fill)
+    for name in _LIKE:
+        for overload in _overloads(name):
+            set_dtensor_handler(overload, _make)
+
+
+def _overloads(name: str) -> list[Any]:
+    packet = getattr(torch.ops.aten, name)
+    return [getattr(packet, each) for each in packet.overloads() if not each.endswith("out")]
+
+
+def _fill(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    target, *others = args
+    whole = torch.empty(target.shape, dtype=target.dtype, device=local_shard(target).device)
+    operation(whole, *others, **kwargs)
+    local_shard(target).copy_(local_shard(shard_like(whole, target)))
+    result: Tensor = target
+    return result
+
+
+def _make(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    like, *others = args
+    whole = torch.empty(like.shape, dtype=like.dtype, device=local_shard(like).device)
+    drawn: Tensor = shard_like(operation(whole, *others, **kwargs), like)
+    return drawn
