@@ -25,6 +25,7 @@ from .module.memory_estimate import MemoryShare
 from .module.precision import Precision
 from .parallel.equal_ranks import configure
 from .parallel.mesh import Degrees, make_mesh
+from .parallel.optimizer_probe import check_can_be_sharded
 from .parallel.replica_check import ReplicaCheck, ReplicaDifference
 from .parallel.shard_update import step_on_shards
 from .parallel.sharded_module import ShardedModule
@@ -191,6 +192,7 @@ class ShardedStrategy(Strategy):
                     f"shapes {foreign[:3]}: it was built before the module was sharded and would not train it; build "
                     "it in configure_optimizers from self.parameters()."
                 )
+            check_can_be_sharded(optimizer, self.name, self.collectives)
 
     def _check_kinds(self, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in optimizers:

@@ -14,6 +14,7 @@ from .estimate.estimate import Estimate, exchanged
 from .estimate.profile import Profile
 from .estimate.replicas import summed_rows
 from .module.memory_estimate import MemoryShare
+from .parallel.optimizer_probe import check_can_be_dealt
 from .parallel.replica import DDPOptions
 from .parallel.sharded_optimizer import ShardedOptimizer, check_one_by_one, deal
 from .state.optimizer_state import Sharded, parameter_names
@@ -67,6 +68,9 @@ class ZeroStrategy(ReplicaStrategy):
         super().setup_module(module, is_manual=is_manual)
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        if self.group is not None:
+            for optimizer in optimizers:
+                check_can_be_dealt(optimizer, self.name)
         self._sharded = (
             {} if self.group is None else {optimizer: ShardedOptimizer(optimizer) for optimizer in optimizers}
         )

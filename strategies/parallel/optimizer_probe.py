@@ -1,0 +1,184 @@
+"""OptimizerProbe: small parameters on which an optimizer shows whether its parameters can be updated separately."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from ..distributed.collectives import Collectives
+from ..errors import ConfigError
+from ..state.dtensor import local_shard, shard_like
+from ..state.optimizer_state import attributes_of, needs_closure, remake
+
+_MOST: Final = 4
+"""The parameters that are imitated: more would show nothing new."""
+_LARGEST: Final = 1 << 20
+"""The most elements of one of them."""
+_NUM_STEPS: Final = 3
+_SCALES: Final = (1.0, 1e5)
+"""The sizes of gradients that are tried: many optimizers limit only those whose norm is above 1."""
+_FAILURES: Final = (ArithmeticError, AttributeError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
+_TOLERANCE: Final = 1e-5
+"""The difference that still counts as rounding, as a fraction of the largest update."""
+
+
+class OptimizerProbe:
+    """Steps copies of an optimizer on imitations of some of its parameters, of the same shapes and in the same groups.
+
+    An optimizer that cannot be copied, or that fails on the imitations, shows nothing, and is not refused.
+
+    Args:
+        optimizer: the user's, which is not changed.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._chosen = _choose(optimizer)
+        self.draws = False
+        """Whether a step has drawn from torch's random generator."""
+
+    def differs_if_dealt(self) -> bool:
+        """Return whether a parameter is updated otherwise if the optimizer has no other one."""
+        for scale in _SCALES if len(self._chosen) > 1 else ():
+            together = self._updated(self._chosen, scale, _same)
+            for at, chosen in enumerate(self._chosen if together is not None else ()):
+                alone = self._updated([chosen], scale, _same)
+                if together is not None and alone is not None and _differ(together[at], alone[0]):
+                    return True
+        return False
+
+    def differs_if_sharded(self) -> bool:
+        """Return whether shards of parameters are updated otherwise than the whole. Collective: every rank calls it."""
+        for scale in _SCALES:
+            whole = self._updated(self._chosen, scale, _same)
+            sharded = None if whole is None else self._updated(self._chosen, scale, shard_like)
+            for (_, parameter), one, other in zip(self._chosen, whole or (), sharded or (), strict=False):
+                if _differ(_shards(one, parameter), (local_shard(other[0]), local_shard(other[1]))):
+                    return True
+        return False
+
+    def _updated(
+        self, chosen: Sequence[tuple[int, Any]], scale: float, shard: Callable[[Tensor, Any], Tensor]
+    ) -> list[tuple[Tensor, Tensor]] | None:
+        """Return each imitation before and after some steps; None if they failed."""
+        held: dict[int, list[Parameter]] = {}
+        before, gradients, stand_ins = [], [], []
+        for index, parameter in chosen:
+            values = _numbers(parameter, seed=parameter.dim() + 7 * index)
+            before.append(shard(values, parameter))
+            gradients.append(shard(_numbers(parameter, seed=100 + parameter.dim()) * scale, parameter))
+            stand_ins.append(Parameter(shard(values.clone(), parameter)))
+            held.setdefault(index, []).append(stand_ins[-1])
+        devices = [one.device for one in before if one.device.type == "cuda"]
+        with torch.random.fork_rng(devices):
+            try:
+                self._step(held, list(zip(stand_ins, gradients, strict=True)))
+            except _FAILURES:  # of an optimizer that needs other parameters, or fails in its first step as well
+                return None
+        return list(zip(before, (parameter.detach() for parameter in stand_ins), strict=True))
+
+    def _step(self, held: dict[int, list[Parameter]], pairs: Sequence[tuple[Parameter, Tensor]]) -> None:
+        optimizer = self._optimizer
+        settings = [
+            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+        ]
+        groups = [copy.deepcopy(settings[index]) | {"params": parameters} for index, parameters in held.items()]
+        twin = remake(type(optimizer), copy.deepcopy(attributes_of(optimizer)), groups)
+        drawn = torch.get_rng_state()
+        for _ in range(_NUM_STEPS):
+            for parameter, gradient in pairs:
+                parameter.grad = gradient.clone()
+            type(optimizer).step(twin)
+        self.draws |= not torch.equal(drawn, torch.get_rng_state())
+
+
+def check_can_be_dealt(optimizer: Optimizer, strategy: str) -> None:
+    """Check that an optimizer updates each parameter by itself, as far as a few small ones show that.
+
+    Raises:
+        ConfigError: if it does not, or if it draws random numbers.
+    """
+    if _is_known(optimizer):
+        return
+    probe, kind = OptimizerProbe(optimizer), type(optimizer).__name__
+    differs = probe.differs_if_dealt()
+    if probe.draws:
+        raise ConfigError(
+            f"strategy={strategy!r} deals parameters out to ranks, but {kind} draws random numbers when it updates "
+            "them, which would be others on each rank; use strategy='ddp', or an optimizer without random numbers."
+        )
+    if differs:
+        raise ConfigError(
+            f"strategy={strategy!r} deals parameters out to ranks, but {kind} updates a parameter otherwise if it has "
+            "no others, as with a norm over all gradients; use strategy='ddp', or an optimizer that updates each "
+            "parameter by itself."
+        )
+
+
+def check_can_be_sharded(optimizer: Optimizer, strategy: str, collectives: Collectives) -> None:
+    """Check that an optimizer updates shards as it updates whole parameters. Collective: every rank calls it.
+
+    Raises:
+        ConfigError: if it does not.
+    """
+    if _is_known(optimizer) or collectives.is_rehearsed:
+        return
+    differs = OptimizerProbe(optimizer).differs_if_sharded()
+    if collectives.all_reduce(float(differs), "max"):
+        raise ConfigError(
+            f"strategy={strategy!r} shards parameters, but {type(optimizer).__name__} updates shards otherwise than "
+            "whole parameters; use strategy='ddp', or an optimizer whose operations know DTensors."
+        )
+
+
+def _is_known(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.") or needs_closure(optimizer)
+
+
+def _choose(optimizer: Optimizer) -> list[tuple[int, Any]]:
+    """Return small parameters, each with its group: the smallest of each number of dimensions, then others."""
+    if any(_has_parameters(value) for value in attributes_of(optimizer).values()):
+        return []  # a copy could change them
+    held = [
+        (index, parameter)
+        for index, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+        if parameter.requires_grad and not parameter.is_meta and 0 < parameter.numel() <= _LARGEST
+    ]
+    held.sort(key=lambda each: each[1].numel())
+    first = {(index, parameter.dim()): (index, parameter) for index, parameter in reversed(held)}
+    chosen = {id(parameter): (index, parameter) for index, parameter in [*first.values(), *held]}
+    return list(chosen.values())[:_MOST]
+
+
+def _has_parameters(value: Any) -> bool:
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else (value,)
+    return any(isinstance(each, Parameter | Optimizer) for each in values)
+
+
+def _numbers(parameter: Any, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.device)
+
+
+def _same(value: Tensor, like: Any) -> Tensor:
+    return value
+
+
+def _shards(pair: tuple[Tensor, Tensor], parameter: Any) -> tuple[Tensor, Tensor]:
+    return local_shard(shard_like(pair[0], parameter)), local_shard(shard_like(pair[1], parameter))
+
+
+def _differ(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> bool:
+    """Return whether two updates of the same parameter differ."""
+    if not one[0].numel():
+        return False
+    updates = one[1] - one[0], other[1] - other[0]
+    largest = max(float(update.abs().max()) for update in updates)
+    return float((updates[0] - updates[1]).abs().max()) > _TOLERANCE * largest

@@ -1,0 +1,134 @@
+"""An optimizer that looks across parameters is refused where they are dealt out; others train as in one process."""
+
+import pytest
+import torch
+from as_rank import calm_down, double_trainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from echelon import TrainModule
+from echelon.strategies.errors import ConfigError
+from echelon.testing import run_ranks
+
+
+class Base(torch.optim.Optimizer):
+    """Plain gradient descent; subclasses change the gradients."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for parameter, change in zip(held, self.changes(held), strict=True):
+            parameter.add_(change, alpha=-self.param_groups[0]["lr"])
+
+    def changes(self, held):
+        return [parameter.grad for parameter in held]
+
+
+class ClipsAll(Base):
+    """Divides by the norm over all gradients if it is above 1, as LAMB does."""
+
+    def changes(self, held):
+        norm = torch.stack([parameter.grad.square().sum() for parameter in held]).sum().sqrt()
+        return [parameter.grad / norm.clamp(min=1.0) for parameter in held]
+
+
+class SharesAStepSize(Base):
+    """Has one step size for all parameters, from their largest gradient."""
+
+    def changes(self, held):
+        largest = max(parameter.grad.abs().max() for parameter in held)
+        return [parameter.grad / largest for parameter in held]
+
+
+class Draws(Base):
+    """Adds noise, as Langevin dynamics does."""
+
+    def changes(self, held):
+        return [parameter.grad + 0.1 * torch.randn_like(parameter) for parameter in held]
+
+
+class TrustsNorms(Base):
+    """Scales each update by the norm of its parameter, as LARS and LAMB do."""
+
+    def changes(self, held):
+        return [parameter.grad * parameter.norm() / parameter.grad.norm() for parameter in held]
+
+
+class Orthogonal(Base):
+    """Orthogonalizes the updates of matrices, as Muon does."""
+
+    def changes(self, held):
+        return [p.grad @ (p.grad.T @ p.grad + torch.eye(p.shape[1])).inverse() if p.dim() > 1 else p.grad for p in held]
+
+
+class OfShards(Base):
+    """Scales by the norm of what this rank has."""
+
+    def changes(self, held):
+        local = [getattr(parameter.grad, "_local_tensor", parameter.grad) for parameter in held]
+        return [parameter.grad / (1 + part.norm()) for parameter, part in zip(held, local, strict=True)]
+
+
+class Net(TrainModule):
+    def __init__(self, optimizer):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.optimizer = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), optimizer
+
+    def training_step(self, batch, batch_idx):
+        return (self.layers(batch[0]) - 3).square().mean()
+
+    def configure_optimizers(self):
+        return self.optimizer(self.parameters())
+
+
+def fit(optimizer, strategy):
+    torch.set_default_dtype(torch.float64)
+    trainer = double_trainer(max_epochs=2, strategy=strategy, global_batch_size=4)
+    data = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
+    try:
+        trainer.fit(Net(optimizer), DataLoader(TensorDataset(data), 2))
+        return trainer.strategy.full_model_state()
+    except ConfigError as error:
+        return str(error)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+REFUSED = [
+    (ClipsAll, "zero", "otherwise if it has no others, as with a norm over all gradients; use strategy='ddp'"),
+    (SharesAStepSize, "zero", "otherwise if it has no others"),
+    (Draws, "zero", "draws random numbers when it updates them, which would be others on each rank"),
+    (OfShards, "fsdp", "updates shards otherwise than whole parameters; use strategy='ddp'"),
+]
+ACCEPTED = [
+    *((kind, "zero") for kind in (Base, TrustsNorms, Orthogonal, OfShards)),
+    *((kind, "fsdp") for kind in (Base, ClipsAll, TrustsNorms)),
+]
+
+
+def fit_all(cases):
+    calm_down()
+    return {(kind.__name__, strategy): fit(kind, strategy) for kind, strategy in cases}
+
+
+@pytest.fixture(scope="module")
+def found():
+    return run_ranks(fit_all, 2, [*ACCEPTED, *((kind, strategy) for kind, strategy, _ in REFUSED)])[0]
+
+
+@pytest.mark.parametrize(("kind", "strategy", "text"), REFUSED)
+def test_what_would_be_another_update_is_refused_by_name(found, kind, strategy, text):
+    error = found[kind.__name__, strategy]
+    assert error.startswith(f"strategy='{strategy}' ")
+    assert kind.__name__ in error
+    assert text in error
+
+
+@pytest.mark.parametrize(("kind", "strategy"), ACCEPTED)
+def test_others_train_as_in_one_process(found, kind, strategy):
+    for name, value in fit(kind, "single").items():
+        torch.testing.assert_close(found[kind.__name__, strategy][name], value, rtol=0, atol=1e-12)
