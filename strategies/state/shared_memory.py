@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import ModuleError
-from ..torch_internals import is_traceable_wrapper_subclass
+from ..torch_internals import is_traceable_wrapper_subclass, is_without_memory
 from .dtensor import is_dtensor
 
 
@@ -60,7 +60,8 @@ def _groups(module: nn.Module) -> list[list[tuple[str, Tensor]]]:
     found: dict[tuple[Any, ...], list[tuple[str, Tensor]]] = defaultdict(list)
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         is_special = nn.parameter.is_lazy(tensor) or is_dtensor(tensor) or is_traceable_wrapper_subclass(tensor)
-        if not (tensor.is_meta or is_special or tensor.is_sparse) and tensor.numel():
+        is_empty = tensor.is_meta or is_without_memory(tensor) or not tensor.numel()
+        if not (is_special or is_empty or tensor.is_sparse):
             found[tensor.device, tensor.dtype, tensor.untyped_storage().data_ptr()].append((name, tensor))
     return [group for group in found.values() if len(group) > 1]
 
