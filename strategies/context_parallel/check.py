@@ -89,13 +89,13 @@ def check_step(
 
 def _windows_of(module: nn.Module, length: int) -> str:
     """Return a sentence on the attention windows that are shorter than a sequence; empty if there are none."""
-    found: dict[str, int] = {}
-    for name, submodule in module.named_modules():
-        own = vars(submodule)
-        for prefix, attributes in ((name, own), (f"{name}.config", getattr(own.get("config"), "__dict__", {}))):
-            for attribute, value in attributes.items():
-                if "window" in attribute and type(value) is int and 0 < value < length:
-                    found.setdefault(f"{prefix}.{attribute}".lstrip("."), value)
+    found = {
+        f"{prefix}.{attribute}".lstrip("."): value
+        for name, submodule in module.named_modules()
+        for prefix, owner in ((name, submodule), (f"{name}.config", getattr(submodule, "config", None)))
+        for attribute, value in getattr(owner, "__dict__", {}).items()
+        if "window" in attribute and type(value) is int and 0 < value < length
+    }
     if not found:
         return ""
     listed = ", ".join(f"{name}={value}" for name, value in list(found.items())[:3])

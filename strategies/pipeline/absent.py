@@ -1,4 +1,4 @@
-"""What stands in for values that another stage has: NaN, tensors that say where they are, and marks in attributes."""
+"""AbsentTensor and AbsentAttributes: placeholders of values that another stage has, which say where they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step in stages logs, updates and returns: each counts on one stage, and is compared with a whole run."""
+"""CountedOnce and Observed: of the stages that run a step one takes what it logs and updates, which is compared."""
 
 from __future__ import annotations
 
@@ -84,9 +84,9 @@ class Observed:
         """
         if any(tensor.is_meta for tensor in iterate_tensors(output)):
             raise ModuleError(
-                "The step must return values, got a tensor on the meta device: it is computed from a parameter of "
-                "another stage, which was used outside its part. Call the part, or name it for this stage, too, in "
-                "configure_pipeline(num_stages)."
+                f"The step must return values, got {type(output).__name__} on the meta device: it is computed from a "
+                "parameter of another stage, which was used outside its part. Call the part, or name it for this "
+                "stage, too, in configure_pipeline(num_stages)."
             )
         self.outputs[index] = map_tensors(lambda tensor: gathered(tensor).detach().clone(), output)
 

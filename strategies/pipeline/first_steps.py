@@ -170,7 +170,7 @@ class FirstSteps:
 
     def _compare(self, indices: Sequence[int], whole: _WholeRun | None, staged: Observed, step_name: str) -> None:
         logged = self._collectives.all_gather_object(staged.logged)
-        message = None
+        found = None
         if whole is not None and whole.error is not None:
             warnings.warn(
                 f"The first {step_name} in stages could not be compared with a whole one on one rank, which failed: "
@@ -179,25 +179,23 @@ class FirstSteps:
             )
         elif whole is not None and not (whole.has_drawn and self._around.has_cut_layers):
             staged.logged = sorted((one for of_rank in logged for one in of_rank), key=lambda one: one[:2])
-            message = self._difference(indices, whole, staged, step_name)
-        message = self._collectives.broadcast(message, self._last)
-        if message:
-            raise ModuleError(message)
+            found = self._first_found(indices, whole, staged)
+        found = self._collectives.broadcast(found, self._last)
+        if found:
+            raise ModuleError(
+                f"{step_name} of {type(self._module).__name__} computes something else in stages "
+                f"(pp={self._schedule.num_ranks}) than as a whole on one rank: {found}. What the step uses of a block "
+                "after the call (attributes, lists, what hooks collect) is on the block's own stage only: let the "
+                f"blocks pass it on in their outputs, name them for the stage that uses it in {HOOK}(num_stages), or "
+                "use dp_shard instead of pp."
+            )
 
-    def _difference(self, indices: Sequence[int], whole: _WholeRun, staged: Observed, step_name: str) -> str | None:
-        tolerance = whole.tolerance(is_cut=self._around.has_cut_layers)
+    def _first_found(self, indices: Sequence[int], whole: _WholeRun, staged: Observed) -> str | None:
+        tolerance, kept = whole.tolerance(is_cut=self._around.has_cut_layers), whole.kept_elsewhere()
         for index in indices:
             found = first_difference(whole.observed, staged, index, tolerance)
             if found:
-                kept = whole.kept_elsewhere()
-                causes = f" Not passed between stages: {', '.join(kept[:_MOST_NAMED])}." if kept else ""
-                return (
-                    f"{step_name} of {type(self._module).__name__} computes something else in stages "
-                    f"(pp={self._schedule.num_ranks}) than as a whole on one rank: {found}.{causes} What the step uses "
-                    "of a block after the call (attributes, lists, what hooks collect) is on the block's own stage "
-                    f"only: let the blocks pass it on in their outputs, name them for the stage that uses it in {HOOK}"
-                    "(num_stages), or use dp_shard instead of pp."
-                )
+                return f"{found}. Not passed between stages: {', '.join(kept[:_MOST_NAMED])}" if kept else found
         return None
 
 
