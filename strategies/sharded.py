@@ -20,6 +20,7 @@ from .errors import ConfigError, ModuleError
 from .estimate.estimate import Estimate, whole_activations
 from .estimate.profile import Profile
 from .estimate.sharded import estimate_sharded
+from .launch.registries import follow_classes
 from .module.deferred_init import DeferredInit
 from .module.memory_estimate import MemoryShare
 from .module.precision import Precision
@@ -166,6 +167,7 @@ class ShardedStrategy(Strategy):
             elsewhere=elsewhere,
             runs=runs,
         )
+        follow_classes(module)
         self._sharded.fill(self._deferred, places)
         hooks.attach(module, self._sharded.roots, is_manual=is_manual)
         self._gradient_hooks = hooks

@@ -157,15 +157,16 @@ def _storage(memory: torch.UntypedStorage, dtype: torch.dtype) -> TypedStorage:
 
 def installed(modules: Iterable[str]) -> list[str]:
     """Return the modules of installed packages among `modules`, and among those that the others import."""
-    users = [name for name in modules if not _is_installed(name)]
+    users = [name for name in modules if not is_installed(name)]
     values = [value for name in users for value in vars(sys.modules.get(name, object)).values()]
     imported = {
         value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) for value in values
     }
-    return sorted(name for name in {*modules, *imported} if isinstance(name, str) and _is_installed(name))
+    return sorted(name for name in {*modules, *imported} if isinstance(name, str) and is_installed(name))
 
 
-def _is_installed(name: str) -> bool:
+def is_installed(name: str) -> bool:
+    """Return whether a module is one of an installed package."""
     file = getattr(sys.modules.get(name), "__file__", None)
     return file is not None and not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
@@ -234,7 +235,7 @@ def find_culprit(roots: Mapping[str, object]) -> tuple[str, object] | None:
 
 
 def _search(path: str, value: object, depth: int, seen: set[int]) -> tuple[str, object] | None:
-    if id(value) in seen or _is_picklable(value):
+    if id(value) in seen or is_sendable(value):
         return None
     seen.add(id(value))
     children = _children(path, value) if depth else ()
@@ -247,7 +248,8 @@ def is_importable(value: object) -> bool:
     return _is_taken(value, pickle.dumps)
 
 
-def _is_picklable(value: object) -> bool:
+def is_sendable(value: object) -> bool:
+    """Return whether a value can be sent to other processes."""
     return _is_taken(value, lambda value: _pack_into(io.BytesIO(), value, set()))
 
 

@@ -19,6 +19,7 @@ from ..distributed.call_record import describe_difference
 from ..distributed.pickling import installed, pack, pack_into, unpack_from
 from ..errors import CollectiveError, ConfigError, ProcessError
 from .node_folder import NodeFolder
+from .registries import with_registries
 from .signal_handlers import handling
 from .worker import IMPORTED_FIRST, SHOW_STACKS, CallerState, InheritedFile, WorkerTask
 
@@ -131,7 +132,7 @@ def _task(
     """
     modules: set[str] = set()
     with NodeFolder.create(Path(tempfile.gettempdir())) as folder, tempfile.TemporaryFile() as file:
-        pack_into(file, function, "function", parts, modules)
+        pack_into(file, with_registries(function, parts), "function", parts, modules)
         file.flush()
         yield WorkerTask(
             folder.path,
