@@ -12,6 +12,7 @@ from ..callbacks.prediction_writer import BasePredictionWriter
 from ..strategies.module.activation_checkpointing import ActivationCheckpointing, checkpointed
 from .advice import advise_precision
 from .checkpoint.manifest import read_manifest
+from .loop.eval_mode import left_in_eval_mode
 from .loop.evaluate import Results, evaluate, sanity_check
 from .loop.finite_end import warn_if_not_finite
 from .loop.schedule import is_over, validates_in_this_epoch
@@ -68,6 +69,7 @@ def fit(session: Session, request: Request) -> None:
         if session.state.is_epoch_done or session.state.batches_in_epoch == 0:
             session.metrics.clear_stage()  # what is logged from here on belongs to the first epoch
         known = set(session.module.parameters())
+        session.progress.left_in_eval = left_in_eval_mode(session.module)
         session.hooks.call("on_fit_start")
         warn_of_late_parameters(session, known)
         with session.interruption.listening():

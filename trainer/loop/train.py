@@ -13,6 +13,7 @@ from ...strategies.errors import DataError
 from ..data.micro_batch import Window
 from ..data.sample_checks import compared
 from ..session.session import Session
+from .eval_mode import warn_of_eval_mode
 from .evaluate import validate
 from .pipeline_step import PipelineStep
 from .remedies import EndlessEpoch, raise_if_single_sample
@@ -50,6 +51,8 @@ def train(session: Session, step: Step) -> None:
     hooks.call("on_train_start")
     while not is_over(session):
         _begin_epoch(session)
+        if progress.left_in_eval:
+            warn_of_eval_mode(session)
         is_partial, goes_on = False, True
         has_plateaus = any(config.reduce_on_plateau for config in session.schedulers)
         is_profiled, may_run_out = session.profiler.is_active, interruption.has_limit

@@ -26,6 +26,8 @@ class Progress:
     """Whether a training micro-batch has begun whose gradients have not updated the parameters yet."""
     first_version: int = 0
     """The version of the parameters when training began: a number that grows with each change of one."""
+    left_in_eval: list[str] = field(default_factory=list)
+    """The submodules that the fit found in eval mode and would train, until its first epoch begins."""
     should_stop: bool = False
     """Whether a hook asked to end training."""
     next_log: float = math.inf
