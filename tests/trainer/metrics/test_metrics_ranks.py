@@ -37,6 +37,7 @@ def joined():
     return SimpleNamespace(
         rank=group.rank,
         data_rank=group.rank,
+        data_size=group.world_size,
         world_size=group.world_size,
         collectives=collectives,
         loss_collectives=collectives,
