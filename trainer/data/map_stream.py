@@ -16,7 +16,7 @@ from ...strategies.errors import DataError
 from ...strategies.state.schema import INTEGER, TEXT, check
 from .generators import GENERATORS
 from .in_process import reader_of
-from .index_stream import BatchShare, IndexStream
+from .index_stream import BatchShare, IndexStream, SeededIndices
 from .loader_kinds import begin, end_persistent_workers, is_dealt, makes_batches, order_of, release, with_indices
 from .micro_batch import MicroBatch, Window
 from .sample_checks import Drawn, content_of, difference
@@ -238,7 +238,10 @@ class MapStream:
         generators, outside = GENERATORS, self._outside
         generators.take(outside)
         try:
-            generators.seed(mix(self._epoch_seed, self.position + (self._offset << 48)))
+            if type(indices) is SeededIndices:  # as in a worker, where they arrive
+                generators.seed(mix(indices.seed, indices.place))
+            else:
+                generators.seed(mix(self._epoch_seed, self.position + (self._offset << 48)))
             self._offset += 1
             return next(self._batches) if self._reader is None else self._reader(indices)
         finally:
