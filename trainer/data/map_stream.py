@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,6 +28,7 @@ from .stream import END, CountSamples, Cut, load_place, place_of
 _PLAIN: Final = {TensorDataset, list, tuple, range}
 """Data sets that draw no random numbers, like subsets and concatenations of them."""
 _PLAIN_COLLATE: Final = (default_collate, default_convert)
+_log = logging.getLogger(__name__)
 _SCHEMA: Final = {"head": [object], "size": INTEGER, "content": TEXT}
 
 
@@ -274,17 +276,6 @@ class MapStream:
         check(state_dict, _SCHEMA, "The saved place of a training loader")
         saved = Drawn(self._name, head, state_dict["size"], state_dict["content"], "")
         self._saved = epoch, saved
-        now = self.drawn()
-        if saved.size != now.size or saved.content != now.content:
-            found = f"{saved.size} and {now.size} samples"
-            warnings.warn(
-                f"The checkpoint was saved with other training data in {self._name}: it has "
-                f"{found if saved.size != now.size else 'the same number of samples, but others'} now. Indices refer "
-                "to the new ones: in an epoch that goes on, some samples may be used twice or never. Pass the data of "
-                "the run, or start a new one from the weights.",
-                stacklevel=2,
-            )
-            self._saved = None
 
     @property
     def _head(self) -> list[Any]:
@@ -300,17 +291,30 @@ class MapStream:
         return Drawn(self._name, order, self._num_indices, self._content, "")
 
     def _compare(self) -> None:
-        """Warn if the order is not that of the saved run's epoch that goes on."""
+        """Warn if the data, or the order of an epoch that goes on, is not that of the saved run."""
         (epoch, saved), self._saved = self._saved or (-1, None), None
-        now = self.drawn()
-        if saved is None or epoch != self._epoch + self.rounds or not saved.order or list(saved.order) == now.order:
+        if saved is None:
             return
-        warnings.warn(
-            f"{self._name} draws another order than before the checkpoint in epoch {epoch}: {difference(saved, now)}. "
-            "Samples before the checkpoint may be used again, and others never: let the sampler's random numbers "
-            "depend only on its seed and the epoch, or give it state_dict and load_state_dict.",
-            stacklevel=2,
-        )
+        now, goes_on = self.drawn(), epoch == self._begun
+        if saved.size != now.size or (saved.content != now.content and saved.content and now.content):
+            found = f"{saved.size} and {now.size} samples"
+            message = (
+                f"The checkpoint was saved with other training data in {self._name}: it has "
+                f"{found if saved.size != now.size else 'the same number of samples, but others'} now."
+            )
+            if goes_on:
+                message += " Some samples of this epoch may be used twice or never; pass the data of the run."
+                warnings.warn(message, stacklevel=2)
+            else:
+                _log.warning(message)
+        elif goes_on and saved.order and list(saved.order) != now.order:
+            warnings.warn(
+                f"{self._name} draws another order than before the checkpoint in epoch {epoch}: "
+                f"{difference(saved, now)}. Samples before the checkpoint may be used again, and others never: let the "
+                "sampler's random numbers depend only on its seed and the epoch, or give it state_dict and "
+                "load_state_dict.",
+                stacklevel=2,
+            )
 
     @property
     def _cut_as(self) -> list[int | None]:

@@ -150,3 +150,10 @@ def test_the_content_of_a_data_set_is_what_is_known_without_reading_it():
     data[0], data[1], data[2]
     assert data.reads == [0, 1, 2]
     assert content_of(data) == content_of(Numbered(3)) == content_of(object()) == content_of([]) == ""
+
+
+def test_data_that_changes_between_epochs_is_noted_in_the_log(memory_path, caplog):
+    seed_everything(1)
+    fit(Run(Files14(), numbered(14), None, {"max_epochs": 1}), memory_path)
+    fit(Run(Files14(), numbered(20)), memory_path, ckpt_path="last")
+    assert "other training data in DataLoader of Numbered: it has 14 and 20 samples now." in caplog.text
