@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -63,6 +64,8 @@ class StepGradients:
         self.num_skipped = 0
         """Updates that were skipped because scaled gradients overflowed."""
         self._has_forward = self._has_met = False
+        self._is_unknown = self._has_warned = False
+        """Whether the loop takes the batch read last, a stand-in, for one of its own; and whether it was told."""
         self._num_updates = 0
         self._num_backwards = 0
         self._stepped_at: dict[Optimizer, int] = {}
@@ -89,7 +92,8 @@ class StepGradients:
 
     @property
     def size(self) -> int:
-        """Samples in the batch read last; 0 for a stand-in."""
+        """Samples in the batch read last; 0 for a stand-in, which the loop that asks for it then knows."""
+        self._is_unknown = False
         return self._batch.size
 
     def weights_of(self, window: Window) -> Weights | None:
@@ -100,6 +104,8 @@ class StepGradients:
     def read(self, batch: LoopBatch) -> None:
         """Note a batch that the loop receives."""
         self._forget_stand_in()
+        self._warn_if_unknown()
+        self._is_unknown = not batch.size
         batch.read_at = self._num_updates
         if batch is not self._batch:
             self._reading.pop(batch, None)
@@ -111,6 +117,7 @@ class StepGradients:
     def leave(self, batch: LoopBatch) -> None:
         """Note that a loader is no longer read; the one that was read before it, if any, becomes current."""
         self._forget_stand_in()
+        self._warn_if_unknown()
         self._reading.pop(batch, None)
         self._batch = next(reversed(self._reading), self._nothing)
         if self._batch.syncs != self.syncs:
@@ -147,8 +154,22 @@ class StepGradients:
 
     def note_call(self, module: nn.Module) -> None:
         """Note that a prepared module is called; what a call on a stand-in leaves in it is undone before the update."""
-        if not self.size and module not in self._unseen:  # later, since a backward may need what a batch norm has
+        if (
+            not self._batch.size and module not in self._unseen
+        ):  # later, since a backward may need what a batch norm has
             self._unseen[module] = Traceless(module, [type(module).forward]).__enter__()
+
+    def _warn_if_unknown(self) -> None:
+        """Warn once that an evaluation has added up a stand-in, if it has not asked for the size of the batch."""
+        if self._is_unknown and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"Rank {self.strategy.rank} had no samples left, and evaluated a batch that stands in for them so that "
+                "all ranks read as many: what the loop adds up itself counts it. Skip it there (if "
+                "loader.batch_size:), or use engine.reduce or engine.gather_for_metrics.",
+                stacklevel=4,
+            )
+        self._is_unknown = False
 
     def _forget_stand_in(self) -> None:
         while self._unseen:
@@ -173,15 +194,16 @@ class StepGradients:
                 "bypass its forward with module.mark_forward_method(name)."
             )
         self._num_backwards += 1
+        self._is_unknown = False
         self._has_met = self.syncs
         if not isinstance(loss, Loss):
             batch = self._batch
             return loss if batch.weights is None else batch.weights.weigh_samples(loss, batch.size)
         if self._weights is None:
             self._weights = Weights(self._window_of_units(), self._sharing(), is_whole=False)
-        if not self.size:
+        if not self._batch.size:
             loss = Loss(loss.total * 0, loss.count * 0)
-        return self._weights.weigh(loss, self.size)
+        return self._weights.weigh(loss, self._batch.size)
 
     def _begin(self) -> None:
         """Begin a step; adapt the loss scale to the previous one."""

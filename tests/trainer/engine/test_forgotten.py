@@ -58,6 +58,23 @@ def copies(strategy: str) -> list[str]:
     return found
 
 
+def evaluated(*, asks: str = "") -> list[str]:
+    """Return the warnings of an evaluation of 5 samples in batches of 2: a rank's last batch stands in."""
+    engine = Engine(strategy="ddp", accelerator="cpu")
+    net, loader = engine.setup(nn.Linear(2, 2)), engine.setup_dataloaders(DataLoader(TensorDataset(DATA[:5][0]), 2))
+    total = 0.0
+    with warnings.catch_warnings(record=True) as told, torch.no_grad():
+        warnings.simplefilter("always")
+        for _ in range(2):
+            for (x,) in loader:
+                loss = net(x).mean()
+                if asks == "reduce":
+                    total += engine.reduce(loss).item()
+                elif not asks or loader.batch_size:
+                    total += loss.item() * len(x)
+    return [str(one.message) for one in told if "stands in" in str(one.message)]
+
+
 def on_ranks() -> dict[str, Any]:
     whole = DataLoader(DATA, 2)
     dealt = DataLoader(DATA, 2, sampler=DistributedSampler(DATA, 2, int(os.environ["RANK"])))
@@ -65,6 +82,7 @@ def on_ranks() -> dict[str, Any]:
         "refusals": [refusal(before, strategy=name) for name in ("ddp", "fsdp") for before in (True, False)],
         "whole": warned(whole),
         "not": [*warned(whole, is_set_up=True), *warned(dealt)],
+        "evaluated": [evaluated(), *evaluated(asks="reduce"), *evaluated(asks="size")],
         "copies": {name: copies(name) for name in ("ddp", "fsdp")},
     }
 
@@ -82,6 +100,10 @@ def test_an_optimizer_that_was_not_set_up_is_refused_before_its_first_step() -> 
 
 def test_ranks_are_told_of_optimizers_loaders_and_copies() -> None:
     found = run_ranks(on_ranks, 2)
+    [[on_first], [on_second]] = (rank["evaluated"] for rank in found)
+    assert on_first == []
+    assert len(on_second) == 1
+    assert on_second[0].startswith("Rank 1 had no samples left")
     for rank in found:
         assert all("Linear, whose SGD was not set up" in text for text in rank["refusals"])
         assert len(rank["refusals"]) == 4
