@@ -265,8 +265,7 @@ class ParallelStrategy(ShardedStrategy):
             return pipeline.evaluate(signature, step)
 
     def run_window(self, work: WindowWork) -> None:
-        assert self._pipeline is not None
-        assert self._sharded is not None
+        assert self._pipeline is not None and self._sharded is not None
         arguments = partial(_arguments, work)
         if not self._has_run:
             check_number(self._schedule, work.micro_batches_a_step)
@@ -312,11 +311,9 @@ class ParallelStrategy(ShardedStrategy):
     def _run_to_compare(self, step_name: str, *args: Any) -> Any:
         """Run a step with unsplit arguments, through stages if there are several, and without checks."""
         assert self._sharded is not None
-        step = partial(self._run_step, step_name, *args)
+        step, signature = partial(self._run_step, step_name, *args), signature_of(f"{step_name} to compare", args[0])
         with self._sharded.runs.writes.ignored():
-            if self._pipeline is None:
-                return step()
-            return self._pipeline.evaluate_here(signature_of(f"{step_name} to compare", args[0]), step)
+            return step() if self._pipeline is None else self._pipeline.evaluate_here(signature, step)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         # activation checkpointing needs positions and attention again

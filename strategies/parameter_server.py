@@ -35,6 +35,7 @@ from .servers.served_state import ServedState, mean_gradients, multiply_gradient
 from .servers.tables import RemoteTables
 from .state.dtensor import multiply_all
 from .state.optimizer_state import Sharded, needs_closure
+from .state.shared_memory import check_unshared
 from .strategy import ClipAlgorithm
 from .torch_internals import overflows_of
 
@@ -114,6 +115,7 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
             ConfigError: if there are too few for the servers.
             ModuleError: for one that cannot be served.
         """
+        check_unshared(module, self.name, with_buffers=False)
         named = {n: p for n, p in module.named_parameters() if tables is None or n in tables.names}
         self.choices.check_number(self._num_servers, len(named))
         for name, _ in sparse_layers(module) if tables is None else ():

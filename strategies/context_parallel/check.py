@@ -57,7 +57,7 @@ def check_step(
     windows = _windows_of(module, max(context.lengths(batch, module)))
     with rehearsing(module, args):
         counted, part_of_batch = Counted(module), context.cut(batch, module)
-        with context.attention(), _named(windows):
+        with context.attention(), _named(windows), _without_derivatives(module, context.size):
             parts, loss_of_part = _observe(module, lambda: run(part_of_batch, *rest))
         of_parts = counted.record()
     with rehearsing(module, args):  # from the same state and random numbers
@@ -112,6 +112,20 @@ def _named(windows: str) -> Iterator[None]:
         yield
     except ModuleError as error:
         raise (ModuleError(f"{error} {windows}".strip()) if windows else error) from error
+
+
+@contextmanager
+def _without_derivatives(module: nn.Module, size: int) -> Iterator[None]:
+    """Say what a step that computes derivatives cannot do, in place of torch's error about gradients that are off."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+        raise ModuleError(
+            f"{type(module).__name__} computes derivatives inside of its step (torch.autograd.grad), which are not "
+            f"those of the whole sequence in a part of it (cp={size}); use dp_shard and tp instead of cp."
+        ) from error
 
 
 @contextmanager

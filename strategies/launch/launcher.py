@@ -132,7 +132,8 @@ def _task(
     """
     modules: set[str] = set()
     with NodeFolder.create(Path(tempfile.gettempdir())) as folder, tempfile.TemporaryFile() as file:
-        pack_into(file, with_registries(function, parts), "function", parts, modules)
+        held = parts or getattr(function, "args", ())
+        pack_into(file, with_registries(function, held), "function", parts, modules)
         file.flush()
         yield WorkerTask(
             folder.path,

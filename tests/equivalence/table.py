@@ -47,6 +47,8 @@ def unusual_modules():
 
 def unusual_cell(layout, kind, ends):
     """Return the text of a cell of the table of unusual modules."""
+    if kind in layout.leaves_out:
+        return "-"
     of_ranks = [end[layout.title, kind] for end in ends]
     if any(end.error for end in of_ranks):
         return "refused"

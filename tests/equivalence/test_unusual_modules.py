@@ -2,11 +2,24 @@
 
 import pytest
 import torch
-from unusual_modules import LAYOUTS, MODULES, alone, ends_of
+from unusual_modules import LAYOUTS, alone, ends_of
 
 BY_TITLE = {layout.title: layout for layout in LAYOUTS}
-CELLS = [(layout.title, kind) for layout in LAYOUTS for kind in MODULES]
-REFUSED = {}
+CELLS = [(layout.title, kind) for layout in LAYOUTS for kind in layout.kinds]
+SHARDED = ("fsdp x 2", "tp x 2", "cp x 2", "pp x 2", "hsdp 2 x 2", "tp 2 x fsdp 2", "pp 2 x fsdp 2")
+IN_STAGES = ("pp x 2", "pp 2 x fsdp 2")
+AT_ONCE = {title for title in BY_TITLE if title not in ("dp x 2", "device_map")}
+REFUSED = {
+    **{(title, "ties by storage"): "two tensors in the same memory" for title in AT_ONCE - {"ddp x 2"}},
+    **{(title, "outside parameters"): "are not the module's" for title in AT_ONCE},
+    **{(title, "complex"): "must have one dtype" for title in SHARDED},
+    **{(title, "a penalty on weights"): "A sharded parameter was used" for title in SHARDED},
+    **{("pp x 2", kind): "was not called in the step" for kind in BY_TITLE["pp x 2"].fails_on_one},
+    **{(title, "gradient penalty"): "cannot compute a derivative" for title in IN_STAGES},
+    **{(title, "a penalty on weights"): "A parameter of another stage has no values here" for title in IN_STAGES},
+    ("cp x 2", "gradient penalty"): "computes derivatives inside of its step",
+    ("cp x 2", "recorded outputs"): "Take positions from self.trainer.strategy.positions",
+}
 """What the errors say for modules that a layout does not train."""
 BOUND = {"mixed dtypes": 1e-6}
 """The largest allowed difference, where it is not that of float64."""

@@ -14,12 +14,15 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import (
+    DDPOptions,
+    DDPStrategy,
     DeviceMapStrategy,
     FSDPStrategy,
     ParallelStrategy,
     Strategy,
     Trainer,
     TrainModule,
+    ZeroStrategy,
     seed_everything,
 )
 from echelon.testing import run_ranks
@@ -37,22 +40,31 @@ class Layout:
     make: Callable[[], "str | Strategy"]
     global_batch: int = 4
     devices: int | str = "auto"
+    fails_on_one: frozenset[str] = frozenset()
+    """The modules that fail on one rank while others wait for it, so that no other module can follow them."""
+    leaves_out: frozenset[str] = frozenset()
+    """Modules that are not tried."""
+
+    @property
+    def kinds(self) -> list[str]:
+        """The modules that are tried."""
+        return [kind for kind in MODULES if kind not in self.leaves_out]
 
 
+PARTS_LEFT_OUT = frozenset(("heads by task", "experts by task", "early exit"))
 LAYOUTS = [
     Layout("dp x 2", 1, lambda: "dp", devices=2),
-    Layout("device_map", 1, lambda: DeviceMapStrategy({"head": "cpu:0", "": "cpu"})),
-    Layout("ddp x 2", 2, lambda: "ddp"),
-    Layout("zero x 2", 2, lambda: "zero"),
+    Layout("device_map", 1, lambda: DeviceMapStrategy({"": "cpu"})),
+    Layout("ddp x 2", 2, lambda: DDPStrategy(find_unused_parameters=True)),
+    Layout("zero x 2", 2, lambda: ZeroStrategy(ddp=DDPOptions(find_unused_parameters=True))),
     Layout("fsdp x 2", 2, lambda: "fsdp"),
     Layout("tp x 2", 2, lambda: ParallelStrategy(tp=2)),
     Layout("cp x 2", 2, lambda: ParallelStrategy(cp=2)),
-    Layout("pp x 2", 2, lambda: ParallelStrategy(pp=2)),
+    Layout("pp x 2", 2, lambda: ParallelStrategy(pp=2), fails_on_one=PARTS_LEFT_OUT),
     Layout("ps x 2 + 1 server", 2, lambda: "ps"),
-    Layout("elastic x 2", 2, lambda: "elastic"),
     Layout("hsdp 2 x 2", 4, lambda: FSDPStrategy(replicate=2), global_batch=8),
     Layout("tp 2 x fsdp 2", 4, lambda: ParallelStrategy(dp_shard=2, tp=2)),
-    Layout("pp 2 x fsdp 2", 4, lambda: ParallelStrategy(pp=2, dp_shard=2), global_batch=8),
+    Layout("pp 2 x fsdp 2", 4, lambda: ParallelStrategy(pp=2, dp_shard=2), global_batch=8, leaves_out=PARTS_LEFT_OUT),
 ]
 
 
@@ -436,16 +448,25 @@ def train_all(processes: int, modules: dict[tuple[str, str], Any]) -> dict[tuple
     """Train the modules, which the starting process has built, on each layout; in one of its processes."""
     warnings.simplefilter("ignore")
     layouts = {layout.title: layout for layout in LAYOUTS if layout.processes == processes}
-    return {(at, title): train(layouts[at], module) for (at, title), module in modules.items()}
+    return {(at, kind): train(layouts[at], module) for (at, kind), module in modules.items()}
 
 
 def ends_of(processes: int) -> list[dict[tuple[str, str], End]]:
     """Return how every module ended on each layout of a number of processes, on each rank."""
-    titles = [layout.title for layout in LAYOUTS if layout.processes == processes]
-    modules = {(title, kind): built(kind) for title in titles for kind in MODULES}
-    if processes == 1:
-        return [train_all(processes, modules)]
-    return run_ranks(train_all, processes, processes, modules, timeout=420)
+    layouts = [layout for layout in LAYOUTS if layout.processes == processes]
+    together = [(layout.title, kind) for layout in layouts for kind in layout.kinds if kind not in layout.fails_on_one]
+    alone = [[(layout.title, kind)] for layout in layouts for kind in sorted(layout.fails_on_one)]
+    found: list[dict[tuple[str, str], End]] = [{} for _ in range(processes)]
+    for cells in (together, *alone):
+        modules = {(title, kind): built(kind) for title, kind in cells}
+        starts = (
+            [train_all(1, modules)]
+            if processes == 1
+            else run_ranks(train_all, processes, processes, modules, timeout=420)
+        )
+        for rank, ends in zip(found, starts, strict=True):
+            rank.update(ends)
+    return found
 
 
 @functools.cache
