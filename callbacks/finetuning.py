@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from ..strategies import Strategy
-from ..strategies.errors import ConfigError, ModuleError
+from ..strategies.errors import ModuleError
 from ..strategies.state.schema import INTEGER, NUMBER, TEXT, check
 from .callback import Callback
 from .run import Run
@@ -46,16 +45,6 @@ class BaseFinetuning(Callback):
     def finetune_function(self, pl_module: nn.Module, epoch: int, optimizer: Optimizer) -> None:
         """Unfreeze what is due with `unfreeze_and_add_param_group`; called for each optimizer when an epoch begins."""
         raise NotImplementedError(f"{type(self).__name__} must define finetune_function(pl_module, epoch, optimizer).")
-
-    def check_strategy(self, strategy: Strategy, world_size: int, num_devices: int) -> None:
-        """Refuse several processes or devices, whose gradients are reduced in buckets laid out at the beginning."""
-        if world_size > 1 or num_devices > 1:
-            raise ConfigError(
-                f"{type(self).__name__} needs one process with one device, got world_size={world_size} and "
-                f"{num_devices} devices per process: gradients of unfrozen parameters would not be reduced with the "
-                "rest; give devices=1, or freeze the backbone with requires_grad_(False), fit the head, and fit all "
-                "layers in a second run."
-            )
 
     # --- hooks -------------------------------------------------------------------------------------------------------
 
@@ -231,7 +220,6 @@ class BackboneFinetuning(BaseFinetuning):
 
         Raises:
             ModuleError: if the module has no submodule ``backbone``.
-            ConfigError: on several processes or devices.
         """
         if not isinstance(getattr(module, "backbone", None), nn.Module):
             raise ModuleError(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from small import Regression, loader, quiet, raises
 
-from echelon import BackboneFinetuning, Callback, ConfigError, ModelCheckpoint, OnExceptionCheckpoint
+from echelon import Callback, ConfigError, ModelCheckpoint, OnExceptionCheckpoint
 from echelon.strategies import Strategy
 
 
@@ -27,7 +27,6 @@ class BringsItAlong(Regression):
 
 
 CALLBACKS = [
-    pytest.param(BackboneFinetuning(), "BackboneFinetuning needs one process with one device, got", id="finetuning"),
     pytest.param(OnExceptionCheckpoint("at"), "OnExceptionCheckpoint needs world_size=1, got 2", id="on_exception"),
     pytest.param(
         ModelCheckpoint(save_on_exception=True), "save_on_exception=True needs world_size=1, got 2", id="model"
@@ -56,5 +55,3 @@ def test_what_only_the_processes_know_is_refused_there(tmp_path: Path) -> None:
 def test_several_devices_of_one_process_are_another_matter(tmp_path: Path) -> None:
     settings = {"max_epochs": 1, "strategy": "dp", "devices": 2}
     quiet(tmp_path, callbacks=[Alone(), OnExceptionCheckpoint(tmp_path / "at")], **settings).fit(Regression(), loader())
-    with raises(ConfigError, "got world_size=1 and 2 devices per process", "in a second run"):
-        quiet(tmp_path, callbacks=BackboneFinetuning(), **settings).fit(Regression(), loader())

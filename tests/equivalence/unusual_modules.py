@@ -14,6 +14,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import (
+    BaseFinetuning,
     DDPOptions,
     DDPStrategy,
     DeviceMapStrategy,
@@ -167,6 +168,27 @@ class Freezing(Plain):
         if self.current_epoch == 1:
             self.embed.requires_grad_(False)
             self.blocks[0].requires_grad_(False)
+
+
+class FineTuned(Plain):
+    """Begins with its head alone; a callback unfreezes other layers, in parameter groups with rates of their own."""
+
+    def configure_callbacks(self) -> Any:
+        return FineTuning()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+
+
+class FineTuning(BaseFinetuning):
+    """Unfreezes the blocks with the second epoch."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze([pl_module.embed, pl_module.blocks])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.blocks, optimizer, lr=0.02)
 
 
 class Reset(Plain):
@@ -388,6 +410,7 @@ MODULES: dict[str, type[Plain]] = {
     "early exit": EarlyExit,
     "unfreezing": Unfreezing,
     "freezing": Freezing,
+    "fine-tuning in groups": FineTuned,
     "reset": Reset,
     "noise in a hook": Noise,
     "ties by storage": TiedByStorage,

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from beside import data, net, trainer
-from torch import nn
 
 Observed = dict[str, Any]
 
@@ -226,21 +225,6 @@ def a_module_that_stays_in_training_mode(pl: Any) -> Observed:
     module = net(pl, on_validation_model_eval=on_validation_model_eval, validation_step=validation_step)
     trainer(pl, max_epochs=1).fit(module, data(), data(2))
     return {"modes": modes}
-
-
-@shows("BaseFinetuning, BackboneFinetuning on several processes")
-def fine_tuning_on_two_processes(pl: Any) -> Observed:
-    def configure_optimizers(self: Any) -> Any:
-        return torch.optim.SGD([one for one in self.parameters() if one.requires_grad], lr=0.1)
-
-    module = net(
-        pl,
-        configure_optimizers=configure_optimizers,
-        training_step=lambda self, batch, batch_idx: self.net(self.backbone(batch[0])).square().mean(),
-    )
-    module.backbone = nn.Linear(2, 2)
-    own = trainer(pl, strategy="ddp_fork", devices=2, callbacks=[pl.BackboneFinetuning(1)])
-    return {"fit": outcome(lambda: own.fit(module, data()))}
 
 
 @shows("training_step(self, dataloader_iter)")

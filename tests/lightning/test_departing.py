@@ -88,9 +88,6 @@ RECORDED: dict[str, dict[str, tuple[Any, Any]]] = {
     "a_module_that_stays_in_training_mode": {
         "modes": ([("hook", True), ("step", True)], [("hook", False), ("step", False)]),
     },
-    "fine_tuning_on_two_processes": {
-        "fit": ("taken", "ConfigError: BackboneFinetuning needs one process with one"),
-    },
     "a_step_that_draws_its_batches": {
         "fit": ("taken", "ModuleError: Net.training_step must take a batch"),
     },
