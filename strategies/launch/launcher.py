@@ -132,7 +132,7 @@ def _task(
     """
     modules: set[str] = set()
     with NodeFolder.create(Path(tempfile.gettempdir())) as folder, tempfile.TemporaryFile() as file:
-        held: object = parts if parts else getattr(function, "args", ())
+        held: object = parts or getattr(function, "args", ())
         pack_into(file, with_registries(function, held), "function", parts, modules)
         file.flush()
         yield WorkerTask(

@@ -47,8 +47,8 @@ def train(session: Session, step: Step) -> None:
     interruption, is_alone, replicas = session.interruption, not session.meetings.is_needed, session.replicas
     watch = EndlessEpoch(session)
     progress.first_version = _version_of(session.module)
-    replicas.begin()
     hooks.call("on_train_start")
+    replicas.begin()
     while not is_over(session):
         _begin_epoch(session)
         if progress.left_in_eval:

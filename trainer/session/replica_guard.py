@@ -20,7 +20,7 @@ _OR_A_BUFFER: Final = "; or keep it in a buffer (self.register_buffer) that is r
 
 
 class ReplicaGuard:
-    """Compares replicas after the first step, at the end of each epoch, and whenever they are synchronized.
+    """Compares replicas before and after the first step, at the end of each epoch, and whenever they are synchronized.
 
     Nothing else reads all parameters at these points often enough to be noticed; a step costs nothing.
 
@@ -39,10 +39,10 @@ class ReplicaGuard:
         self._has_warned = False
 
     def begin(self) -> None:
-        """Note that training begins; the parameters are equal."""
-        self._equal_at = self._step()
+        """Compare replicas as training begins, after hooks that may change them. Collective: every rank calls it."""
         if self._strategy.world_size > 1:
-            self.next_step = self._equal_at + 1
+            self._judge(self._strategy.sync_replicas(only_compares=True))
+            self.next_step = self._step() + 1
 
     def sync(self) -> None:
         """Make replicas equal, as far as they are not by design, and compare them. Collective: every rank calls it."""
