@@ -231,7 +231,8 @@ class UnitOrder:
             if self._run is not None:
                 self._do(UnitCall("gather", index, detail))
             elif self._listener is not None:
-                self._listener.note_gather(index, from_part=detail[0], in_forward=detail[1])
+                with self._watch.paused():
+                    self._listener.note_gather(index, from_part=detail[0], in_forward=detail[1])
         with self._watch.paused():
             type(group).unshard(group, async_op)
 
@@ -241,7 +242,8 @@ class UnitOrder:
             if self._run is not None:
                 has_gradient = self._do(UnitCall("reduce", index, has_gradient))
             elif self._listener is not None:
-                self._listener.note_reduce(index, has_gradient)
+                with self._watch.paused():
+                    self._listener.note_reduce(index, has_gradient)
             with self._watch.paused():
                 join_reduce(group, has_gradient)
         else:
