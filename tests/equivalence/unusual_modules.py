@@ -281,17 +281,28 @@ class ForwardHooks(Plain):
         return super().loss(x, y, task) + 0.1 * torch.stack(self.collected).sum()
 
 
-class Complex(Plain):
-    """Has a complex parameter and a complex buffer."""
+class Filter(nn.Module):
+    """A layer with a complex parameter and a complex buffer, as Fourier layers have them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.filter = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+        self.weight = nn.Parameter(torch.randn(4, dtype=torch.complex64))
         self.register_buffer("phases", torch.exp(1j * torch.arange(4)).to(torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_real(self.weight * self.phases * x).sum(-1)
+
+
+class Complex(Plain):
+    """Has a layer with complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = Filter()
 
     def hidden(self, x: torch.Tensor, task: int) -> torch.Tensor:
         x = super().hidden(x, task)
-        return x + torch.view_as_real(self.filter * self.phases * x).sum(-1)
+        return x + self.filter(x)
 
 
 class MixedDtypes(Plain):
