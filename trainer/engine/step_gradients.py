@@ -105,6 +105,7 @@ class StepGradients:
         """Note a batch that the loop receives."""
         self._forget_stand_in()
         self._warn_if_unknown()
+        self._compare_replicas()
         self._is_unknown = not batch.size
         batch.read_at = self._num_updates
         if batch is not self._batch:
@@ -148,6 +149,13 @@ class StepGradients:
         """Make the replicas of a module equal, and compare them. Collective: every rank calls it."""
         self._guards[strategy].sync()
 
+    def _compare_replicas(self) -> None:
+        """Compare replicas once after an update, where no backward is to come that needs gathered parameters."""
+        if self._num_updates and not self._has_compared:
+            self._has_compared = True
+            for guard in self._guards.values():
+                guard.check()
+
     def note_forward(self) -> None:
         """Note that a prepared module computes something that a backward may follow."""
         self._has_forward = True
@@ -183,10 +191,6 @@ class StepGradients:
         """
         if self.has_stepped:
             self._begin()
-        if self._num_updates and not self._has_compared:
-            self._has_compared = True
-            for guard in self._guards.values():
-                guard.check()
         if not self._has_forward:
             raise RunError(
                 "engine.backward must get a loss computed by a module that engine.setup returned, got one although "
@@ -261,6 +265,9 @@ class StepGradients:
         self._stepped_at[optimizer] = self._num_backwards
         self.has_stepped = True
         self._num_updates += 1
+        # otherwise with the next batch; here the second time, to see what the loop does between its steps as well
+        if not self.has_batch and self._num_updates > 1:
+            self._compare_replicas()
 
     def _sharing(self) -> Strategy | None:
         """Return the strategy if several ranks share a step."""

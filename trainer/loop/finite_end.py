@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from ...callbacks.model_checkpoint import ModelCheckpoint
 from ...strategies.errors import CheckpointError
 from ...strategies.state.dtensor import values_here
-from ...strategies.torch_internals import is_traceable_wrapper_subclass
+from ...strategies.torch_internals import is_traceable_wrapper_subclass, is_without_memory
 from ..checkpoint import list_checkpoints, load
 from ..session.not_finite import REMEDY
 from ..session.session import Session
@@ -46,8 +46,8 @@ def _trained(session: Session) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_elsewhere(parameter: Tensor) -> bool:
-    """Return whether another process holds a parameter's values: a pipeline's stage, or a server."""
-    return parameter.is_meta or (parameter.numel() > 1 and not any(parameter.stride()))
+    """Return whether this process has no values of a parameter: others have, or nobody while a run is planned."""
+    return parameter.is_meta or is_without_memory(parameter) or (parameter.numel() > 1 and not any(parameter.stride()))
 
 
 def _not_finite(named: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
