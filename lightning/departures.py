@@ -84,11 +84,6 @@ DEPARTURES: Final = (
         classes=("OnExceptionCheckpoint",),
     ),
     Departure(
-        "BaseFinetuning, BackboneFinetuning on several processes",
-        "is refused on several processes: fine-tune in one process on one device",
-        classes=("BackboneFinetuning",),
-    ),
-    Departure(
         "LearningRateFinder",
         "further groups keep their ratio, and schedulers follow; its suggestion looks at a fifth of the rates",
         classes=("LearningRateFinder",),

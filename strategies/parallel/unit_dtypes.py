@@ -49,7 +49,7 @@ def _reduced(module: nn.Module, units: set[str], precision: Precision) -> Iterat
     for layer, submodule in module.named_modules():
         unit = next((prefix for prefix in _prefixes(layer) if prefix in units), "")
         for parameter in submodule.parameters(recurse=False):
-            if parameter.requires_grad or parameter.is_complex():
+            if (parameter.requires_grad or parameter.is_complex()) and not is_lazy(parameter):
                 yield layer, unit, precision.dtype_for(parameter.dtype), parameter.numel()
 
 

@@ -46,8 +46,6 @@ class Layout:
     num_loaders: int = 1
     kind: str = "plain"
     """A key of `MODULES`."""
-    counts: int = 1
-    """How often a logged sum counts a sample that has no sequence: cp times (docs/model_parallel.md)."""
     is_checked: bool = False
     """Whether the first step of each kind runs twice more to be checked, which is undone in the module only."""
 
@@ -89,7 +87,7 @@ LAYOUTS = [
     of("hsdp 2 x 2", 4, lambda: FSDPStrategy(replicate=2), global_batch=8),
     of("hsdp 2 x 2, manual", 4, lambda: FSDPStrategy(replicate=2), global_batch=8, is_manual=True),
     of("dp_shard 2 x tp 2", 4, lambda: ParallelStrategy(dp_shard=2, tp=2, tp_plan=PLAN)),
-    of("dp_shard 2 x cp 2", 4, lambda: ParallelStrategy(dp_shard=2, cp=2), counts=2, is_checked=True),
+    of("dp_shard 2 x cp 2", 4, lambda: ParallelStrategy(dp_shard=2, cp=2), is_checked=True),
     of("pp 2 x dp_shard 2", 4, lambda: ParallelStrategy(pp=2, dp_shard=2), global_batch=8),
 ]
 

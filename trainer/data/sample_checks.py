@@ -234,4 +234,4 @@ def _sample(tensor: Tensor) -> bytes:
         return b""
     flat = tensor.detach().reshape(-1)
     flat = flat[:: -(-len(flat) // _SAMPLED)].cpu().contiguous()
-    return flat.view(torch.uint8).numpy().tobytes()
+    return flat.contiguous().view(torch.uint8).numpy().tobytes()
