@@ -233,5 +233,5 @@ def _sample(tensor: Tensor) -> bytes:
     if tensor.layout != torch.strided or not tensor.numel():
         return b""
     flat = tensor.detach().reshape(-1)
-    flat = flat[:: -(-len(flat) // _SAMPLED)].cpu().contiguous()
-    return flat.contiguous().view(torch.uint8).numpy().tobytes()
+    flat = flat[:: -(-len(flat) // _SAMPLED)].cpu().clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8).numpy().tobytes()
