@@ -201,6 +201,7 @@ def _trainer(
         log_every_n_steps=1,
         check_val_every_n_epoch=NEVER,
         num_sanity_val_steps=0,
+        check_replicas="warn",  # so that the comparison with one process says what differs first
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
