@@ -14,17 +14,6 @@ from ..module.precision import Precision
 from ..state.dtensor import is_dtensor
 
 
-class _Trained(NamedTuple):
-    """A trained parameter."""
-
-    name: str
-    layer: str
-    """The submodule that holds it."""
-    unit: str
-    dtype: torch.dtype
-    """Its dtype in training."""
-
-
 def layers_of_other_dtypes(module: nn.Module, units: Iterable[str], precision: Precision) -> set[str]:
     """Return the layers whose trained parameters have another dtype than most of those in their unit.
 
@@ -46,10 +35,13 @@ def _reduced(module: nn.Module, units: set[str], precision: Precision) -> Iterat
 
     Complex ones that are frozen are among them: mixed precision would cast them with the others.
     """
+    seen: set[nn.Parameter] = set()
     for layer, submodule in module.named_modules():
         unit = next((prefix for prefix in _prefixes(layer) if prefix in units), "")
         for parameter in submodule.parameters(recurse=False):
-            if (parameter.requires_grad or parameter.is_complex()) and not is_lazy(parameter):
+            is_reduced = parameter.requires_grad or parameter.is_complex()
+            if is_reduced and not is_lazy(parameter) and parameter not in seen:
+                seen.add(parameter)
                 yield layer, unit, precision.dtype_for(parameter.dtype), parameter.numel()
 
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ...strategies.errors import CheckpointError
 from ...strategies.state.optimizer_groups import Sources
 from ...strategies.state.schema import NUMBER, check, shown
+from .schedules import holds_schedules, load_schedule, schedule_state
 
 Winner = Literal["saved", "configured"]
 
@@ -62,7 +63,7 @@ def load_scheduler(scheduler: Any, saved: Mapping[str, Any], winner: Winner, sou
 
     `sources` are the saved groups of its optimizer's groups, if those have changed.
     """
-    before = scheduler.state_dict()
+    live, before = scheduler.state_dict(), schedule_state(scheduler)
     if sources:
         saved = _by_group(saved, before, sources, type(scheduler).__name__)
     state = {key: Counter(value) if isinstance(before.get(key), Counter) else value for key, value in saved.items()}

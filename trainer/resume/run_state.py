@@ -28,6 +28,7 @@ from ..session.session import Session
 from ..session.train_state import TrainState
 from .changed_settings import Winner, load_groups, load_scheduler
 from .matching import changed_order, match_schedulers, optimizers_of_schedulers
+from .schedules import schedule_state
 
 T = TypeVar("T")
 
@@ -79,7 +80,7 @@ def _training_state(session: Session) -> dict[str, Any]:
     session.state.seconds = session.interruption.elapsed()
     return {
         "optimizer_states": [session.strategy.optimizer_state(optimizer) for optimizer in session.optimizers],
-        "lr_schedulers": [config.scheduler.state_dict() for config in session.schedulers],
+        "lr_schedulers": [schedule_state(config.scheduler) for config in session.schedulers],
         "lr_scheduler_optimizers": optimizers_of_schedulers(session),
         "precision": session.strategy.scaler.state_dict(),
         "loop": session.state.state_dict(),
