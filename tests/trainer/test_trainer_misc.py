@@ -176,7 +176,8 @@ def test_evaluation_computes_no_gradients_in_the_mode_that_was_asked_for(task, i
 def test_parts_that_are_frozen_in_eval_mode_stay_so():
     module = Regression()
     module.part = nn.Dropout().eval()
-    quiet(max_epochs=1).fit(module, loader(), loader())
+    with pytest.warns(UserWarning, match=r"Found 1 module\(s\) in eval mode .* part \(Dropout\)"):
+        quiet(max_epochs=1).fit(module, loader(), loader())
     assert (module.training, module.part.training) == (True, False)
 
 

@@ -65,6 +65,6 @@ def warn_of_eval_mode(session: Session) -> None:
     warnings.warn(
         f"Found {len(still)} module(s) in eval mode at the start of training, where dropout is off and normalization "
         f"uses stored averages: {listed}. from_pretrained leaves models so: call .train() on what is to be trained, "
-        "or freeze it (requires_grad_(False)); if it is meant to be so, call .eval() in on_fit_start.",
+        "or freeze it (requires_grad_(False)); if it is meant to be so, ignore this warning.",
         stacklevel=2,
     )

@@ -7,6 +7,7 @@ import copy
 import io
 import math
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -180,7 +181,11 @@ def _fit(
         # as many as any schedule asks for
         changed_size, num_pieces = global_batch_size, 2 * trainer.strategy.mesh_axes["pp"]
     data = SeededData(task.data, module, changed_size, num_pieces)
-    with contextlib.redirect_stdout(io.StringIO()):  # the run and the module would print the same for each layout
+    # the run and the module would print the same for each layout
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Replicas differ after")  # the comparison with one process says what differs
+        if task.freezes_batchnorm:
+            warnings.filterwarnings("ignore", r"Found .* in eval mode")
         trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return trainer, module
 
@@ -201,7 +206,7 @@ def _trainer(
         log_every_n_steps=1,
         check_val_every_n_epoch=NEVER,
         num_sanity_val_steps=0,
-        check_replicas="warn",  # so that the comparison with one process says what differs first
+        check_replicas="warn",
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

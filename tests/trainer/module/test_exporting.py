@@ -51,6 +51,7 @@ def expected(module: TrainModule, x: Tensor) -> Tensor:
     return out
 
 
+@pytest.mark.filterwarnings("ignore:Found .* in eval mode:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # in torch 2.11
 def test_an_onnx_model_of_a_checkpoint_of_a_sharded_run_computes_the_same(tmp_path: Path) -> None:
     module = Exported()
