@@ -159,7 +159,8 @@ def test_the_demo_of_an_installed_wheel_trains_tests_and_says_where_to_look(envi
     output = run(environment / "echelon", *words, folder=tmp_path)
     assert float(re.search(r"accuracy/test +│ +([\d.]+)", output)[1]) > 0.8
     assert (tmp_path / re.search(r"Curves: +(\S+)", output)[1]).stat().st_size > 10_000
-    assert re.search(r"TensorBoard: +\S+ -m tensorboard.main --logdir echelon_logs\n", output)
+    logs = re.search(r"TensorBoard: +\S+ -m tensorboard.main --logdir (\S+)\n", output)[1]
+    assert Path(logs) == (tmp_path / "echelon_logs").resolve()
     program = Path(re.search(r"The program: +(\S+)", output)[1])
     assert program.is_relative_to(environment.parent)
     assert program.read_text() == (ROOT / "examples" / "digits.py").read_text()

@@ -164,6 +164,7 @@ MODULE = {
     "module.clip_gradients": lambda t, m, f: m.clip_gradients(sgd(m), 1.0, "norm"),
     "module.deepcopy": lambda t, m, f: copy.deepcopy(m),
     "module.pickle": lambda t, m, f: pickle.dumps(m),
+    "module.unplaced_weights": lambda t, m, f: list(m.unplaced_weights),
     "module.parameters": lambda t, m, f: [(p.device, p.dtype, p.requires_grad) for p in m.parameters()],
 }
 

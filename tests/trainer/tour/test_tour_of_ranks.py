@@ -32,7 +32,7 @@ def fit(module: Any, data: Any = None, **settings: Any) -> None:
     CollectiveError,
     "differ in the operation",
     "0    | barrier",
-    "1    | all_reduce(max)",
+    "1    | all_gather_object",
     "Make the same call on all ranks",
 )
 def a_collective_on_one_rank() -> None:
@@ -81,7 +81,7 @@ def a_barrier_of_one_rank_at_the_end() -> None:
 
 
 @tour.answered_by(
-    CollectiveError, "differ in the operation", "run_state.py", "reduction.py", "Make the same call on all ranks"
+    CollectiveError, "differ in the operation", "replica_guard.py", "finite_end.py", "Make the same call on all ranks"
 )
 def a_checkpoint_on_one_rank() -> None:
     class OneRank(Regression):
