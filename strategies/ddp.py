@@ -110,10 +110,10 @@ class ReplicaStrategy(Strategy):
         if self._check is not None:
             self._check.count_backward()
 
-    def sync_replicas(self, *, only_compares: bool = False) -> ReplicaDifference | None:
+    def sync_replicas(self, *, only_compares: bool = False, with_buffers: bool = False) -> ReplicaDifference | None:
         if not only_compares:
             self._replica.sync_replicas()
-        return None if self._check is None else self._check.compare()
+        return None if self._check is None else self._check.compare(with_buffers=with_buffers)
 
 
 class DDPStrategy(ReplicaStrategy):

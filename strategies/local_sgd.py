@@ -120,13 +120,13 @@ class LocalSGDStrategy(ReplicaStrategy):
     def _make_check(self, module: nn.Module) -> ReplicaCheck:
         return ReplicaCheck(module, self.collectives, with_frozen=False)  # these are not averaged
 
-    def sync_replicas(self, *, only_compares: bool = False) -> ReplicaDifference | None:
+    def sync_replicas(self, *, only_compares: bool = False, with_buffers: bool = False) -> ReplicaDifference | None:
         """Average the replicas and optimizer states, and copy rank 0's buffers. Collective: every rank calls it."""
         if self._has_diverged:
             if only_compares:
                 return None
             self._average()
-        return super().sync_replicas(only_compares=only_compares)
+        return super().sync_replicas(only_compares=only_compares, with_buffers=with_buffers)
 
     def _average(self) -> None:
         self._has_diverged = False

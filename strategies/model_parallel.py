@@ -207,7 +207,6 @@ class ParallelStrategy(ShardedStrategy):
             return
         self.data_collectives = self.collectives.over(self.degrees.along(self.rank, _DATA))
         self.loss_collectives = self.count_collectives = self.data_collectives
-        self._peer_collectives = self.collectives
         if self.degrees.cp > 1:
             self._share_sequences()
         if self.degrees.pp > 1:

@@ -331,7 +331,7 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
     def _make_check(self, module: nn.Module) -> None:
         """Compare nothing: the servers hold the parameters, and trainers have copies of some age."""
 
-    def sync_replicas(self, *, only_compares: bool = False) -> None:
+    def sync_replicas(self, *, only_compares: bool = False, with_buffers: bool = False) -> None:
         """Set replicas' buffers to rank 0's, and in async mode their parameters to the servers'. Collective."""
         super().sync_replicas(only_compares=only_compares)
         if self._tables is None and not only_compares:

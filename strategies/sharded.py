@@ -113,6 +113,7 @@ class ShardedStrategy(Strategy):
 
     def connect(self, hardware: Hardware, precision: Precision) -> None:
         super().connect(hardware, precision)
+        self._peer_collectives = self.collectives
         if self.group is not None and self._mesh is None:
             self.degrees = self._find_degrees()
             self._mesh = make_mesh(self.device.type, self.degrees, axes=self._axes)
@@ -303,7 +304,7 @@ class ShardedStrategy(Strategy):
 
     # --- state -------------------------------------------------------------------------------------------------------
 
-    def sync_replicas(self, *, only_compares: bool = False) -> ReplicaDifference | None:
+    def sync_replicas(self, *, only_compares: bool = False, with_buffers: bool = False) -> ReplicaDifference | None:
         if self._sharded is None:
             return None
         self._sharded.reshard()
@@ -311,10 +312,10 @@ class ShardedStrategy(Strategy):
             self._sharded.runs.writes.agree()
             # a sharded buffer differs between ranks
             self.sync_buffers({name: b for name, b in self.module.named_buffers() if not is_dtensor(b)})
-        return ReplicaCheck(self.module, self.collectives, self._ranks_of).compare()
+        return ReplicaCheck(self.module, self.collectives, self._ranks_of).compare(with_buffers=with_buffers)
 
-    def _ranks_of(self, name: str, parameter: nn.Parameter) -> Sequence[int]:
-        """Return the ranks that hold the same part of a parameter as this one."""
+    def _ranks_of(self, name: str, parameter: Tensor) -> Sequence[int]:
+        """Return the ranks that hold the same part of a parameter, or a buffer, as this one."""
         ranks = self._holders.of(parameter) if is_dtensor(parameter) else self._peer_collectives.ranks
         if self._pipeline is None:
             return ranks

@@ -403,8 +403,8 @@ class Strategy(ABC):
 
     # --- state -------------------------------------------------------------------------------------------------------
 
-    def sync_replicas(self, *, only_compares: bool = False) -> ReplicaDifference | None:
-        """Make all replicas equal before an evaluation or a checkpoint; return what still differs. Collective."""
+    def sync_replicas(self, *, only_compares: bool = False, with_buffers: bool = False) -> ReplicaDifference | None:
+        """Make replicas equal, before an evaluation or a checkpoint; return what still differs. Collective."""
 
     def sync_buffers(self, copies: Mapping[str, Tensor]) -> None:
         """Make these copies of the module's buffers, by name, equal on all ranks. Collective: every rank calls it."""

@@ -59,5 +59,5 @@ class SharedReplicas(Strategy):
         if self._is_last:
             average_gradients(self.module.parameters(), self.loss_collectives)
 
-    def sync_replicas(self, *, only_compares: bool = False) -> None:
+    def sync_replicas(self, *, only_compares: bool = False, with_buffers: bool = False) -> None:
         copy_from_first(self.module.buffers(), self.loss_collectives)

@@ -41,7 +41,8 @@ class ReplicaGuard:
     def begin(self) -> None:
         """Compare replicas as training begins, after hooks that may change them. Collective: every rank calls it."""
         if self._strategy.world_size > 1:
-            self._judge(self._strategy.sync_replicas(only_compares=True))
+            # later, steps may have written other buffers on each rank
+            self._judge(self._strategy.sync_replicas(only_compares=True, with_buffers=True))
             self.next_step = self._step() + 1
 
     def sync(self) -> None:
@@ -61,7 +62,7 @@ class ReplicaGuard:
         message = (
             f"Replicas differ after global_step {self._step()}: {difference}{since}. {_CAUSE}; use what all have: "
             "reduce it (self.trainer.strategy.all_reduce), or send one rank's (strategy.broadcast)"
-            f"{_OR_A_BUFFER if difference.is_frozen else ''}."
+            f"{_OR_A_BUFFER if difference.kind == 'frozen parameter' else ''}."
         )
         if self._action == "error":
             raise ModuleError(f"{message}{self._choice}")

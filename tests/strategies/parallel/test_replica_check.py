@@ -91,6 +91,32 @@ class OwnRate(Kept):
         return torch.optim.SGD(self.layer.parameters(), lr=0.1 * (1 + self.trainer.strategy.rank))
 
 
+class OwnBuffer(Kept):
+    """Counts its rank in a buffer before training; a cache of what its rank has computed is its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(2))
+        self.register_buffer("cache", torch.zeros(0), persistent=False)
+
+    def on_train_start(self):
+        self.cache = torch.ones(1 + self.global_rank)
+        self.fill()
+
+    def fill(self):
+        self.count[1] += self.global_rank
+
+
+class Counter(OwnBuffer):
+    """Writes its buffer in steps, as batch norms do: rank 0's is kept."""
+
+    def fill(self):
+        pass
+
+    def write(self, x):
+        self.count += x.sum()
+
+
 class SavedLater(Kept):
     """Is changed between the end of an epoch and its checkpoint."""
 
@@ -129,6 +155,9 @@ def train_each(folder):
         found[strategy, "none"] = fit(Counts, 5, strategy=strategy)
         for kind in (*FROZEN, WrittenWeights):
             found[strategy, kind] = error_of(kind, strategy=strategy)
+    for strategy in (*STRATEGIES, "fsdp", "local_sgd"):
+        found[strategy, OwnBuffer] = error_of(OwnBuffer, strategy=strategy)
+        fit(Counter, strategy=strategy)
     found["scale"], found["rate"] = error_of(OwnScale), error_of(OwnRate)
     fit(OwnRate, strategy="zero")  # whoever keeps the state of a parameter updates it for all
     fit(OwnSamples, strategy="local_sgd")
@@ -182,6 +211,9 @@ def test_ranks_agree_or_get_an_error_that_names_the_parameter(tmp_path):
                 r"global_step 4: the parameter layer.weight\[0, 1\] is .*; at global_step 1 they were still equal",
                 found[strategy, WrittenWeights],
             )
+        for strategy in (*STRATEGIES, "fsdp", "local_sgd"):
+            start = "Replicas differ after global_step 0: the buffer count[1] is 0.0 on rank 0 and 1.0 on rank 1."
+            assert found[strategy, OwnBuffer].startswith(start)
         assert re.search(
             r"global_step 1: the parameter layer.bias\[0\] is -?\d+\.\d+ on rank 0 and -?\d+\.\d+ on rank 1; at "
             r"global_step 0 they were still equal.*check_replicas='warn'",
@@ -209,6 +241,7 @@ class Blocks(TrainModule):
     def __init__(self):
         super().__init__()
         self.block = Block()
+        self.register_buffer("table", torch.zeros(3))
 
     def training_step(self, batch, batch_idx):
         return self.block(batch[0]).square().mean()
@@ -216,8 +249,12 @@ class Blocks(TrainModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
+    def on_train_start(self):
+        if self.changed == "table" and self.culprit == self.trainer.strategy.rank:
+            self.table[2] = 1
+
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        if self.trainer.global_step == 2 and self.culprit == self.trainer.strategy.rank:
+        if self.changed != "table" and self.trainer.global_step == 2 and self.culprit == self.trainer.strategy.rank:
             parameter = self.block.get_parameter(self.changed)
             parameter.data.to_local()[..., -1] += 1
 
@@ -242,7 +279,7 @@ def train_sharded():
     found = {}
     for name, make in layouts.items():
         fit_blocks(make())
-        for changed in ("up.weight", "norm.weight"):
+        for changed in ("up.weight", "norm.weight", "table"):
             try:
                 fit_blocks(make(), 3, changed)
             except ModuleError as error:
@@ -255,15 +292,17 @@ def test_shards_that_several_ranks_hold_are_compared():
     found, *others = run_ranks(train_sharded, 4)
     assert all(other == found for other in others)
     pairs = {
-        key: re.search(r"block.(\S+)\[.* on (ranks? [\d, ]+) and \S+ on (rank \d);", e).groups()
+        key: re.search(r"(?:block|buffer)[. ](\S+)\[.* on (ranks? [\d, ]+) and \S+ on (rank \d)[;.]", e).groups()
         for key, e in found.items()
     }
+    everywhere = ("fsdp", "hsdp", "tp", "tp alone")
     assert pairs == {
         ("hsdp", "up.weight"): ("up.weight", "rank 1", "rank 3"),
         ("hsdp", "norm.weight"): ("norm.weight", "rank 1", "rank 3"),
         ("tp", "norm.weight"): ("norm.weight", "rank 2", "rank 3"),
         ("tp alone", "up.weight"): ("up.weight", "rank 1", "rank 3"),
         ("tp alone", "norm.weight"): ("norm.weight", "ranks 0, 1, 2", "rank 3"),
+        **{(layout, "table"): ("table", "ranks 0, 1, 2", "rank 3") for layout in everywhere},
     }
 
 
