@@ -218,12 +218,9 @@ class ParallelStrategy(ShardedStrategy):
         self.loss_collectives = self.collectives.over(self.degrees.along(self.rank, (*_DATA, "cp")))
         self.count_collectives = self.loss_collectives
         self._sequence_collectives = self.collectives.over(self.degrees.along(self.rank, ("cp",)))
+        group, place = self._sequence_collectives.device_group, self.degrees.place(self.rank, ("cp",))
         context = ContextParallel(
-            self._sequence_collectives.device_group,
-            self.degrees.cp,
-            self.degrees.place(self.rank, ("cp",)),
-            exchange=self.cp_exchange,
-            sequence_dim=self.sequence_dim,
+            group, self.degrees.cp, place, exchange=self.cp_exchange, sequence_dim=self.sequence_dim
         )
         ranks = (self.degrees.along(self.rank, axes) for axes in (("pp", "cp"), ("dp_shard",)))
         self._sequences = CutSteps(context, *map(self.collectives.over, ranks))
@@ -269,7 +266,7 @@ class ParallelStrategy(ShardedStrategy):
         if not self._has_run:
             check_number(self._schedule, work.micro_batches_a_step)
         if self._sequences is not None:
-            self._check_sequences("training_step", self._sequences.longest(self.module, arguments()))
+            self._check_sequences("training_step", *arguments())
         if self.precision.uses_scaler:
             self.scaler.scale(torch.zeros((), device=self.device))  # stages without a loss need the scale, too
         self._pipeline.note_trained(self._sharded.parameters)
@@ -301,11 +298,11 @@ class ParallelStrategy(ShardedStrategy):
             self._check_sequences(step_name, args)
         return self._sequences.run(step_name, self.module, args, self._run_checked)
 
-    def _check_sequences(self, step_name: str, args: Sequence[Any]) -> None:
+    def _check_sequences(self, step_name: str, *steps: Sequence[Any]) -> None:
         """Compare steps with ones on whole sequences, if sequences are split, see `CutSteps`. Collective."""
         if self._sequences is not None and self._sharded is not None:
             run, has_idle = partial(self._run_to_compare, step_name), self._sharded.runs.has_idle
-            self._sequences.check(step_name, self.module, args, run, has_idle=has_idle)
+            self._sequences.check(step_name, self.module, steps, run, has_idle=has_idle)
 
     def _run_to_compare(self, step_name: str, *args: Any) -> Any:
         """Run a step with unsplit arguments, through stages if there are several, and without checks."""
@@ -370,6 +367,7 @@ class ParallelStrategy(ShardedStrategy):
         return around._replace(
             recomputing=self._sequences.context.recomputing,
             is_true_on_any=lambda flag: bool(begin([float(flag)], "max")()[0]),
+            together=self._sequences.collectives,
         )
 
     def _cut(self, module: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,33 +43,42 @@ class ContextParallel:
                 ``sequence_dims``.
         """
         dims = self._dims(batch, module)
-        lengths: dict[str, int] = {}
+        lengths = self._lengths(batch, dims)
         leaves = []
         for name, leaf in named_leaves(batch):
             dim = dims[name]
-            if dim is not None:
-                lengths[f"batch{name}"] = length = leaf.shape[dim]
-                if length % self.size:
-                    raise DataError(
-                        f"The length of batch{name} must be a multiple of cp={self.size}, got {length} in dimension "
-                        f"{dim} of shape {tuple(leaf.shape)}; pad sequences in collate_fn, and ignore the padding in "
-                        "the loss."
-                    )
-                leaf = self.sequence_cut.take(leaf, dim)
-            leaves.append(leaf)
+            leaves.append(leaf if dim is None else self.sequence_cut.take(leaf, dim))
+        self._mode.lengths = frozenset(length // self.size for length in lengths)
+        return with_leaves(batch, leaves)
+
+    def lengths(self, batch: Any, module: nn.Module) -> list[int]:
+        """Return the lengths of the batch's sequences.
+
+        Raises:
+            DataError: if they cannot be cut, see `cut`.
+        """
+        return self._lengths(batch, self._dims(batch, module))
+
+    def _lengths(self, batch: Any, dims: Mapping[str, int | None]) -> list[int]:
+        lengths = []
+        for name, leaf in named_leaves(batch):
+            dim = dims[name]
+            if dim is None:
+                continue
+            lengths.append(leaf.shape[dim])
+            if lengths[-1] % self.size:
+                raise DataError(
+                    f"The length of batch{name} must be a multiple of cp={self.size}, got {lengths[-1]} in dimension "
+                    f"{dim} of shape {tuple(leaf.shape)}; pad sequences in collate_fn, and ignore the padding in the "
+                    "loss."
+                )
         if not lengths:
             shapes = {name: tuple(leaf.shape) for name, leaf in named_leaves(batch) if isinstance(leaf, Tensor)}
             raise DataError(
                 f"A batch under cp={self.size} must have a tensor with a sequence in dimension {self._sequence_dim}, "
                 f"got shapes {shapes}; give sequence_dim, or return the dimension of each tensor in sequence_dims."
             )
-        self._mode.lengths = frozenset(length // self.size for length in lengths.values())
-        return with_leaves(batch, leaves)
-
-    def lengths(self, batch: Any, module: nn.Module) -> list[int]:
-        """Return the lengths of the batch's sequences, 0 if there are none."""
-        dims = self._dims(batch, module)
-        return [leaf.shape[dims[name]] for name, leaf in named_leaves(batch) if dims[name] is not None] or [0]
+        return lengths
 
     def _dims(self, batch: Any, module: nn.Module) -> dict[str, int | None]:
         """Return the dimension that is cut for each leaf of the batch, by name; None if it is not cut."""

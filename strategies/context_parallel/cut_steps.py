@@ -26,8 +26,8 @@ class CutSteps:
     """
 
     def __init__(self, context: ContextParallel, collectives: Collectives, peers: Collectives) -> None:
-        self.context = context
-        self._collectives, self._peers = collectives, peers
+        self.context, self.collectives = context, collectives
+        self._peers = peers
         self._checked: dict[str, int] = {}
         """The kinds of steps that were checked, and for the longest sequence."""
 
@@ -36,7 +36,13 @@ class CutSteps:
         self._checked.clear()
 
     def check(
-        self, step_name: str, module: nn.Module, args: Sequence[Any], run: Callable[..., Any], *, has_idle: bool = False
+        self,
+        step_name: str,
+        module: nn.Module,
+        steps: Sequence[Sequence[Any]],
+        run: Callable[..., Any],
+        *,
+        has_idle: bool = False,
     ) -> None:
         """Compare the first step of each kind, and each with longer sequences, with one on whole sequences. Collective.
 
@@ -45,29 +51,30 @@ class CutSteps:
         Args:
             step_name: the kind of step.
             module: the user's module.
-            args: the arguments of the step; the first is the whole batch.
+            steps: the arguments of the steps that run now; the first of each is the whole batch. One of the longest is
+                compared, and the very first. Other ranks may have other numbers of them.
             run: calls the step with such arguments and returns its output, or None on a rank where it does not end.
             has_idle: whether ranks without samples cannot take part in another check now.
 
         Raises:
+            DataError: on all ranks, for sequences that cannot be cut.
             ModuleError: on all ranks, if the results from parts differ.
         """
-        if step_name not in _CUT or self._collectives.is_rehearsed:
+        if step_name not in _CUT or self.collectives.is_rehearsed:
             return
-        longest = self._checked.get(step_name, -1)
-        if has_idle and longest >= 0:
+        lengths = [max(self.context.lengths(args[0], module)) for args in steps]
+        if step_name not in self._checked:
+            self._checked[step_name] = lengths[0]
+            check_step(self.context, module, steps[0], run, self.collectives)
+        if has_idle:
             return
-        length = max(self.context.lengths(args[0], module))
+        length, longest = max(lengths), self._checked[step_name]
         is_longer = length > longest
-        if self._peers.world_size > 1 and longest >= 0:
+        if self._peers.world_size > 1:
             is_longer = bool(self._peers.begin_all_reduce([float(is_longer)], "max")()[0])
         if is_longer:
             self._checked[step_name] = max(length, longest)
-            check_step(self.context, module, args, run, self._collectives)
-
-    def longest(self, module: nn.Module, steps: Sequence[Sequence[Any]]) -> Sequence[Any]:
-        """Return the arguments of the step with the longest sequences."""
-        return max(steps, key=lambda args: max(self.context.lengths(args[0], module)))
+            check_step(self.context, module, steps[lengths.index(length)], run, self.collectives)
 
     def annotate(self, error: BaseException) -> None:
         """Add a note to errors of torch that say nothing of sequences."""

@@ -49,6 +49,7 @@ class FirstSteps:
     def __init__(self, staged: StagedModule, schedule: Schedule, collectives: Collectives, around: StepContext) -> None:
         self._staged, self._module, self._partition = staged, staged.module, staged.partition
         self._schedule, self._collectives, self._around = schedule, collectives, around
+        self._together = around.together or collectives
         self._last = schedule.rank_of(schedule.num_stages - 1)
         self._known: set[Hashable] = set()
         self._compared: set[Hashable] = set()
@@ -73,6 +74,7 @@ class FirstSteps:
 
         Raises:
             ModuleError: on all ranks, for a result that differs.
+            EchelonError: on all ranks, if a whole run raised it.
         """
         new = [index for index, signature in enumerate(signatures) if signature not in self._known]
         self._known.update(signatures)
@@ -122,7 +124,15 @@ class FirstSteps:
             while (name := self._collectives.recv(self._last)) is not None:
                 self._collectives.send(_whole_parameters(self._module.get_submodule(name)), self._last)
         self._staged.attributes.note(self._collectives.broadcast(whole and whole.written, self._last))
+        error = whole and whole.error
+        self._raise_first(error if isinstance(error, EchelonError) else None)
         return whole
+
+    def _raise_first(self, own: EchelonError | None) -> None:
+        """Raise what one of the ranks that compute steps together has to raise, on all of them. Collective."""
+        first = next(filter(None, self._together.all_gather_object(own)), None)
+        if first is not None:
+            raise own or first
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self._schedule.num_ranks) if rank != self._last]
@@ -170,7 +180,7 @@ class FirstSteps:
 
     def _compare(self, indices: Sequence[int], whole: _WholeRun | None, staged: Observed, step_name: str) -> None:
         logged = self._collectives.all_gather_object(staged.logged)
-        found = None
+        found, error = None, None
         if whole is not None and whole.error is not None:
             warnings.warn(
                 f"The first {step_name} in stages could not be compared with a whole one on one rank, which failed: "
@@ -180,15 +190,15 @@ class FirstSteps:
         elif whole is not None and not (whole.has_drawn and self._around.has_cut_layers):
             staged.logged = sorted((one for of_rank in logged for one in of_rank), key=lambda one: one[:2])
             found = self._first_found(indices, whole, staged)
-        found = self._collectives.broadcast(found, self._last)
         if found:
-            raise ModuleError(
+            error = ModuleError(
                 f"{step_name} of {type(self._module).__name__} computes something else in stages "
                 f"(pp={self._schedule.num_ranks}) than as a whole on one rank: {found}. What the step uses of a block "
                 "after the call (attributes, lists, what hooks collect) is on the block's own stage only: let the "
                 f"blocks pass it on in their outputs, name them for the stage that uses it in {HOOK}(num_stages), or "
                 "use dp_shard instead of pp."
             )
+        self._raise_first(error)
 
     def _first_found(self, indices: Sequence[int], whole: _WholeRun, staged: Observed) -> str | None:
         tolerance, kept = whole.tolerance(is_cut=self._around.has_cut_layers), whole.kept_elsewhere()
@@ -215,7 +225,7 @@ class _WholeRun:
         self.error: Exception | None = None
 
     def make(self, position: int, run: Callable[[int], Any]) -> None:
-        """Run the steps; an error that is not Echelon's own is kept."""
+        """Run the steps; an error is kept."""
         module, draws = self.staged.module, self.staged.draws
         draws.begin(position)
         self.staged.observed = self.observed
@@ -224,9 +234,7 @@ class _WholeRun:
                 vars(module)["log"] = self._note_of(index)
                 with self.staged.whole(_WholePass(self, self._steps, index)):
                     run(index)
-        except EchelonError:
-            raise
-        except Exception as error:  # noqa: BLE001 - what fails in stages, too, says so there
+        except Exception as error:  # noqa: BLE001 - Echelon's own is raised on all ranks; others are raised in stages
             self.error = error
         finally:
             self.staged.observed = None

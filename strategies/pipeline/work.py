@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from ..distributed.collectives import Collectives
+
 
 class WindowWork(Protocol):
     """What the loop does for the micro-batches of one step, by their indices."""
@@ -60,3 +62,5 @@ class StepContext(NamedTuple):
     """In which a step runs only to be compared."""
     evaluates_alone: bool = True
     """Whether these ranks alone can run a step once more without gradients, and others need not take part in it."""
+    together: Collectives | None = None
+    """Over the ranks of all pipelines that compute a step together; None if it is one pipeline."""
