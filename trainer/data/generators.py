@@ -69,6 +69,26 @@ class Generators:
             numpy.set_bit_generator(state.twister)
             numpy.set_state(state.numpy)
 
+    def differ(self, state: SavedState, other: SavedState) -> bool:
+        """Return whether something was drawn between two states."""
+        now = self.new_state()
+        public = []
+        for saved in (state, other):  # memory may differ where nothing is drawn from
+            self.put(saved)
+            numpy = _plain(sys.modules["numpy"].random.get_state(legacy=False)) if "numpy" in sys.modules else None
+            public.append((random.getstate(), torch.default_generator.get_state().tolist(), numpy))
+        self.put(now)
+        return public[0] != public[1]
+
+    def follow(self, state: SavedState, now: SavedState, before: SavedState) -> None:
+        """Put into a state those generators that are no longer as they were."""
+        if now.python != before.python:
+            state.python, state.gauss = now.python, now.gauss
+        if bytes(now.torch) != bytes(before.torch):
+            state.torch = now.torch
+        if _plain(now.numpy) != _plain(before.numpy):
+            state.twister, state.numpy, state.normal = now.twister, now.numpy, now.normal
+
     def seed(self, seed: int) -> None:
         """Seed each library; Python's and NumPy's generators get the words that torch makes of the seed, rotated."""
         cpu = torch.default_generator.manual_seed(seed).get_state()
@@ -80,6 +100,13 @@ class Generators:
             if type(numpy.get_bit_generator()) is not numpy.MT19937:
                 numpy.set_bit_generator(numpy.MT19937(0))
             numpy.set_state(("MT19937", one, _NUM_WORDS, 0, 0.0))
+
+
+def _plain(state: Any) -> Any:
+    """Return a state of NumPy's with lists in place of arrays."""
+    if isinstance(state, dict):
+        return {name: _plain(value) for name, value in state.items()}
+    return state.tolist() if hasattr(state, "dtype") else state
 
 
 class MappedGenerators(Generators):

@@ -45,6 +45,7 @@ def train(session: Session, step: Step) -> None:
     """
     state, progress, hooks, writer = session.state, session.progress, session.hooks, session.writer
     interruption, is_alone, replicas = session.interruption, not session.meetings.is_needed, session.replicas
+    streams = session.streams
     watch = EndlessEpoch(session)
     progress.first_version = _version_of(session.module)
     hooks.call("on_train_start")
@@ -65,6 +66,8 @@ def train(session: Session, step: Step) -> None:
             step.update(window, goes_on=goes_on)
             progress.is_in_step = False
             num_micro_batches = step.finish(window, goes_on=goes_on)
+            if streams.is_open:
+                streams.settle(session.strategy, state.global_step)
             if state.global_step >= replicas.next_step:
                 replicas.check()
             if state.global_step >= progress.next_log:
@@ -109,7 +112,7 @@ def _begin_epoch(session: Session) -> None:
     metrics.guard.epoch = state.epoch
     if is_new:
         reload_if_due(session, "train")
-    session.streams.meet(session.strategy)
+    session.streams.begin_epoch(session.strategy, is_new=is_new)
     session.hooks.call("on_train_epoch_start")
     data = session.train_data
     assert data is not None
@@ -118,6 +121,7 @@ def _begin_epoch(session: Session) -> None:
     plan_epoch(session)
     if is_new:
         data.begin_epoch(state.epoch)
+        session.streams.begin_steps(state.epoch)
 
 
 def _checked(check: Callable[[], None]) -> Iterator[Window]:

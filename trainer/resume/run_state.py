@@ -187,13 +187,13 @@ def load_generators(session: Session, state: Mapping[str, Any]) -> None:
     """
     strategy, saved = session.strategy, state["rng"]
     common = saved[0].get("hooks", saved[0])
-    if not session.streams.is_parted:
+    if not session.streams.is_parted and not common.get("is_apart"):
         saved = [common]  # what one process has where its steps draw nothing
     with session.streams:
         put_generators_back(strategy, saved, session.state.seed, session.state.global_step)
     if session.streams.is_parted:
         with reading("rng"):
-            restore_rng(common, strategy.devices)
+            session.streams.load_common(common)
 
 
 def put_generators_back(strategy: Strategy, saved: Sequence[Mapping[str, Any]], seed: int, step: int) -> None:

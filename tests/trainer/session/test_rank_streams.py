@@ -104,6 +104,64 @@ class Masks(Resampled):
         self.dropout.register_forward_hook(lambda *call: self.masks.append(call[2].ne(0).tolist()))
 
 
+class Noted(Model):
+    """Notes what is drawn in steps, at the start of epochs, and after batches."""
+
+    hooks = ()
+
+    def __init__(self):
+        super().__init__()
+        self.noted = {"step": [], "epoch": [], "batch": []}
+
+    def draw(self, where):
+        if where == "step" or where in self.hooks:
+            self.noted[where].append((torch.rand(()).item(), random.random(), np.random.rand()))
+
+    def training_step(self, batch, batch_idx):
+        self.draw("step")
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_start(self):
+        self.draw("epoch")
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.draw("batch")
+
+
+class NotedInEpochs(Noted):
+    hooks = ("epoch",)
+
+
+class NotedInBatches(Noted):
+    hooks = ("epoch", "batch")
+
+
+class Seeded(Noted):
+    """Seeds all ranks alike."""
+
+    def on_train_epoch_start(self):
+        seed_everything(self.trainer.current_epoch + 5, verbose=False)
+
+
+class SeededAgain(Noted):
+    """Seeds all ranks as the run was."""
+
+    def on_train_epoch_start(self):
+        torch.manual_seed(3)
+
+
+class SeededInABatch(Noted):
+    def on_train_batch_start(self, batch, batch_idx):
+        torch.manual_seed(100 + batch_idx)
+
+
+class Broadcast(Noted):
+    """Continues with rank 0's numbers everywhere."""
+
+    def on_train_epoch_start(self):
+        torch.set_rng_state(self.trainer.strategy.collectives.broadcast(torch.get_rng_state()))
+
+
 def fit(kind, size=8, epochs=2, resume=None, **settings):
     seed_everything(3, verbose=False)
     module = kind()
@@ -111,6 +169,8 @@ def fit(kind, size=8, epochs=2, resume=None, **settings):
     trainer = double_trainer(max_epochs=epochs, num_sanity_val_steps=1, **settings)
     trainer.fit(module, DataLoader(data, 2 // world_size()), DataLoader(data, 2 // world_size()), ckpt_path=resume)
     weights = {name: value.detach().clone() for name, value in module.named_parameters()}
+    if issubclass(kind, Noted):
+        return module.noted
     return (weights, module.masks) if kind is Masks else weights
 
 
@@ -154,3 +214,29 @@ def test_what_hooks_and_optimizers_draw_is_equal_on_all_ranks_and_that_of_one_pr
         assert seen[3:] == seen_later
         torch.testing.assert_close(weights, resumed, rtol=0, atol=0)
     assert masks[0][0][1] != masks[1][0][1]
+
+
+NOTED = (Noted, NotedInEpochs, NotedInBatches, Seeded, SeededAgain, SeededInABatch, Broadcast)
+
+
+def note_each():
+    calm_down()
+    return {kind: fit(kind) for kind in NOTED}
+
+
+def test_rank_0_draws_in_steps_what_one_process_draws_and_seeds_of_hooks_reach_steps():
+    first, second = run_ranks(note_each, 2)
+    for kind in NOTED:
+        one, two, alone = first[kind], second[kind], fit(kind)
+        assert one["epoch"] == two["epoch"]
+        assert one["batch"] == two["batch"]
+        assert len(set(one["step"])) == len(alone["step"]) or kind is SeededInABatch
+        if kind is NotedInBatches:  # rank 0's hooks draw other numbers than its steps, but for the first step
+            assert not set(one["batch"][1:]) & set(one["step"])
+        else:
+            assert one["step"] == alone["step"]
+            assert one["epoch"] == alone["epoch"]
+        same = [a[0] == b[0] for a, b in zip(one["step"], two["step"], strict=True)]
+        assert all(same) if kind in NOTED[3:] else not any(same), kind
+        others = [a[1:] == b[1:] for a, b in zip(one["step"], two["step"], strict=True)]
+        assert all(others) if kind is Seeded else not any(others), kind
