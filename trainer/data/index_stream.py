@@ -197,11 +197,14 @@ class IndexStream:
         self._drop_last = drop_last
         self._is_seeded = is_seeded
         self.drawn: deque[Window] = deque()
+        self._undrawn: Iterator[Window] | None = None
+        """The windows from the position on, while none has been drawn."""
         self.seek(0, 0)
 
     def seek(self, epoch: int, start: int) -> None:
         """Make the next iteration begin at this position."""
         self._epoch, self._start = epoch, start
+        self._undrawn, self._is_drawn = None, False
 
     def leave(self, position: int, *, is_over: bool) -> None:
         """Note the position at which reading ends, or has come to."""
@@ -218,9 +221,13 @@ class IndexStream:
 
     def __iter__(self) -> Iterator[Any]:
         self.drawn.clear()
-        return self._draw_all(self.windows())
+        # an iterator of torch with workers asks twice before it draws: the sampler begins an epoch once
+        if self._undrawn is None:
+            self._undrawn = self.windows()
+        return self._draw_all(self._undrawn)
 
     def _draw_all(self, windows: Iterator[Window]) -> Iterator[Any]:
+        self._undrawn = None
         for window in windows:
             self.drawn.append(window)
             for micro_batch in window:
@@ -228,6 +235,9 @@ class IndexStream:
 
     def windows(self) -> Iterator[Window]:
         """Yield the windows from the position on; their batches are not read yet."""
+        if self._is_drawn and isinstance(self._order, Sampled):  # by a loader that begins twice, such as to look ahead
+            self._order.rewind()
+        self._is_drawn = True
         # a sampler is told the epoch here, before a loader starts workers: it may tell the data set, which they copy
         return self._cut(self._order.entries(self._epoch, self._start))
 

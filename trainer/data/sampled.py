@@ -93,7 +93,7 @@ class Sampled:
         """The epoch of the current pass."""
         self._count = WHOLE
         self._live: Iterator[Any] | None = None
-        self._is_loaded = False
+        self._is_loaded = self._is_rewound = False
         self._head: list[Any] = []
 
     @property
@@ -104,7 +104,8 @@ class Sampled:
         return length_of(self.sampler)
 
     def entries(self, epoch: int, start: int) -> Iterator[Any]:
-        is_continued = self._is_loaded and epoch == self._current
+        is_continued = (self._is_loaded or self._is_rewound) and epoch == self._current
+        self._is_rewound = False
         if self._is_loaded:
             self._return()
         if not is_continued:
@@ -115,6 +116,11 @@ class Sampled:
         self._head = plain(first)
         self._live = chain(first[start:], islice(self._live, max(0, start - len(first)), None))
         return self._live
+
+    def rewind(self) -> None:
+        """Let the next entries be those of the current pass once more, as far as generators tell."""
+        self._generators.put(self._start)
+        self._live, self._is_rewound = None, True
 
     def leave(self, position: int, *, is_whole: bool) -> None:
         """Note how far the current pass has been used."""

@@ -183,6 +183,29 @@ def test_an_epoch_that_ends_before_its_sampler_leaves_the_same_with_and_without_
     assert runs[0] == runs[1]
 
 
+class LookingAhead(DataLoader):
+    """Reads a batch before each epoch, which it does not give."""
+
+    def __iter__(self):
+        next(super().__iter__())
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [Drawing, Endless])
+def test_a_loader_that_begins_twice_reads_the_same(memory_path, kind, workers):
+    def build(loader_type):
+        sampler = kind(np.random.default_rng(0), 200)
+        loader = loader_type(Numbered(), batch_size=3, sampler=sampler, num_workers=workers)
+        loader.dataset.num_samples = 200
+        return Run(Small(), loader, None, {"max_epochs": 3, "limit_train_batches": 3})
+
+    seed_everything(1)
+    plain = fit(build(DataLoader), memory_path / "plain").samples
+    whole = assert_exact(lambda: build(LookingAhead), memory_path, [4])
+    assert whole.samples == plain
+
+
 def test_a_checkpoint_without_the_state_of_the_sampler_reads_on_from_the_seed(memory_path, monkeypatch):
     from echelon.trainer.data.sampled import Sampled
 
