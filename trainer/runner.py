@@ -48,7 +48,7 @@ from .request import Request
 from .result import EndedRun, Result, result_of, take_over
 from .resume.after_restart import go_on, note_end, note_run
 from .resume.find_checkpoint import find_checkpoint
-from .resume.hold_folder import hold_and_choose
+from .resume.hold_folder import hold_and_choose, names_a_link
 from .resume.save import newest_saved, point_to_checkpoint
 from .resume.take_snapshot import end_snapshots
 from .session.detailed_profilers import profiler_by_name
@@ -315,7 +315,7 @@ class Runner:
                 say(environment.describe())
             self._has_described = True
             session.state.seed = strategy.collectives.broadcast(session.state.seed)
-        is_link = request.ckpt_path == "last" or Path(request.ckpt_path or "").is_symlink()  # such as last.ckpt
+        is_link = names_a_link(session, request.ckpt_path)
         session.named_checkpoint = None if is_link else session.resumed_from
         if strategy.rank:
             tell(self.loggers, "silence")

@@ -74,11 +74,18 @@ def resolve(ckpt_path: str | Path, *folders: str | Path, part: str | None = None
     command starts and restarts a run.
 
     Raises:
-        CheckpointError: if the path is missing or not a checkpoint; the message says what is there.
+        CheckpointError: if the path is missing, cannot be read or is not a checkpoint; the message says what is there.
     """
     if ckpt_path == "last":
         return newest_valid(*folders, part=part)
     path = Path(ckpt_path)
+    try:
+        return _checkpoint_at(path)
+    except OSError as error:
+        raise CheckpointError(f"ckpt_path={str(path)!r} cannot be read: {explain(error)}.") from error
+
+
+def _checkpoint_at(path: Path) -> Path:
     if (path / MANIFEST).is_file():
         return path.absolute()  # a hook may change directory before it is read
     if path.is_symlink() and not path.exists():

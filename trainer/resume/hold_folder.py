@@ -5,6 +5,7 @@ The job that was there before, told to end within a step, saves once more: what 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -16,6 +17,12 @@ from ...strategies.errors import CheckpointError
 from ..checkpoint import list_checkpoints
 from ..session.session import Session
 from .find_checkpoint import find_checkpoint, folders_of_runs
+
+
+def names_a_link(session: Session, ckpt_path: str | Path | None) -> bool:
+    """Return whether a path is ``last`` or a link, such as last.ckpt, on rank 0. Collective: every rank calls it."""
+    # not Path.is_symlink(), which raises errors of the disk
+    return session.strategy.collectives.on_first_rank(lambda: ckpt_path == "last" or os.path.islink(ckpt_path or ""))
 
 
 def hold_and_choose(session: Session, *, is_link: bool) -> None:
@@ -56,7 +63,7 @@ def _hold_and_choose(session: Session) -> Path | None:
 
 def _is_newest(found: Path, folders: Sequence[str]) -> bool:
     """Return whether nothing is newer than what was verified before; a link is followed when it is read."""
-    if found.is_symlink():
+    if os.path.islink(found):  # not Path.is_symlink(), which raises errors of the disk
         return True
     known = list_checkpoints(*folders)
     return bool(known) and known[-1].path == found
@@ -65,7 +72,7 @@ def _is_newest(found: Path, folders: Sequence[str]) -> bool:
 def _wait_for_runs(folders: Sequence[str]) -> None:
     """Wait for runs that have saved nothing yet, and may be about to end with their first checkpoint."""
     for folder in map(Path, folders):
-        if (folder / LOCK).exists():
+        if os.path.exists(folder / LOCK):
             lock = FolderLock()
             with suppress(CheckpointError):  # it goes on: this is another run
                 lock.take(folder, run=0)

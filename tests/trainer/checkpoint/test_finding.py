@@ -85,6 +85,11 @@ def test_a_misspelt_path_is_told_what_is_there(tmp_path: Path) -> None:
         resolve(tmp_path / "absent" / "a.ckpt")
 
 
+def test_a_path_that_the_file_system_refuses_says_why(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"cannot be read: .*\(ENAMETOOLONG\).*; choose a shorter name"):
+        resolve(tmp_path / ("a" * 300))
+
+
 def test_a_file_is_sent_to_load_weights(tmp_path: Path) -> None:
     (tmp_path / "a.ckpt").write_bytes(b"x")
     with pytest.raises(CheckpointError, match=r"is a file.*echelon.load_weights"):
