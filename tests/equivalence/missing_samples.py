@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import SumMetric
 
-from echelon import Callback, Engine, FSDPStrategy, ParallelStrategy, Strategy, Trainer, TrainModule, seed_everything
+from echelon import Engine, FSDPStrategy, ParallelStrategy, Strategy, Trainer, TrainModule, seed_everything
 from echelon.strategies.state.dtensor import gather_whole
 
 NUMBERS = range(11, 18)
@@ -265,48 +265,42 @@ def in_own_loop(strategy: str, number: int) -> dict[str, Any]:
 
 
 class Drawing(Tracing):
-    """The same with random numbers in each step."""
+    """The same with random numbers in each step, where a rank draws from a generator of its own."""
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(layout)
+        self.drawn: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        """The step of each micro-batch, and the states of the generator as it began and ended."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        before = torch.get_rng_state()
         torch.rand(3)
-        return super().training_step(batch, batch_idx)
-
-
-class Notes(Callback):
-    """Notes after each step the batches that this rank has had so far, and the state of its generator."""
-
-    def __init__(self) -> None:
-        self.num_batches, self.notes = 0, []
-
-    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        self.notes.append((0, torch.get_rng_state()))
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        self.num_batches += 1
-
-    def on_train_step_end(self, trainer: Any, module: Any) -> None:
-        self.notes.append((self.num_batches, torch.get_rng_state()))
+        loss = super().training_step(batch, batch_idx)
+        self.drawn.append((self.trainer.global_step, before, torch.get_rng_state()))
+        return loss
 
 
 def draw(strategy: str, number: int) -> list[tuple[int, bool]]:
-    """Train; return of each step the batches that this rank had, and whether its generator is as before the step."""
+    """Train two epochs; return what happened to the generator of this rank between each two of its micro-batches.
+
+    That is the number of whole steps in between, of which it had none, and whether the generator is as before them.
+    """
     seed_everything(5, verbose=False)
-    module, notes = Drawing(Layout("drawing", 1, lambda: strategy)), Notes()
+    module = Drawing(Layout("drawing", 1, lambda: strategy))
     trainer = Trainer(
         strategy=strategy,
         accelerator="cpu",
         precision="64-true",
-        max_epochs=1,
+        max_epochs=2,
         global_batch_size=4,
-        callbacks=notes,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     trainer.fit(module, DataLoader(samples(number), BATCH))
-    pairs = pairwise(notes.notes)
-    return [(now[0] - before[0], torch.equal(now[1], before[1])) for before, now in pairs]
+    pairs = pairwise(module.drawn)
+    return [(step - earlier - 1, torch.equal(before, ended)) for (earlier, _, ended), (step, before, _) in pairs]
 
 
 def attempt(function: Callable[[], Any]) -> Any:

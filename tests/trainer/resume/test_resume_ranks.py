@@ -20,13 +20,18 @@ from echelon.trainer.checkpoint import list_checkpoints, load, verify
 
 
 class Dropping(TrainModule):
-    """Draws from every rank's generator, and has buffers."""
+    """Draws from every rank's generator, notes what that would give first in a step, and has buffers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
+        self.first: float | None = None
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.first is None:
+            state = torch.get_rng_state()
+            self.first = torch.rand(()).item()
+            torch.set_rng_state(state)
         x, y = batch
         return nn.functional.mse_loss(self.net(x), y)
 
@@ -35,19 +40,15 @@ class Dropping(TrainModule):
 
 
 class Draws(Callback):
-    """Gathers what each rank's generator would give next when training begins, and dies where it is told to."""
+    """Gathers what each rank's generator would have given in its first step, and dies where it is told to."""
 
     def __init__(self, dies_at: int | None = None) -> None:
         self.draws: list[float] = []
         self.dies_at = dies_at
 
-    def on_train_epoch_start(self, trainer: Any, module: nn.Module) -> None:
+    def on_train_step_end(self, trainer: Any, module: Any) -> None:
         if not self.draws:
-            state = torch.get_rng_state()
-            self.draws = trainer.strategy.all_gather_object(torch.rand(()).item())
-            torch.set_rng_state(state)
-
-    def on_train_step_end(self, trainer: Any, module: nn.Module) -> None:
+            self.draws = trainer.strategy.all_gather_object(module.first)
         if trainer.global_step == self.dies_at and trainer.strategy.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
