@@ -150,23 +150,25 @@ class FirstSteps:
 
     @contextmanager
     def with_parameters(self, name: str, part: nn.Module) -> Iterator[None]:
-        """Put the parameters of another rank's part into it, inside the block."""
+        """Put the parameters of another rank's part into it, inside the block.
+
+        Those that a part of this rank shares are replaced, too: if tp has cut them, only the layers here can use them.
+        """
         rank = self._rank_of(name)
         if rank == self._last:
             yield
             return
         self._collectives.send(name, rank)
-        lent, named = self._collectives.recv(rank), dict(part.named_parameters())
+        lent = self._collectives.recv(rank)
         values = {
             parameter: nn.Parameter(lent[own], requires_grad=parameter.requires_grad)
-            for own, parameter in named.items()
-            if parameter.is_meta
+            for own, parameter in part.named_parameters()
         }
         places = [
             (submodule._parameters, key, parameter)  # noqa: SLF001
             for submodule in part.modules()
             for key, parameter in submodule._parameters.items()  # noqa: SLF001
-            if parameter is not None and parameter in values
+            if parameter is not None
         ]
         for parameters, key, parameter in places:
             parameters[key] = values[parameter]
