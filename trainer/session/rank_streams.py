@@ -65,7 +65,7 @@ class RankStreams:
     @property
     def is_open(self) -> bool:
         """Whether `settle` is to be called after the next step."""
-        return bool(self.is_parted and self._is_apart is None)
+        return self.is_parted and self._is_apart is None
 
     # --- the run -----------------------------------------------------------------------------------------------------
 
