@@ -60,8 +60,9 @@ def _groups(module: nn.Module) -> list[list[tuple[str, Tensor]]]:
     found: dict[tuple[Any, ...], list[tuple[str, Tensor]]] = defaultdict(list)
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         is_special = nn.parameter.is_lazy(tensor) or is_dtensor(tensor) or is_traceable_wrapper_subclass(tensor)
-        is_empty = tensor.is_meta or is_without_memory(tensor) or not tensor.numel()
-        if not (is_special or is_empty or tensor.is_sparse):
+        if is_special or tensor.is_meta or is_without_memory(tensor) or tensor.is_sparse:
+            continue
+        if tensor.numel():
             found[tensor.device, tensor.dtype, tensor.untyped_storage().data_ptr()].append((name, tensor))
     return [group for group in found.values() if len(group) > 1]
 
