@@ -27,6 +27,8 @@ class LayerUnit(nn.Module):
         """Whether backward does not need the parameters, as with torch's embedding."""
         self._shards: dict[str, Any] = {}
         self._own = layer.forward
+        self._unwatched: dict[str, Any] | None = None
+        """The dictionary of the layer's parameters while another one watches them."""
         self._depth = 0
         self._is_read = False
         vars(layer)["forward"] = self._call
@@ -54,11 +56,16 @@ class LayerUnit(nn.Module):
     def watch(self) -> None:
         """Start to record whether the layer's parameters are read."""
         self._is_read = False
-        vars(self.layer)["_parameters"] = _Watched(self.layer._parameters, self)  # noqa: SLF001
+        self._unwatched = vars(self.layer)["_parameters"]
+        vars(self.layer)["_parameters"] = _Watched(self._unwatched, self)
 
     def stop_watching(self) -> bool:
         """Stop recording; return whether the parameters were read outside the layer's forward, or returned by it."""
-        vars(self.layer)["_parameters"] = dict(dict.items(self.layer._parameters))  # noqa: SLF001
+        watched, held = vars(self.layer)["_parameters"], self._unwatched
+        if held is not None:  # the same dictionary as before, which others may hold, with what it would have now
+            held.clear()
+            held.update(dict.items(watched))
+            vars(self.layer)["_parameters"], self._unwatched = held, None
         return self._is_read
 
     def note_read(self) -> None:
