@@ -66,7 +66,8 @@ class ParameterWrites:
         self._units = watch_units(roots, self._note)
         self._compared = _COMPARED[:1] if evaluates_alone else _COMPARED
         self._step = ""
-        self._is_ignoring = False
+        self.is_ignoring = False
+        """Whether what is written now is dropped, as the run is only compared with another."""
         self._runs: Counter[str] = Counter()
         self._past: dict[_Key, _Written] = {}
         self._run: dict[_Key, _Written] = {}
@@ -80,7 +81,7 @@ class ParameterWrites:
 
     def _note(self, parameter: ShardedParameter) -> None:
         """Keep what was written into a parameter that is still gathered."""
-        if self._is_ignoring or self._collectives.is_rehearsed:
+        if self.is_ignoring or self._collectives.is_rehearsed:
             return
         key, whole = _Key(self._step, self._name_of(parameter.shard)), parameter.whole
         if not parameter.is_exact:
@@ -101,12 +102,12 @@ class ParameterWrites:
     def ignored(self) -> Iterator[None]:
         """Drop what is written inside the block, for steps that run only to be compared."""
         self._look()
-        self._is_ignoring = True
+        self.is_ignoring = True
         try:
             yield
             self._look()
         finally:
-            self._is_ignoring = False
+            self.is_ignoring = False
 
     def _look(self) -> None:
         for unit in self._units:
@@ -125,7 +126,7 @@ class ParameterWrites:
         Raises:
             ModuleError: on all ranks, if those with samples have not written the same.
         """
-        if self._is_ignoring or step not in self._compared:
+        if self.is_ignoring or step not in self._compared:
             return
         self._runs[step] += 1
         number = self._runs[step]

@@ -79,6 +79,8 @@ class UnitRuns:
 
     def end(self, step_name: str) -> None:
         """End a run of a step, its backward included. Collective after some runs."""
+        if self.writes.is_ignoring:
+            return  # idle ranks must not wait for an agreement on what this run has written
         with self._idle.together("written"):
             self.writes.end(step_name)
 
