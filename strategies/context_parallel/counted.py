@@ -35,6 +35,8 @@ class Record(NamedTuple):
     logged: dict[str, list[_Logged]]
     states: list[State]
     """What was added to each metric object."""
+    has_changed: list[bool]
+    """Whether anything was."""
 
 
 class Counted:
@@ -76,8 +78,10 @@ class Counted:
 
     def record(self) -> Record:
         """Return what was counted so far."""
-        pairs = zip(self.metrics, self._before, strict=True)
-        return Record(self._logged, [_added(metric, before, _state_of(metric)) for metric, before in pairs])
+        after = [_state_of(metric) for metric in self.metrics]
+        pairs = list(zip(self._before, after, strict=True))
+        added = [_added(metric, *pair) for metric, pair in zip(self.metrics, pairs, strict=True)]
+        return Record(self._logged, added, [_differ(*pair) for pair in pairs])
 
 
 def log_difference(whole: Sequence[Record], parts: Sequence[Record]) -> str | None:
@@ -116,6 +120,8 @@ def metric_difference(counted: Counted, whole: Sequence[Record], parts: Sequence
         size: the number of parts.
     """
     for index, (metric, name) in enumerate(zip(counted.metrics, counted.names, strict=True)):
+        if not any(record.has_changed[index] for record in (*whole, *parts)):
+            continue  # another kind of step may have shown how it counts
         of_whole, of_parts = ([record.states[index] for record in records] for records in (whole, parts))
         expected, own = _value(metric, of_whole), _value(metric, of_parts)
         if expected is not None and own is not None and _are_close(expected, own):
@@ -152,6 +158,18 @@ def _added(metric: Any, before: State, after: State) -> State:
         else:
             added[name] = value
     return added
+
+
+def _differ(before: State, after: State) -> bool:
+    return before.keys() != after.keys() or not all(_is_same(value, after[name]) for name, value in before.items())
+
+
+def _is_same(one: Tensor | list[Any], other: Tensor | list[Any]) -> bool:
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return len(one) == len(other)
+    if one.shape != other.shape or torch.equal(one, other):
+        return one.shape == other.shape
+    return one.is_floating_point() and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def _kind(metric: Any, name: str) -> str:

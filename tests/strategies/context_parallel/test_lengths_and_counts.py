@@ -47,6 +47,7 @@ class Model(TrainModule):
         self.samples, self.mean = torchmetrics.SumMetric(), torchmetrics.MeanMetric()
         self.exact = torchmetrics.MeanMetric()
         self.correct = torchmetrics.classification.MulticlassAccuracy(32, average="micro")
+        self.validated = torchmetrics.SumMetric()
         self.held = {"ids": torchmetrics.CatMetric()}
         self.ids: list[float] = []
 
@@ -87,6 +88,14 @@ class Model(TrainModule):
     def number(self, logits: Tensor, targets: Tensor, ids: Tensor, loss: Tensor) -> None:
         self.log("number", float(len(ids)), reduce_fx="sum")
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Use no head, and count samples in a metric object to which training, checked in between, adds nothing."""
+        x = self.tokens(batch[0])
+        for layer in self.layers:
+            x = layer(x)
+        self.validated.update(len(batch[2]))
+        self.log("validated", self.validated)
+
     def on_train_epoch_end(self) -> None:
         if self.counts == "metrics":
             self.ids = sorted(self.held["ids"].compute().tolist())
@@ -114,8 +123,10 @@ def train(degrees: dict[str, int], counts: str, lengths: tuple[int, ...]) -> Any
         strategy=ParallelStrategy(**degrees) if world_size() > 1 else "single",
         max_epochs=1,
         accumulate_grad_batches=degrees.get("pp", 1),
+        num_sanity_val_steps=1,
     )
-    trainer.fit(module, DataLoader(batches, batch_size=None))
+    loader: Any = DataLoader(batches, batch_size=None)
+    trainer.fit(module, loader, loader if counts == "metrics" else None)
     return {name: value.item() for name, value in trainer.callback_metrics.items()}, module.ids
 
 
