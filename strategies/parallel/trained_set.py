@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import secrets
-import time
-import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from operator import attrgetter
 from typing import Final
 
 from torch import nn
 
 from ..distributed.collectives import Collectives
+from ..distributed.noticeboard import Noticeboard
 from ..errors import ModuleError
 
 _LONGEST_WAIT: Final = 300.0
 """Seconds for which a rank waits for the others to change the same."""
-_PAUSE: Final = 0.005
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -36,9 +34,11 @@ class TrainedSet:
     def __init__(self, module: nn.Module, collectives: Collectives, ignored: Collection[str] = ()) -> None:
         named = {name: parameter for name, parameter in module.named_parameters() if name not in ignored}
         self._names, self._parameters = list(named), list(named.values())
-        assert collectives.process_group is not None
-        self._collectives, self._group = collectives, collectives.process_group
-        self._prefix: str = collectives.broadcast(secrets.token_hex(8))
+        group = collectives.process_group
+        assert group is not None
+        self._collectives = collectives
+        self._board = Noticeboard(group.store, f"trained/{collectives.broadcast(secrets.token_hex(8))}")
+        self._patience = min(group.timeout.total_seconds() / 2, _LONGEST_WAIT)
         self._num_changes = 0
         self._flags = self._now()
 
@@ -67,38 +67,19 @@ class TrainedSet:
         self._num_changes += 1
         if takes_over:
             self._flags = self._now()
-        if not self._meet(own):
-            self._refuse(own)
+        # in the store: a rank that changes nothing goes on to its step, whose collectives would be mistaken for others
+        keys = [f"{self._num_changes}/{rank}" for rank in range(self._collectives.world_size)]
+        self._board.post(keys[self._collectives.rank], own)
+        said = self._board.wait_for(keys, self._patience)
+        if any(said.get(key) != own for key in keys):
+            self._refuse(own, [said.get(key, "changed nothing") for key in keys])
+        self._board.remove_once_read(len(keys), *keys)
 
-    def _meet(self, own: str) -> bool:
-        """Return whether all ranks change the same; those that change nothing do not come.
-
-        The ranks meet in the store: one that changes nothing goes on to its step, whose collectives would be mistaken
-        for others here.
-        """
-        store, size = self._group.store, self._collectives.world_size
-        here = f"trained/{self._prefix}/{self._num_changes}"
-        same = f"{here}/{zlib.crc32(own.encode())}"
-        store.set(f"{here}/of {self._collectives.rank}", own)
-        store.add(same, 1)
-        store.add(here, 1)
-        end = time.monotonic() + min(self._group.timeout.total_seconds() / 2, _LONGEST_WAIT)
-        while time.monotonic() < end:
-            if store.add(here, 0) == size:
-                return bool(store.add(same, 0) == size)
-            time.sleep(_PAUSE)
-        return False
-
-    def _refuse(self, own: str) -> None:
-        store, here = self._group.store, f"trained/{self._prefix}/{self._num_changes}"
+    def _refuse(self, own: str, said: Sequence[str]) -> None:
         ranks = self._collectives.ranks
-        said = {}
-        for rank, name in enumerate(ranks):
-            key = f"{here}/of {rank}"
-            said[name] = store.get(key).decode() if store.check([key]) else "changed nothing"
-        other = next(rank for rank in said if said[rank] != own)
+        other = next(rank for rank, one in enumerate(said) if one != own)
         raise ModuleError(
-            f"Rank {ranks[self._collectives.rank]} {own:.200}, but rank {other} {said[other]:.200} at this step, and "
-            "each parameter must be trained on all ranks or on none; call requires_grad_() on all ranks, in the same "
-            "hook, whatever their samples are."
+            f"Rank {ranks[self._collectives.rank]} {own:.200}, but rank {ranks[other]} {said[other]:.200} at this "
+            "step, and each parameter must be trained on all ranks or on none; call requires_grad_() on all ranks, in "
+            "the same hook, whatever their samples are."
         )
