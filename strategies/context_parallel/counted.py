@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..distributed.nested import iterate_tensors
 from ..module.traces import KeptObjects
-from ..state.dtensor import gathered
+from ..state.dtensor import number_of
 
 COUNTS_ONCE: Final = "_counts_once_a_sequence"
 """The attribute of a metric object that each rank of a sequence updates with the same: of these, one counts."""
@@ -68,13 +68,11 @@ class Counted:
         **__: Any,
     ) -> None:
         reduce_fx = getattr(reduce_fx, "__name__", reduce_fx)
-        if isinstance(value, Tensor):
-            value = gathered(value).detach()
-            value = value.item() if value.numel() == 1 else None
         is_known = reduce_fx in ("mean", *_MERGED) and sync_dist and not rank_zero_only
-        if is_known and isinstance(value, int | float):
+        number = number_of(value)
+        if is_known and number is not None:
             weight = 1.0 if batch_size is None else float(batch_size)
-            self._logged.setdefault(name, []).append(_Logged(float(value), weight, reduce_fx))
+            self._logged.setdefault(name, []).append(_Logged(number, weight, reduce_fx))
 
     def record(self) -> Record:
         """Return what was counted so far."""
@@ -186,8 +184,7 @@ def _value(metric: Any, states: Sequence[State]) -> list[Tensor] | None:
         if isinstance(values[0], list):
             merged: Any = [one for value in values for one in value]
         elif kind in ("sum", "mean", "max", "min"):
-            stacked = torch.stack(values)
-            merged = getattr(stacked, {"max": "amax", "min": "amin"}.get(kind, kind))(0)
+            merged = metric._reductions[name](torch.stack(values))  # noqa: SLF001
         else:
             return None
         setattr(copied, name, merged)

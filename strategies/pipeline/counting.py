@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..distributed.nested import iterate_tensors, map_tensors, named_leaves
 from ..errors import ModuleError
 from ..module.traces import KeptObjects
-from ..state.dtensor import gathered
+from ..state.dtensor import gathered, number_of
 
 Tolerance = Callable[[torch.dtype], float]
 """The relative difference of values of a dtype that rounding may cause."""
@@ -92,11 +92,9 @@ class Observed:
 
     def note(self, index: int, stage: int, name: str, value: Any) -> None:
         """Note a number that a step logs; metric objects are not compared."""
-        if isinstance(value, Tensor):
-            value = gathered(value).detach()
-            value = value.item() if value.numel() == 1 else None
-        if isinstance(value, int | float):
-            self.logged.append((index, stage, str(name), float(value)))
+        number = number_of(value)
+        if number is not None:
+            self.logged.append((index, stage, str(name), number))
 
 
 class _Guard:

@@ -81,6 +81,14 @@ def gathered(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def number_of(value: Any) -> float | None:
+    """Return what ``self.log`` gets as a number; None for a metric object. Collective for a DTensor, see `gathered`."""
+    if isinstance(value, Tensor):
+        value = gathered(value).detach()
+        value = value.item() if value.numel() == 1 else None
+    return float(value) if isinstance(value, int | float) else None
+
+
 def with_local_shard(like: Any, local: Tensor) -> Tensor:
     """Return a tensor that is sharded like `like`, of which `local` is this rank's shard."""
     if not is_dtensor(like):
