@@ -30,12 +30,7 @@ def state_by_name(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
         CheckpointError: for parameters that do not belong to the module, whose values no checkpoint would hold.
     """
     state = optimizer.state_dict()
-    names = parameter_names(optimizer, module)
-    foreign = [
-        tuple(parameter.shape)
-        for name, parameter in zip(names, _parameters_of(optimizer), strict=True)
-        if name.startswith(UNNAMED) and parameter.requires_grad
-    ]
+    names, foreign = parameter_names(optimizer, module), shapes_of_others(optimizer, module)
     if foreign:
         raise CheckpointError(
             f"{len(foreign)} of {len(names)} parameters of {type(optimizer).__name__} are not the module's, of shapes "
@@ -174,6 +169,12 @@ def parameter_names(optimizer: Optimizer, module: nn.Module) -> list[str]:
     """Return the names in `module` of an optimizer's parameters, in the optimizer's order; ``unnamed.0`` of others."""
     known: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
     return [known.get(p, f"{UNNAMED}{index}") for index, p in enumerate(_parameters_of(optimizer))]
+
+
+def shapes_of_others(optimizer: Optimizer, module: nn.Module) -> list[tuple[int, ...]]:
+    """Return the shapes of the trained parameters of an optimizer that are not the module's."""
+    own = set(module.parameters())
+    return [tuple(p.shape) for p in _parameters_of(optimizer) if p not in own and p.requires_grad]
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:

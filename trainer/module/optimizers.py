@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from ...strategies.errors import ModuleError, did_you_mean
+from ...strategies.state.optimizer_state import shapes_of_others
 
 _log = logging.getLogger(__name__)
 
@@ -259,14 +260,13 @@ def check_all_registered(optimizers: Sequence[Optimizer], module: nn.Module, *, 
     Raises:
         ModuleError: for parameters that are not the module's, with several processes or checkpoints.
     """
-    own = set(module.parameters())
     for optimizer in optimizers if num_ranks > 1 or is_saved else ():
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        foreign = [tuple(parameter.shape) for parameter in held if parameter not in own and parameter.requires_grad]
+        foreign = shapes_of_others(optimizer, module)
         if foreign:
+            number = sum(len(group["params"]) for group in optimizer.param_groups)
             harm = f"each of {num_ranks} ranks would train its own" if num_ranks > 1 else "checkpoints do not hold them"
             raise ModuleError(
-                f"{len(foreign)} of {len(held)} parameters of {type(optimizer).__name__} are not the module's, of "
+                f"{len(foreign)} of {number} parameters of {type(optimizer).__name__} are not the module's, of "
                 f"shapes {foreign[:3]}: {harm}, and a resumed run would start them over. Register them: make them or "
                 "the module that has them an attribute of self, in a ModuleList or ParameterList instead of a list."
             )
