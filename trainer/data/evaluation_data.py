@@ -124,9 +124,7 @@ class _Turns:
 
     def __init__(self, sampler: Iterable[Any], ranks: DataRanks) -> None:
         self._sampler, self._ranks = sampler, ranks
-        generators = OwnGenerators.of(sampler)
-        if ranks.share is not None and len(generators):
-            generators.put(ranks.share(generators.states()))
+        OwnGenerators.of(sampler).follow_first(ranks.share)
         self.drawn: deque[Any] = deque()
         """The entries drawn for batches that the loader has not returned yet."""
 

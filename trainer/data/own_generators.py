@@ -6,7 +6,7 @@ import json
 import random
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Self
 
 import torch
@@ -45,6 +45,11 @@ class OwnGenerators:
     def states(self) -> list[Any]:
         """Return the state of each."""
         return [_state_of(generator) for generator in self._generators]
+
+    def follow_first(self, share: Callable[[Any], Any] | None) -> None:
+        """Take the states of the first rank's, if `share` returns what it has. Collective then."""
+        if share is not None and self._generators:
+            self.put(share(self.states()))
 
     def put(self, states: Sequence[Any]) -> None:
         """Restore states of the same generators; leave those alone that have none."""

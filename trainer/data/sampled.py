@@ -81,8 +81,7 @@ class Sampled:
     def __init__(self, sampler: Iterable[Any], seed: int, share: Share | None = None) -> None:
         self.sampler, self.seed = sampler, seed
         self._generators = OwnGenerators.of(sampler)
-        if share is not None and len(self._generators):
-            self._generators.put(share(self._generators.states()))
+        self._generators.follow_first(share)
         self._savers = [each for each in _levels(sampler) if _saves(each)]
         self._is_known = _is_known(sampler)
         self._origin = self._start = self._generators.states()
