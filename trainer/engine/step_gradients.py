@@ -162,9 +162,8 @@ class StepGradients:
 
     def note_call(self, module: nn.Module) -> None:
         """Note that a prepared module is called; what a call on a stand-in leaves in it is undone before the update."""
-        if (
-            not self._batch.size and module not in self._unseen
-        ):  # later, since a backward may need what a batch norm has
+        # later, since a backward may need what a batch norm has
+        if not self._batch.size and module not in self._unseen:
             self._unseen[module] = Traceless(module, [type(module).forward]).__enter__()
 
     def _warn_if_unknown(self) -> None:

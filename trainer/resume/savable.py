@@ -22,8 +22,8 @@ def check_savable(session: Session) -> None:
     """Encode what a checkpoint would hold, without copying tensors. Collective: every rank calls it.
 
     In a run that saves no checkpoints, it only checks that the weights can be returned to the caller of processes that
-    the run has started. ``on_save_checkpoint`` is called only if the module's state
-    cannot be saved as it is, since the hook may leave parts of it out.
+    the run has started. ``on_save_checkpoint`` is called only if the module's state cannot be saved as it is, since the
+    hook may leave parts of it out.
 
     Raises:
         CheckpointError: for a value that a checkpoint cannot hold, with its place and what to do.
