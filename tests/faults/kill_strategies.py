@@ -169,7 +169,7 @@ def main() -> None:
     options = parser.parse_args()
     for layout in options.layouts:
         began = time.monotonic()
-        landed = soak(options.folder, layout, options.kills, options.seed)
+        landed = soak(options.folder.resolve(), layout, options.kills, options.seed)
         print(f"{layout}: {landed.total()} kills, {time.monotonic() - began:.0f} s: {dict(landed)}", flush=True)
 
 
