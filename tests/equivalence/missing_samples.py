@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from matrix import whole_state
+from residual import PLAN, Block
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import SumMetric
@@ -23,7 +24,6 @@ NUMBERS = range(11, 18)
 BATCH = 2
 KINDS = ("metric", "list", "module-level list", "dict")
 STAGES = ("training", "sanity check", "fit's validation", "validate", "test", "predict")
-PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 OWN_LOOPS = (2, 3)
 """The numbers of processes of programs with an Engine, and of those that draw random numbers."""
 
@@ -90,17 +90,6 @@ LAYOUTS = [
     of("dp_shard 2 x cp 2", 4, lambda: ParallelStrategy(dp_shard=2, cp=2), is_checked=True),
     of("pp 2 x dp_shard 2", 4, lambda: ParallelStrategy(pp=2, dp_shard=2), global_batch=8),
 ]
-
-
-class Block(nn.Module):
-    """A residual block whose layers can be split."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Tracing(TrainModule):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from matrix import ALONE, CASES, LINES, UNEVEN, compare, largest, run, train
+from once import once
 
 from echelon.strategies.placement import BY_NAME
 
@@ -20,16 +21,7 @@ LAUNCHED = {line.strategy: line for line in LINES if line.processes == 2 and lin
 @pytest.fixture(scope="module")
 def ends_of():
     """Return the ends of every case of a line on each rank; the first request for a line waits for its run."""
-    found = {}
-
-    def get(line):
-        if line not in found:
-            found[line] = None  # a failed run is not repeated
-            found[line] = run(line)
-        assert found[line] is not None, f"the run of {line.title} failed: see its first test"
-        return found[line]
-
-    return get
+    return once(run)
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from missing_samples import KINDS, LAYOUTS, NUMBERS, OWN_LOOPS, STAGES, Layout, checked, in_own_loop, program, run_all
+from once import once
 
 from echelon.testing import run_ranks
 
@@ -16,16 +17,7 @@ LOOPS = pytest.mark.parametrize(("strategy", "processes"), [(s, n) for n in OWN_
 @pytest.fixture(scope="module")
 def ends_of():
     """Return what every program has left on each rank, by the number of processes; they start once."""
-    found = {}
-
-    def get(processes):
-        if processes not in found:
-            found[processes] = None  # a failed start is not repeated
-            found[processes] = run_ranks(run_all, processes, processes, timeout=420)
-        assert found[processes] is not None, f"the start of {processes} processes failed: see its first test"
-        return found[processes]
-
-    return get
+    return once(lambda processes: run_ranks(run_all, processes, processes, timeout=420))
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from once import once
 from unusual_modules import LAYOUTS, alone, ends_of
 
 BY_TITLE = {layout.title: layout for layout in LAYOUTS}
@@ -30,16 +31,7 @@ BOUND = {"mixed dtypes": 1e-6}
 @pytest.fixture(scope="module")
 def ends_with():
     """Return how the modules ended on each rank, by the number of processes; they start once."""
-    found = {}
-
-    def get(processes):
-        if processes not in found:
-            found[processes] = None  # a failed start is not repeated
-            found[processes] = ends_of(processes)
-        assert found[processes] is not None, f"the start of {processes} processes failed: see its first test"
-        return found[processes]
-
-    return get
+    return once(ends_of)
 
 
 @pytest.mark.parametrize(("title", "kind"), CELLS)

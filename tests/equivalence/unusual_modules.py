@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from matrix import whole_state
+from residual import PLAN, Block
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.data import DataLoader, TensorDataset
@@ -29,7 +30,6 @@ from echelon import (
 from echelon.testing import run_ranks
 
 BATCH = 2
-PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
 
 @dataclass(frozen=True)
@@ -75,17 +75,6 @@ LAYOUTS = [
         leaves_out=AS_THESE | FAIL_ON_ONE_STAGE,
     ),
 ]
-
-
-class Block(nn.Module):
-    """A residual block whose layers can be split."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Plain(TrainModule):

@@ -6,7 +6,8 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from as_rank import calm_down, double_trainer, world_size
+from as_rank import double_trainer, run_all, world_size
+from residual import Block
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import SumMetric
@@ -17,15 +18,6 @@ from echelon.testing import run_ranks
 
 BATCH, SAMPLES = 2, 13
 OUTSIDE = []
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Net(TrainModule):
@@ -196,17 +188,13 @@ def train(kind, number, settings, batch=BATCH):
     }
 
 
-def train_all(cases):
-    calm_down()
-    found = {}
-    for name, case in cases.items():
-        found[name] = train(*case)
-    return found
-
-
 @pytest.fixture(scope="module")
 def found():
-    return {2: run_ranks(train_all, 2, CASES), 3: run_ranks(train_all, 3, CASES), 4: run_ranks(train_all, 4, ON_FOUR)}
+    return {
+        2: run_ranks(run_all, 2, train, CASES),
+        3: run_ranks(run_all, 3, train, CASES),
+        4: run_ranks(run_all, 4, train, ON_FOUR),
+    }
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from as_rank import calm_down, double_trainer, world_size
+from as_rank import double_trainer, run_all, world_size
 from torch import nn
 from torch.func import jacrev, vmap
 from torch.utils.data import DataLoader, TensorDataset
@@ -142,17 +142,9 @@ def train_by_engine(loss, ranks):
     return {name: value.full_tensor() if ranks > 1 else value for name, value in held.items()}
 
 
-def train_all(cases):
-    calm_down()
-    found = {}
-    for name, case in cases.items():
-        found[name] = train(*case)
-    return found
-
-
 @pytest.fixture(scope="module")
 def found():
-    return run_ranks(train_all, 2, CASES)[0]
+    return run_ranks(run_all, 2, train, CASES)[0]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -5,7 +5,8 @@ from datetime import timedelta
 
 import pytest
 import torch
-from as_rank import calm_down, double_trainer
+from as_rank import double_trainer, run_all
+from residual import Block
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -21,15 +22,6 @@ CHOICES = {
     "some": [0, 0, 1, 1, 2, 2, 2, 2, 1, 0, 0, 0, 0, 1, 2, 2, 1, 1, 1, 1, 2, 2, 0, 0, 2, 0],
 }
 """Which path each row takes."""
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Net(TrainModule):
@@ -238,17 +230,9 @@ def train(kind, choices, settings, batch=BATCH):
     return trainer.strategy.full_model_state(), trainer.callback_metrics.get("loss", torch.zeros(())).item()
 
 
-def train_all(cases):
-    calm_down()
-    found = {}
-    for name, one in cases.items():
-        found[name] = train(*one)
-    return found
-
-
 @pytest.fixture(scope="module")
 def found():
-    return {number: run_ranks(train_all, number, cases) for number, cases in ALL.items()}
+    return {number: run_ranks(run_all, number, train, cases) for number, cases in ALL.items()}
 
 
 @pytest.mark.parametrize(("number", "name"), [(number, name) for number, cases in ALL.items() for name in cases])

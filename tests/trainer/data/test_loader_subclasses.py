@@ -56,13 +56,8 @@ class Repeating:
             yield from iter(self.sampler)
 
 
-class Infinite(DataLoader):
-    """As in ultralytics: one iterator for all epochs, so that workers stay."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        object.__setattr__(self, "batch_sampler", Repeating(self.batch_sampler))
-        self.iterator = super().__iter__()
+class Keeping(DataLoader):
+    """Reads every epoch from the iterator that its subclass keeps."""
 
     def __len__(self):
         return len(self.batch_sampler.sampler)
@@ -70,6 +65,15 @@ class Infinite(DataLoader):
     def __iter__(self):
         for _ in range(len(self)):
             yield next(self.iterator)
+
+
+class Infinite(Keeping):
+    """As in ultralytics: one iterator for all epochs, so that workers stay."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        object.__setattr__(self, "batch_sampler", Repeating(self.batch_sampler))
+        self.iterator = DataLoader.__iter__(self)
 
 
 class InfiniteNegated(Infinite):
@@ -77,7 +81,7 @@ class InfiniteNegated(Infinite):
         return negated(super().__iter__())
 
 
-class MultiEpochs(DataLoader):
+class MultiEpochs(Keeping):
     """As in timm."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -85,14 +89,7 @@ class MultiEpochs(DataLoader):
         self._DataLoader__initialized = False
         self.batch_sampler = Repeating(self.batch_sampler)
         self._DataLoader__initialized = True
-        self.iterator = super().__iter__()
-
-    def __len__(self):
-        return len(self.batch_sampler.sampler)
-
-    def __iter__(self):
-        for _ in range(len(self)):
-            yield next(self.iterator)
+        self.iterator = DataLoader.__iter__(self)
 
 
 @pytest.mark.parametrize("kind", [OwnIterator, OwnIter, Infinite, InfiniteNegated, MultiEpochs])
