@@ -46,6 +46,8 @@ from echelon.callbacks.samples.audit import audit, samples_folder
 
 PROGRAM: Final = Path(__file__).with_name("soak_program.py")
 EXACT: Final = 1e-12
+_SETTLED: Final = 10
+"""Steps that count as two snapshots where the run chooses the interval itself, by what a snapshot costs."""
 ACTIONS: Final = ("kill", "stop", "exit", "raise", "hang")
 MAY_GROW: Final = Sample(6.0, 6.0, 0, 0, 0, 0, 512.0, 4)
 """From the first half of the rounds to the last quarter; in memory the list of the rounds grows."""
@@ -162,7 +164,9 @@ def watch(folder: Path, plan: dict[str, Any], seconds: float, patience: float) -
                 continue
             if time.monotonic() > begun + seconds and seen.faults:
                 write(folder / "last", str(max(step for _, _, step in seen.steps)))
-            elif (number := seen.round_that_has_done(2 * plan["snapshot_every"])) is not None:
+            elif (
+                number := seen.round_that_has_done(2 * plan["snapshot_every"] if plan["snapshot_every"] else _SETTLED)
+            ) is not None:
                 seen.samples.setdefault(number, []).append(take_sample(process.pid, mark, folder / "temporary"))
         seen.note(course.readlines())
         assert process.returncode == 0, f"it ended with {process.returncode}:\n{tail(folder)}"
