@@ -184,6 +184,8 @@ def _make_forward(
         with nullcontext() if offload is None else offload.hooks():
             if not is_computed_again:
                 return plain(*args, **kwargs)
+            args = tuple(_without_cache(value, self) for value in args)
+            kwargs = {name: _without_cache(value, self) for name, value in kwargs.items()}
             if kwargs:  # checkpoint() has keyword arguments of its own
                 plain = partial(plain, **kwargs)
             if not torch.compiler.is_compiling():  # compiled code updates buffers once, and has no autocast cache
@@ -264,6 +266,22 @@ def _has_dropout(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
         if argument.name == "dropout_p":
             return bool(args[index] if index < len(args) else kwargs.get("dropout_p", 0.0))
     return False
+
+
+# --- caches of keys and values ---------------------------------------------------------------------------------------
+
+
+def _without_cache(value: Any, submodule: nn.Module) -> Any:
+    """Return None for one of transformers' caches that has nothing yet for the layer of a submodule.
+
+    The second forward would attend to the keys that the first has added. An empty cache is the same as none, and
+    transformers' own checkpointing gives its layers none either.
+    """
+    if not (callable(getattr(value, "get_seq_length", None)) and callable(getattr(value, "update", None))):
+        return value
+    layers = (getattr(part, "layer_idx", None) for part in submodule.modules())
+    layer = next((index for index in layers if isinstance(index, int)), None)
+    return value if layer is None or int(value.get_seq_length(layer)) else None
 
 
 # --- buffers ---------------------------------------------------------------------------------------------------------

@@ -410,6 +410,38 @@ def test_a_block_in_two_lists_is_one_part():
     assert "forward" not in vars(module.first[0])
 
 
+def with_a_cache(kind):
+    """Return a small model of transformers, which by default caches keys and values in training as well."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    of_llama = {"intermediate_size": 32, "num_key_value_heads": 2, "max_position_embeddings": 32, "pad_token_id": None}
+    configs = {
+        "llama, eager": lambda: transformers.LlamaConfig(**sizes, **of_llama, attn_implementation="eager"),
+        "gemma 2": lambda: transformers.Gemma2Config(**sizes, **of_llama, head_dim=4, attn_implementation="eager"),
+        "mistral, a window of 3": lambda: transformers.MistralConfig(**sizes, **of_llama, sliding_window=3),
+        "gpt2, eager": lambda: transformers.GPT2Config(
+            vocab_size=12, n_embd=16, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2, attn_implementation="eager"
+        ),
+    }
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(configs[kind]()).double().eval()
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("kind", ["llama, eager", "gemma 2", "mistral, a window of 3", "gpt2, eager"])
+def test_a_second_forward_does_not_see_what_the_first_has_cached(kind, mode):
+    model, tokens = with_a_cache(kind), torch.arange(16).view(2, 8) % 12
+
+    def gradients(setting):
+        model.zero_grad()
+        with checkpointed(model, setting):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    torch.testing.assert_close(gradients(ActivationCheckpointing(mode=mode)), gradients(None), rtol=0, atol=1e-12)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_offloading_frees_the_memory_of_a_gpu(monkeypatch):
