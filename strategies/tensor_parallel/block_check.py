@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
@@ -19,6 +19,7 @@ from ..state.dtensor import is_dtensor, whole_tensor
 from ..torch_internals import without_dispatch_modes
 from .exchanges import TensorGroup
 from .plan import TensorPlan
+from .shares import guard_shares, shared_dim
 from .skeleton import Skeleton, private
 
 _TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -106,14 +107,16 @@ class BlockCheck:
             skeleton.release()
             streams.rewind()
             try:
-                cut = _Trial.of(block.forward, private((args, kwargs)), names)
+                cut = _Trial.of(block.forward, private((args, kwargs)), names, like=whole, group=self._group)
             except Exception as error:
                 raise ModuleError(
                     f"the block {name!r} ({type(block).__name__}) fails when it is cut by {self._plan.source}: "
-                    f"{type(error).__name__}: {str(error)[:200]}. {self._causes()}. Correct the block, or leave its "
-                    "layers out of tp_plan."
+                    f"{type(error).__name__}: {str(error)[:200]}. {self._causes(name)}. Correct the block, or "
+                    "leave its layers out of tp_plan."
                 ) from error
-        self._judge(name, block, whole, cut)
+        self._judge(name, block, whole.as_seen_by(cut, self._group), cut)
+        if cut.shares:
+            guard_shares(name, block, cut.shares)
 
     def _judge(self, name: str, block: nn.Module, whole: _Trial, cut: _Trial) -> None:
         output = self._worst(whole.outputs, cut.outputs)
@@ -125,16 +128,20 @@ class BlockCheck:
         raise ModuleError(
             f"the block {name!r} ({type(block).__name__}) does not compute the same when it is cut by "
             f"{self._plan.source}: {value} has a relative difference of {difference:.1g}. "
-            f"{self._causes(is_of_gradient=not output)}. Correct the block, or leave its layers out of tp_plan."
+            f"{self._causes(name, is_of_gradient=not output)}. Correct the block, or leave its layers out of tp_plan."
         )
 
-    def _causes(self, *, is_of_gradient: bool = False) -> str:
+    def _causes(self, name: str, *, is_of_gradient: bool = False) -> str:
+        """Return the usual causes of an error in the named block."""
+        unpaired = self._plan.unpaired_columns(self._module, name)
+        if unpaired:
+            return (
+                f"{_listed(unpaired)} returns only this rank's features ('colwise'), and no layer of the block takes "
+                "such a part: give the layer that follows the word 'rowwise', or this one 'colwise_gather_output'"
+            )
         causes = _CAUSE_OF_GRADIENTS if is_of_gradient else _CAUSES
-        return causes + (
-            "; a layer that mixes positions, where each rank has only a shard of them"
-            if self._plan.sequence_parallel
-            else ""
-        )
+        sharded = "; a layer that mixes positions, where each rank has only a shard of them"
+        return causes + sharded * self._plan.sequence_parallel
 
     def _worst(self, whole: Mapping[str, Tensor], cut: Mapping[str, Tensor]) -> tuple[str, float] | None:
         """Return the value that differs most on any rank, relative to its size, if any differs. Collective."""
@@ -150,29 +157,60 @@ class BlockCheck:
 
 @dataclass(frozen=True)
 class _Trial:
-    """The floating-point outputs of a run, and the gradients of a fixed function of them, all whole."""
+    """The floating-point outputs of a run, and the gradients of a fixed function of them, all whole but the shares."""
 
     outputs: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]
+    shares: Mapping[int, int] = field(default_factory=dict)
+    """The outputs of which this rank has only a share, by number, with the dimension that is cut."""
 
     @classmethod
-    def of(cls, run: Callable[..., Any], inputs: tuple[Any, Any], parameters: Mapping[str, Tensor]) -> _Trial:
-        """Run a block on inputs, and compute the gradients with respect to them and the parameters."""
+    def of(
+        cls,
+        run: Callable[..., Any],
+        inputs: tuple[Any, Any],
+        parameters: Mapping[str, Tensor],
+        like: _Trial | None = None,
+        group: TensorGroup | None = None,
+    ) -> _Trial:
+        """Run a block on inputs, and compute the gradients with respect to them and the parameters.
+
+        Outputs after the first may be shares of those of the trial `like`.
+        """
         args, kwargs = inputs
         outputs = [t for t in iterate_tensors(run(*args, **kwargs)) if t.is_floating_point()]
+        shares = _shares(outputs, like, group)
         given = {f"the gradient of its input {at}": t for at, t in enumerate(iterate_tensors(inputs))}
         given |= {f"the gradient of {name}": p for name, p in parameters.items()}
         wanted = {name: t for name, t in given.items() if t.requires_grad} if parameters else {}
-        sources = [output for output in outputs if output.requires_grad]
+        sources = {at: output for at, output in enumerate(outputs) if output.requires_grad}
         gradients: Any = [None] * len(wanted)
         if sources and wanted:
-            directions = [_direction(output) for output in sources]
-            gradients = torch.autograd.grad(sources, list(wanted.values()), directions, allow_unused=True)
+            directions = [_direction(output, shares.get(at), group) for at, output in sources.items()]
+            found = list(sources.values()), list(wanted.values())
+            gradients = torch.autograd.grad(*found, directions, allow_unused=True)
         pairs = zip(wanted, gradients, strict=True)
         return cls(
             {f"output {at}": _whole(output).detach() for at, output in enumerate(outputs)},
             {name: _whole(gradient) for name, gradient in pairs if gradient is not None},
+            shares,
         )
+
+    def as_seen_by(self, cut: _Trial, group: TensorGroup) -> _Trial:
+        """Return this trial, of a whole block, with this rank's share of what is cut in another trial."""
+        outputs = dict(self.outputs)
+        for at, dim in cut.shares.items():
+            outputs[f"output {at}"] = outputs[f"output {at}"].chunk(group.size, dim)[group.rank]
+        return replace(self, outputs=outputs)
+
+
+def _shares(outputs: Sequence[Tensor], like: _Trial | None, group: TensorGroup | None) -> dict[int, int]:
+    """Return which outputs are shares of another trial's, with the dimension that is cut; never all of them."""
+    if like is None or group is None or len(outputs) != len(like.outputs):
+        return {}
+    pairs = enumerate(zip(like.outputs.values(), outputs, strict=True))
+    dims = {at: shared_dim(whole.shape, own.shape, group.size) for at, (whole, own) in pairs}
+    return {} if dims.get(0) is not None else {at: dim for at, dim in dims.items() if dim is not None}
 
 
 @contextmanager
@@ -194,10 +232,14 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _direction(output: Tensor) -> Any:
-    """Return weights for an output's elements that are equal on all ranks, whole and cut."""
-    numbers = torch.arange(output.numel(), device=output.device, dtype=torch.float32)
-    weights = (numbers * 0.7 + 1).sin().view(output.shape).to(output.dtype)
+def _direction(output: Tensor, shared: int | None, group: TensorGroup | None) -> Any:
+    """Return weights for an output's elements, the same whole and cut; this rank's, if the output is a share."""
+    number = 1 if group is None or shared is None else group.size
+    shape = [size * number if dim == shared else size for dim, size in enumerate(output.shape)]
+    numbers = torch.arange(output.numel() * number, device=output.device, dtype=torch.float32)
+    weights = (numbers * 0.7 + 1).sin().view(shape).to(output.dtype)
+    if group is not None and shared is not None:
+        return weights.chunk(number, shared)[group.rank]
     if not is_dtensor(output):
         return weights
     from torch.distributed.tensor import DTensor, Replicate

@@ -76,6 +76,12 @@ class TensorPlan:
         outer = [block for block in dict.fromkeys(around) if not any(_is_inside(block, other) for other in around)]
         return {block: [name for name in self.words if name == block or _is_inside(name, block)] for block in outer}
 
+    def unpaired_columns(self, module: nn.Module, block: str) -> list[str]:
+        """Return the layers of a block that return cut activations, if none of it takes them."""
+        words = {name: _base(self.words[name]) for name in self.blocks(module)[block]}
+        has_rows = bool(OPEN_ROWS.intersection(words.values()))
+        return [] if has_rows else [name for name, word in words.items() if word in OPEN_COLUMNS]
+
     def sharded_blocks(self, module: nn.Module) -> dict[str, ShardedBlock]:
         """Return the blocks that work on shards of the sequence, with ``sequence_parallel``."""
         return sharded_blocks(module, self.words, self.ends) if self.sequence_parallel else {}

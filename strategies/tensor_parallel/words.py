@@ -62,6 +62,11 @@ def check_word(name: str, word: object) -> None:
             f"the plan's word {word!r} for {name!r} is for mixtures of experts and similar layers, which tp does not "
             "cut; leave these layers out of tp_plan to keep them whole."
         )
+    if isinstance(word, type):
+        raise ConfigError(
+            f"the plan for {name!r} must be a word or a ParallelStyle of torch, got the class {word.__name__}; write "
+            f"{word.__name__}()."
+        )
     raise ConfigError(
         f"the plan for {name!r} must be a word or a ParallelStyle of torch, got "
         f"{word!r}.{did_you_mean(str(word), _WORDS)}"

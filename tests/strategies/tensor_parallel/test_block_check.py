@@ -49,6 +49,31 @@ class Attention(nn.Module):
         return self.o_proj(out)
 
 
+class WithWeights(nn.Module):
+    """An attention that returns its weights by head as well, as transformers' eager attention does, and its caller."""
+
+    def __init__(self, reads=False):
+        super().__init__()
+        self.layer, self.reads = Weighing(), reads
+
+    def forward(self, x):
+        out, weights = self.layer(x)
+        return x + out + weights.mean() if self.reads else x + out
+
+
+class Weighing(nn.Module):
+    """Four heads of width 4, and their weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        weights = (q @ k.mT / 2).softmax(-1)
+        return self.o_proj((weights @ v).transpose(1, 2).flatten(2)), weights
+
+
 class FeedForward(nn.Module):
     """Layers with a function of the hidden features between them."""
 
@@ -136,15 +161,26 @@ def llama(**settings):
     return transformers.LlamaForCausalLM(config)
 
 
-def gpt2():
+def gpt2(**settings):
     import transformers
 
-    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    settings |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
-            vocab_size=12, bos_token_id=1, eos_token_id=2, n_positions=8, n_embd=16, n_layer=2, n_head=4, **dropouts
+            vocab_size=12, bos_token_id=1, eos_token_id=2, n_positions=8, n_embd=16, n_layer=2, n_head=4, **settings
         )
     )
+
+
+def gemma2():
+    import transformers
+
+    return transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(
+            vocab_size=12, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=4,
+            num_key_value_heads=2, max_position_embeddings=32, pad_token_id=None, attn_implementation="eager",
+        )
+    )  # fmt: skip
 
 
 def bert():
@@ -203,6 +239,13 @@ class Case:
 
 RIGHT = {
     "llama": Case(llama, None, tokens),
+    "llama, eager": Case(lambda: llama(attn_implementation="eager"), None, tokens),
+    "gpt2, eager": Case(lambda: gpt2(attn_implementation="eager"), None, tokens),
+    "gemma 2, eager": Case(gemma2, None, tokens),
+    "llama, eager, shards": Case(
+        lambda: llama(attn_implementation="eager"), None, tokens, options={"sequence_parallel": True}
+    ),
+    "weights of heads": Case(WithWeights, ATTENTION),
     "llama, tied": Case(lambda: llama(tie_word_embeddings=True), None, tokens),
     "gpt2": Case(gpt2, None, tokens),
     "bert": Case(bert, None, tokens),
@@ -235,6 +278,7 @@ WRONG = {
     "whole keys of grouped queries": Case(
         lambda: Residual(Attention(key_heads=2)), {"layer.q_proj": "colwise", "layer.o_proj": "rowwise"}
     ),
+    "weights of heads that are used": Case(lambda: WithWeights(reads=True), ATTENTION),
     "packed as one": Case(lambda: Residual(Packed()), {**PACKED, "layer.qkv": "colwise"}),
     "packed by heads": Case(lambda: Residual(Packed(by_head=True)), PACKED),
     "a gate in halves": Case(lambda: Residual(FeedForward(F.glu, taken=16)), PAIR),

@@ -1,0 +1,89 @@
+"""Outputs of which each rank has a share, such as attention weights by head: what computes with one is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from ..distributed.nested import map_tensors
+from ..errors import ModuleError
+
+_HARMLESS: Final = frozenset(
+    [
+        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.register_hook),
+        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "is_leaf")),
+        *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_meta", "is_sparse")),
+    ]
+)
+"""What may be asked of a share: it is the same for all ranks' shares, and computes nothing."""
+
+
+class Share(Tensor):
+    """This rank's share of an output of a block; every rank has another one.
+
+    Raises:
+        ModuleError: by whatever computes with it, as one process would compute with all of it.
+    """
+
+    block: str
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - torch's own documentation names it
+            if func in _HARMLESS:
+                return func(*args, **(kwargs or {}))
+            share = next((one for one in _leaves((args, kwargs)) if isinstance(one, Share)), None)
+            name = "a block" if share is None else f"the block {share.block!r}"
+            shape = () if share is None else tuple(share.shape)
+            raise ModuleError(
+                f"{name} returned a tensor of shape {shape} with this rank's share of its features or heads, and "
+                f"{getattr(func, '__name__', func)} computes with it, which needs all of them: leave the block's "
+                "layers out of tp_plan, or compute without this output."
+            )
+
+
+def _leaves(data: Any) -> list[Any]:
+    if isinstance(data, Mapping):
+        return [leaf for value in data.values() for leaf in _leaves(value)]
+    if isinstance(data, list | tuple):
+        return [leaf for value in data for leaf in _leaves(value)]
+    return [data]
+
+
+def shared_dim(whole: torch.Size, own: torch.Size, number: int) -> int | None:
+    """Return the only dimension in which a shape is one of `number` equal shares of another; None if there is none."""
+    if len(whole) != len(own) or whole == own:
+        return None
+    cut = [dim for dim, (all_, mine) in enumerate(zip(whole, own, strict=True)) if all_ != mine]
+    return cut[0] if len(cut) == 1 and own[cut[0]] * number == whole[cut[0]] else None
+
+
+def guard_shares(name: str, block: nn.Module, places: Collection[int]) -> None:
+    """Make these of a block's floating-point outputs, by number, a `Share` whenever it is called."""
+
+    def mark(block: nn.Module, args: Any, outputs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return outputs
+        number = -1
+
+        def of(tensor: Tensor) -> Tensor:
+            nonlocal number
+            number += tensor.is_floating_point()
+            if number not in places or not tensor.is_floating_point():
+                return tensor
+            share = tensor.as_subclass(Share)
+            share.block = name
+            return share
+
+        return map_tensors(of, outputs)
+
+    block.register_forward_hook(mark)
