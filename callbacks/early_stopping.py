@@ -170,7 +170,10 @@ class EarlyStopping(Callback):
         elif not self.verbose:
             return
         if message and (trainer.is_global_zero or not self.log_rank_zero_only):
-            _log.info("%s%s", f"[rank {trainer.strategy.rank}] " if trainer.strategy.world_size > 1 else "", message)
+            level = logging.WARNING if reason is EarlyStoppingReason.NON_FINITE_METRIC else logging.INFO
+            _log.log(
+                level, "%s%s", f"[rank {trainer.strategy.rank}] " if trainer.strategy.world_size > 1 else "", message
+            )
 
     # --- the check ---------------------------------------------------------------------------------------------------
 

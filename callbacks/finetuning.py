@@ -228,6 +228,13 @@ class BackboneFinetuning(BaseFinetuning):
         super().setup(trainer, module, stage)
         if stage == "fit":
             self.previous_backbone_lr = None
+            if 0 <= trainer.max_epochs <= self.unfreeze_backbone_at_epoch and trainer.is_global_zero:
+                warnings.warn(
+                    f"BackboneFinetuning(unfreeze_backbone_at_epoch={self.unfreeze_backbone_at_epoch}) never unfreezes "
+                    f"the backbone in max_epochs={trainer.max_epochs}, whose epochs count from 0; lower it, or train "
+                    "longer.",
+                    stacklevel=2,
+                )
 
     def freeze_before_training(self, pl_module: nn.Module) -> None:
         self.freeze(pl_module.get_submodule("backbone"))

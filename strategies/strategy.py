@@ -151,7 +151,7 @@ class Strategy(ABC):
         self.environment = environment = hardware.environment
         has_several = environment.world_size > 1
         if self.uses_processes:
-            check_settings(self._process_settings, hardware.device_type, is_needed=has_several)
+            check_settings(self._process_settings, hardware.device_type, is_needed=has_several, of=type(self))
             self.starts_processes = has_several and not environment.is_external
         elif has_several:
             remedy = "start one process" if environment.is_external else "set devices=1 and num_nodes=1"

@@ -75,6 +75,10 @@ _ADVICE: Final = {
         "Evaluation runs under torch.inference_mode: clone() what training uses again, or set "
         "Trainer(inference_mode=False)."
     ),
+    "^StopIteration$": (
+        "An iterator that a step or hook reads with next() has ended, which does not end the epoch: give next() a "
+        "default, or make the iterator again with iter()."
+    ),
     "modified by an inplace operation": (
         "A tensor was modified before backward could use it: clone() it, or find the operation with "
         "Trainer(detect_anomaly=True)."
@@ -89,7 +93,9 @@ _ABOUT_DATA: Final = (RuntimeError, TypeError, KeyError, IndexError)
 
 def show_batch(error: BaseException, batch: object, where: str) -> None:
     """Add the shapes of the batch to an error that a step raised."""
-    if type(error) in _ABOUT_DATA:
+    if batch is None and type(error) in (*_ABOUT_DATA, AttributeError):
+        error.add_note(f"The batch of {where} is None, as the loader gave it: does its collate_fn return the batch?")
+    elif type(error) in _ABOUT_DATA:
         error.add_note(f"The batch of {where} is {shapes_of(batch)}.")
 
 
@@ -113,6 +119,8 @@ def _say_once(text: str) -> None:
 def advise(error: BaseException) -> None:
     """Add a note to an error from torch that says what to do about it."""
     text = str(error)
+    if isinstance(error, StopIteration):
+        text = "StopIteration"
     advice = next((advice for pattern, advice in _ADVICE.items() if re.search(pattern, text)), None)
     if advice is not None and advice not in getattr(error, "__notes__", ()):
         error.add_note(advice)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
+import warnings
 from contextlib import AbstractContextManager
-from dataclasses import fields
+from dataclasses import fields, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -15,7 +17,7 @@ from ..callbacks.helpers.loggers import run_folder
 from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.progress_display import ProgressDisplay
 from ..callbacks.run import Logger
-from ..strategies.errors import CheckpointError
+from ..strategies.errors import CheckpointError, ConfigError, RunError
 from .checkpoint.manifest import read_manifest
 from .module.data_module import DataModule
 from .module.train_module import TrainModule
@@ -23,12 +25,41 @@ from .runner import Runner
 from .session.settings import Settings
 from .session.train_state import Status, TrainerState, TrainState
 
+_SETTINGS: Final = tuple(field.name for field in fields(Settings))
+_SET_IN_RUNS: Final = ("accumulate_grad_batches", "logger")
+"""Settings whose attribute can be set in a run, or sets something else."""
+_PLACED: Final = ("strategy", "accelerator", "devices", "num_nodes", "precision", "sync_batchnorm", "callbacks")
+_MADE: Final = ("profiler", "default_root_dir", "fast_dev_run", "overfit_batches", "barebones")
+"""Settings by which a trainer is made, with `_PLACED`: its strategy, callbacks and folder are what they said."""
+
 
 class TrainerAttributes:
     """Lightning's names for the state, the parts and the processes of a run; read-only unless noted."""
 
-    settings: Settings
     _runner: Runner
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, or a setting of later runs; warn of a misspelt one, which no run would read.
+
+        Raises:
+            ConfigError: for a setting that is fixed once the trainer is made, or an invalid value.
+            RunError: for a setting while a run reads it.
+        """
+        if name in _SETTINGS and name not in _SET_IN_RUNS:
+            _change(self._runner, name, value)
+            return
+        known = {*_SETTINGS, *_SET_IN_RUNS, "should_stop", "logger"}
+        near = (
+            [] if name.startswith("_") or hasattr(type(self), name) else difflib.get_close_matches(name, known, 1, 0.85)
+        )
+        if near:
+            warnings.warn(f"trainer.{name} was set, which nothing reads. Did you mean {near[0]!r}?", stacklevel=2)
+        super().__setattr__(name, value)
+
+    @property
+    def settings(self) -> Settings:
+        """The settings, with those applied that change others."""
+        return self._runner.settings
 
     # --- what is running ---
 
@@ -273,6 +304,18 @@ class TrainerAttributes:
     def enable_validation(self) -> bool:
         """Whether `fit` validates, given a loader and a step: ``limit_val_batches`` is not 0."""
         return self.settings.limit_val_batches != 0
+
+
+def _change(runner: Runner, name: str, value: Any) -> None:
+    """Change a setting for the runs that follow."""
+    made = name in _PLACED or name in _MADE or name.startswith("enable_")
+    if made:
+        raise ConfigError(f"trainer.{name} is fixed once the trainer is made, got {value!r:.80}; make another Trainer.")
+    if runner.is_running:
+        raise RunError(f"trainer.{name} was set while {runner.stage} runs, got {value!r:.80}; set it before the run.")
+    runner.settings, runner.given = (
+        replace(one, **{name: value}).effective() for one in (runner.settings, runner.given)
+    )
 
 
 # every other setting is also an attribute of the trainer, as in Lightning; Trainer overrides those that change in a run

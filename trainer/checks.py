@@ -81,6 +81,7 @@ def check_module(module: object, datamodule: object, task: Task) -> None:
     if "_modules" not in vars(module):
         name = type(module).__name__
         raise ModuleError(f"{name}.__init__ must call super().__init__(), but did not; call it first.")
+    _refuse_hidden_methods(module)
     _check_step(module, _STEPS[task], task)
     if task == "fit" and overrides(module, "validation_step", TrainModule):
         check_step_arguments(module, "validation_step", _STEP_ARGUMENTS)
@@ -94,6 +95,18 @@ def check_module(module: object, datamodule: object, task: Task) -> None:
         )
     _refuse_removed(module, task)
     point_out_misspelt(module, TrainModule)
+
+
+def _refuse_hidden_methods(module: TrainModule) -> None:
+    """Refuse attributes under the name of a method: they would hide it, or, where they are layers, it hides them."""
+    held = {name: value for name, value in vars(module).items() if value is not None and not callable(value)}
+    parts = (module._modules, module._parameters, module._buffers)  # noqa: SLF001 - torch's own, by name
+    for name, value in [*held.items(), *(item for names in parts for item in names.items())]:
+        if callable(getattr(TrainModule, name, None)):
+            raise ModuleError(
+                f"{type(module).__name__}.{name} is {value!r:.60}, but {name} is a method of every TrainModule; give "
+                "the attribute another name."
+            )
 
 
 def check_loaders(source: object, name: str) -> None:

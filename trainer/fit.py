@@ -72,7 +72,7 @@ def fit(session: Session, request: Request) -> None:
         session.progress.left_in_eval = left_in_eval_mode(session.module)
         session.hooks.call("on_fit_start")
         warn_of_late_parameters(session, known)
-        with session.interruption.listening():
+        with session.interruption.listening(lambda: session.progress.last_checkpoint):
             if saved is None:
                 sanity_check(session)
             else:

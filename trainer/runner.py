@@ -72,7 +72,7 @@ class Runner:
 
     def __init__(self, settings: Settings, run: Run) -> None:
         self.settings, self._run = settings, run
-        self._given = settings
+        self.given = settings
         """The settings before ``strategy="auto"`` was chosen."""
         self.precision = Precision(settings.precision)
         self.strategy, self.hardware = place(
@@ -180,13 +180,13 @@ class Runner:
         """
         environment = self.hardware.environment
         is_here = not environment.is_external and environment.num_nodes == 1 < environment.world_size
-        if not (is_here and is_auto(self._given.strategy) and request.task == "fit"):
+        if not (is_here and is_auto(self.given.strategy) and request.task == "fit"):
             return
         trainer: Any = type(self._run)
-        choice = choose(trainer, self._given, self.hardware, request.module, request.train_loaders, request.datamodule)
+        choice = choose(trainer, self.given, self.hardware, request.module, request.train_loaders, request.datamodule)
         if choice is None:
             return
-        self.settings, self.strategy = choice.applied_to(self._given), choice.layout.make()
+        self.settings, self.strategy = choice.applied_to(self.given), choice.layout.make()
         self.strategy.validate(self.hardware, self.precision)
         say(choice.reason)
 

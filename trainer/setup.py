@@ -8,10 +8,12 @@ import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..callbacks.callback import Callback
 from ..callbacks.dispatch import overrides
@@ -35,7 +37,7 @@ from .data.sample_checks import gather_numbers
 from .data.stream import Cut
 from .data.train_data import TrainData
 from .folders import settle_callbacks
-from .loggers import default_logger
+from .loggers import BY_NAME, default_logger
 from .loggers.tracker import continue_saved_runs
 from .loop.schedule import validates
 from .metrics.gathering import gather_once
@@ -64,9 +66,11 @@ _LOADER_HOOKS = {
 
 def make_loggers(settings: Settings, root: Path) -> list[Logger]:
     """Return the loggers that the settings ask for, by default one below `root`."""
-    if isinstance(settings.logger, bool):
-        return [default_logger(root)] if settings.logger else []
-    return list(settings.logger) if isinstance(settings.logger, Sequence) else [settings.logger]
+    given = settings.logger
+    if isinstance(given, bool):
+        return [default_logger(root)] if given else []
+    loggers = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    return [BY_NAME[one](root) if isinstance(one, str) else one for one in loggers]
 
 
 def make_callbacks(settings: Settings) -> list[Callback]:
@@ -256,6 +260,10 @@ def build_optimizers(session: Session) -> None:
         returned = module.configure_optimizers()
     except TypeError as error:
         error.add_note("An optimizer takes parameters, such as self.parameters(), and numbers: lr=0.1, not '0.1'.")
+        raise
+    except NotImplementedError as error:
+        if any(frame.f_code is LRScheduler.get_lr.__code__ for frame, _ in walk_tb(error.__traceback__)):
+            error.add_note("LRScheduler is the base of schedulers; make one of them, such as StepLR(optimizer, 10).")
         raise
     if returned is None and module.automatic_optimization and any(p.requires_grad for p in module.parameters()):
         warnings.warn(

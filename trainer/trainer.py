@@ -50,9 +50,8 @@ class Trainer(TrainerAttributes, Trials):
 
     @accepting(Settings)
     def __init__(self, settings: Settings) -> None:
-        self.settings = settings.effective()
         run: Run = self
-        self._runner = Runner(self.settings, run)
+        self._runner = Runner(settings.effective(), run)
 
     # --- what users call ---------------------------------------------------------------------------------------------
 
@@ -278,11 +277,12 @@ class Trainer(TrainerAttributes, Trials):
     @property
     def should_stop(self) -> bool:
         """Set to True to end training at the next step boundary (not before ``min_epochs`` and ``min_steps``)."""
-        return self._ran.progress.should_stop
+        return self._runner.current is not None and self._ran.progress.should_stop
 
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
-        self._ran.progress.should_stop = value
+        if self._runner.current is not None:  # a fit begins with False, as in Lightning
+            self._ran.progress.should_stop = value
 
     @property
     def accumulate_grad_batches(self) -> int:

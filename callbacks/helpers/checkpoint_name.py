@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Final
 
-from ...strategies.errors import ConfigError
+from ...strategies.errors import ConfigError, did_you_mean
 from ..run import Run
 
 _FIELD: Final = re.compile(r"\{([^{}:]*)(:[^{}]*)?\}")
@@ -36,6 +37,7 @@ class CheckpointName:
             )
         self._template = template
         self._insert_metric_name = insert_metric_name
+        self._has_warned = False
 
     @property
     def fields(self) -> list[str]:
@@ -49,6 +51,18 @@ class CheckpointName:
             ConfigError: if a number does not fit its format, such as ``{val_loss:d}``.
         """
         return _FIELD.sub(lambda match: self._field(match, metrics), self._template) + EXTENSION
+
+    def warn_of_unlogged(self, logged: Collection[str]) -> None:
+        """Warn, once, of fields that no metric has given a number when a checkpoint is saved."""
+        unlogged = [name for name in self.fields if name not in logged]
+        if unlogged and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"filename={self._template!r} names {', '.join(unlogged)}, which nothing has logged by the first save: "
+                f"it is written as 0.{did_you_mean(unlogged[0], logged)} Log it with self.log, or save after it is "
+                "logged.",
+                stacklevel=2,
+            )
 
     def _field(self, match: re.Match[str], metrics: Mapping[str, float]) -> str:
         name, spec = match[1], (match[2] or ":")[1:]
@@ -74,6 +88,8 @@ def free_name(trainer: Run, template: CheckpointName, folder: str, taken: Collec
         trainer.reduce_metrics()
     metrics = trainer.callback_metrics
     values |= {name: float(metrics[name]) for name in template.fields if name in metrics and name not in values}
+    if trainer.is_global_zero:
+        template.warn_of_unlogged({*values, *metrics})
     name = filled = template.fill(values)
     version = 0
     while str(Path(folder) / name) in taken or (trainer.is_global_zero and _exists(Path(folder) / name)):

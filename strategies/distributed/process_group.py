@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import copy
+import inspect
 import socket
 import time
 from collections.abc import Sequence
@@ -48,8 +49,14 @@ class ProcessSettings(TypedDict, total=False):
     """Compare every collective of `Strategy` across ranks before it runs: slow, but a mismatch raises, not hangs."""
 
 
-def check_settings(settings: ProcessSettings, device_type: str, *, is_needed: bool) -> None:
+def check_settings(settings: ProcessSettings, device_type: str, *, is_needed: bool, of: type = object) -> None:
     """Check the settings before any process starts; the backend is checked only if one is needed.
+
+    Args:
+        settings: what was given by keyword.
+        device_type: where the module will be.
+        is_needed: whether there are several processes.
+        of: the class that was given the settings; a wrong name may have meant another of its arguments.
 
     Raises:
         ConfigError: for an unknown setting, or a backend that this build of torch or the device does not support.
@@ -57,7 +64,11 @@ def check_settings(settings: ProcessSettings, device_type: str, *, is_needed: bo
     known = ProcessSettings.__annotations__
     for name in settings:
         if name not in known:
-            raise ConfigError(f"{name!r} is not a setting of a strategy with processes.{did_you_mean(name, known)}")
+            given = dict(settings)[name]
+            raise ConfigError(
+                f"{of.__name__} has no argument {name!r} (given as {given!r:.80})."
+                f"{did_you_mean(name, [*known, *_own_arguments(of)])}"
+            )
     for name, value in (("timeout", settings.get("timeout")), ("start_timeout", settings.get("start_timeout"))):
         if value is not None and not (isinstance(value, timedelta) and value > timedelta(0)):
             raise ConfigError(
@@ -68,6 +79,12 @@ def check_settings(settings: ProcessSettings, device_type: str, *, is_needed: bo
     if device_type == "mps":
         raise ConfigError("accelerator='mps' has one device and no backend for several processes; use 'cpu'.")
     _backend(settings, device_type)
+
+
+def _own_arguments(of: type) -> list[str]:
+    """Return the names of a class's arguments, except for those that it hands on."""
+    parameters = inspect.signature(of).parameters.values()
+    return [one.name for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
 
 
 def _backend(settings: ProcessSettings, device_type: str) -> str:

@@ -21,7 +21,7 @@ _HARMLESS: Final = frozenset(
 """What may be asked of a share: it is the same for all ranks' shares, and computes nothing."""
 
 
-class Share(Tensor):
+class OutputShare(Tensor):
     """This rank's share of an output of a block; every rank has another one.
 
     Raises:
@@ -41,7 +41,7 @@ class Share(Tensor):
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - torch's own documentation names it
             if func in _HARMLESS:
                 return func(*args, **(kwargs or {}))
-            share = next((one for one in _leaves((args, kwargs)) if isinstance(one, Share)), None)
+            share = next((one for one in _leaves((args, kwargs)) if isinstance(one, OutputShare)), None)
             name = "a block" if share is None else f"the block {share.block!r}"
             shape = () if share is None else tuple(share.shape)
             raise ModuleError(
@@ -68,7 +68,7 @@ def shared_dim(whole: torch.Size, own: torch.Size, number: int) -> int | None:
 
 
 def guard_shares(name: str, block: nn.Module, places: Collection[int]) -> None:
-    """Make these of a block's floating-point outputs, by number, a `Share` whenever it is called."""
+    """Make these of a block's floating-point outputs, by number, a `OutputShare` whenever it is called."""
 
     def mark(block: nn.Module, args: Any, outputs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -80,7 +80,7 @@ def guard_shares(name: str, block: nn.Module, places: Collection[int]) -> None:
             number += tensor.is_floating_point()
             if number not in places or not tensor.is_floating_point():
                 return tensor
-            share = tensor.as_subclass(Share)
+            share = tensor.as_subclass(OutputShare)
             share.block = name
             return share
 

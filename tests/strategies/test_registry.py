@@ -78,7 +78,7 @@ def test_a_contradiction_to_the_launcher_names_both_numbers(under_torchrun):
         ({"process_group_backend": "mpi"}, "process_group_backend='mpi', but this build of torch .* use 'gloo'"),
         ({"process_group_backend": "glo"}, "Did you mean 'gloo'"),
         ({"timeout": 30}, "timeout must be a timedelta above zero, got 30; give timedelta"),
-        ({"timout": None}, "'timout' is not a setting of a strategy with processes. Did you mean 'timeout'"),
+        ({"timout": None}, r"DDPStrategy has no argument 'timout' \(given as None\). Did you mean 'timeout'"),
         ({"static_graph": True, "find_unused_parameters": True}, "cannot be combined"),
         ({"comm_hook": "fp8"}, "comm_hook='fp8' is not known; choose one of fp16, bf16, powersgd"),
         ({"sync_batchnorm": True}, "sync_batchnorm=True needs GPUs"),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import logging
+import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Final
 
 from ...strategies.errors import CheckpointError
 from ...strategies.state.schema import time_text
@@ -15,6 +17,9 @@ from .atomic_folder import discard, is_stranded
 from .files import explain
 from .loading import verify
 from .manifest import MANIFEST, Manifest, read_manifest
+
+_LARGEST_PICKLE: Final = 1 << 24
+"""Bytes of the part of a file that is searched for the name of the program that wrote it."""
 
 _logger = logging.getLogger("echelon")
 
@@ -93,9 +98,10 @@ def _checkpoint_at(path: Path) -> Path:
             f"ckpt_path={str(path)!r} is a link to {path.readlink()}, which no longer exists; give another path."
         )
     if path.is_file():
+        maker = " of Lightning's" if is_of_lightning(path) else ""
         raise CheckpointError(
-            f"ckpt_path={str(path)!r} is a file, but an Echelon checkpoint is a folder; to load the weights in a file, "
-            "call echelon.load_weights."
+            f"ckpt_path={str(path)!r} is a file{maker}, but an Echelon checkpoint is a folder; to load the weights in "
+            "a file, call echelon.load_weights."
         )
     if not path.exists():
         raise CheckpointError(f"ckpt_path={str(path)!r} does not exist; give another path.{_nearest(path)}")
@@ -197,7 +203,23 @@ def _children(folder: Path) -> Iterable[Path]:
         raise CheckpointError(f"The folder {folder} cannot be read: {explain(error)}.") from error
 
 
+def is_of_lightning(path: Path) -> bool:
+    """Return whether a file is a checkpoint of Lightning, without unpickling it."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            pickled = next((name for name in archive.namelist() if name.endswith("/data.pkl")), None)
+            if pickled is None:
+                return False
+            with archive.open(pickled) as file:
+                return b"pytorch-lightning_version" in file.read(_LARGEST_PICKLE)
+    except (OSError, zipfile.BadZipFile, RuntimeError, NotImplementedError, ValueError):
+        return False
+
+
 def _nearest(path: Path) -> str:
+    word = difflib.get_close_matches(str(path), ("last", "best"), n=1, cutoff=0.6)
+    if word:
+        return f" Did you mean {word[0]!r}?"
     names = [child.name for child in _children(path.parent) if not child.name.startswith(".")]
     near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.4)
     if near:

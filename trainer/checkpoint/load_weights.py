@@ -101,9 +101,11 @@ def load_into(module: nn.Module, weights: Mapping[str, Tensor], *, strict: bool 
     """
     differences = difference(module, weights)
     if strict and differences:
+        has_none = len(differences.unexpected) == len(weights) > 0
+        reason = ", which has none of their names: they are of another class" if has_none else ""
         raise CheckpointError(
-            f"The weights do not fit {type(module).__name__}; choose names with include= and exclude=, or load those "
-            f"that fit with strict=False.\n{differences}"
+            f"The weights do not fit {type(module).__name__}{reason}; choose names with include= and exclude=, or load "
+            f"those that fit with strict=False.\n{differences}"
         )
     unfit = {*differences.unexpected, *(name for name, _, _ in differences.mismatched)}
     own = module.state_dict()

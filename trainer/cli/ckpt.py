@@ -14,7 +14,7 @@ from torch import Tensor
 from ...strategies.errors import CheckpointError
 from ..checkpoint.atomic_folder import unfinished
 from ..checkpoint.export import export
-from ..checkpoint.finding import FoundCheckpoint, list_checkpoints
+from ..checkpoint.finding import FoundCheckpoint, list_checkpoints, resolve
 from ..checkpoint.loading import load, verify
 from ..checkpoint.manifest import read_manifest
 from .output import printable
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "export",
         "Write the weights as one model.safetensors.",
-        lambda given: ([f"Wrote {export(given.path, given.destination)}."], True),
+        lambda given: ([f"Wrote {export(_checkpoint_at(given.path), given.destination)}."], True),
         "path",
         "destination",
     )
@@ -71,7 +71,8 @@ def list_folder(folder: str | Path) -> list[str]:
 
 def show(path: str | Path) -> list[str]:
     """Return the contents of a checkpoint: its origin, its files, every tensor and every other value."""
-    manifest = read_manifest(Path(path))
+    path = _checkpoint_at(path)
+    manifest = read_manifest(path)
     mesh = " x ".join(f"{axis} {degree}" for axis, degree in manifest.mesh.items()) or "one process"
     origin = f"by Echelon {manifest.echelon_version}, torch {manifest.torch_version}, {mesh}"
     lines = [
@@ -100,13 +101,19 @@ def verify_all(paths: Sequence[str | Path]) -> tuple[list[str], bool]:
 
 def diff(first: str | Path, second: str | Path) -> tuple[list[str], bool]:
     """Return the differences between the values of two checkpoints, and whether they are the same."""
-    ours, theirs = (dict(_leaves(load(path))) for path in (first, second))
+    ours, theirs = (dict(_leaves(load(_checkpoint_at(path)))) for path in (first, second))
     lines = [f"- {name}: {_describe(value)}" for name, value in ours.items() if name not in theirs]
     lines += [f"+ {name}: {_describe(value)}" for name, value in theirs.items() if name not in ours]
     changes = [(name, _change(value, theirs[name])) for name, value in ours.items() if name in theirs]
     lines += [f"~ {name}: {change}" for name, change in changes if change]
     same = len(ours) - sum(line.startswith(("-", "~")) for line in lines)
     return [*lines, f"{same} of {len(ours)} values are the same."], not lines
+
+
+def _checkpoint_at(path: str | Path) -> Path:
+    """Return the path of a checkpoint, or raise an error that says what is there instead."""
+    found = resolve(Path(path))
+    return Path(path) if found is None else found
 
 
 def _line(checkpoint: FoundCheckpoint) -> str:

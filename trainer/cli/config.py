@@ -55,7 +55,13 @@ def check_config(config: Config) -> None:
     """
     values = config.values
     check_keys(values)
-    if not is_target(values.get("module")):
+    module = values.get("module")
+    if isinstance(module, Mapping) and "class_path" in module:
+        raise ConfigError(
+            f"module={module!r} is written for LightningCLI; write {TARGET} for class_path, with the arguments beside "
+            "it instead of in init_args."
+        )
+    if not is_target(module):
         raise ConfigError(
             f"module={values.get('module')!r} names no class; add module.{TARGET}: the path of your TrainModule."
         )

@@ -161,7 +161,21 @@ def _apply(config: DictConfig, override: str) -> None:
     except (OmegaConfBaseException, IndexError, TypeError, ValueError, RecursionError) as error:
         shown = override if len(override) <= _LONGEST_SHOWN else f"{override[:_LONGEST_SHOWN]}..."
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error).splitlines()[0]
+        reason = _beyond(config, key) or reason
         raise ConfigError(f"{shown!r} cannot be applied: {reason}; see the keys with --print-config.") from None
+
+
+def _beyond(config: DictConfig, key: str) -> str:
+    """Return what a list that a key goes beyond has; empty if it goes beyond none."""
+    from omegaconf import OmegaConf
+
+    names = key.split(".")
+    for end, name in enumerate(names):
+        above = ".".join(names[:end])
+        found: Any = OmegaConf.select(config, above, default=None) if above else None
+        if OmegaConf.is_list(found) and not (name.isdigit() and int(name) < len(found)):
+            return f"{above} is a list of {len(found)}, whose places are numbers from 0; give the whole list to add one"
+    return ""
 
 
 def _forget_arguments(config: DictConfig, key: str, value: object) -> None:

@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -175,6 +176,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
 
 def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
     options, rest = parser.parse_known_args(words)
+    if "overrides" in options:  # as LightningCLI writes them: --trainer.max_epochs=3
+        rest = [word[2:] if re.match(r"--\w[\w.]*=", word) else word for word in rest]
     unknown = [word for word in rest if word.startswith("-") or "overrides" not in options]
     if unknown:
         kind = "option" if unknown[0].startswith("-") else "argument"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -54,13 +55,14 @@ class EngineProcesses:
         processes: return what you need.
 
         Raises:
-            ConfigError: without a function if processes have to be started.
+            ConfigError: without a function if processes have to be started, or for one that cannot be called so.
         """
         if self._is_connected and self.strategy.starts_processes:
             raise RunError(
                 f"engine.launch was called on rank {self.global_rank} of the processes that it has started; call it "
                 "once, in the main program."
             )
+        _check_takes_engine(function, args, kwargs)
         if not self.strategy.starts_processes:
             self._connect()
             return None if function is None else self._call(function, args, kwargs)
@@ -178,6 +180,28 @@ class EngineProcesses:
         """Return tensors, or modules, on the device of this process."""
         self._connect()
         return self.strategy.batch_to_device(data)
+
+
+def _check_takes_engine(function: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Check that a function can be called with the engine and these arguments.
+
+    Raises:
+        ConfigError: if it cannot.
+    """
+    try:
+        signature = inspect.signature(function) if callable(function) else None
+    except ValueError:  # a function of C has none
+        return
+    if signature is None:
+        return
+    try:
+        signature.bind(None, *args, **kwargs)
+    except TypeError as error:
+        name = getattr(function, "__name__", repr(function))
+        raise ConfigError(
+            f"engine.launch calls {name}(engine, *args, **kwargs) with {len(args)} args and {len(kwargs)} kwargs, but "
+            f"it takes {signature} ({error}); define {name}(engine, ...)."
+        ) from None
 
 
 def _as_rank(

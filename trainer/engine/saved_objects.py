@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
+from pathlib import Path
 from typing import Any, Final
 
 from torch import nn
@@ -26,6 +27,11 @@ def check_names(state: object, function: str) -> None:
     Raises:
         ConfigError: unless it is a mapping whose keys are strings that the engine does not use itself.
     """
+    if isinstance(state, str | Path):
+        raise ConfigError(
+            f"{function} must get the path first and then a dict of objects by name, got {str(state)!r:.80} for the "
+            f"dict; write {function}({str(state)!r:.80}, {{'model': model, ...}})."
+        )
     if not isinstance(state, Mapping):
         raise ConfigError(
             f"{function} must get a dict of objects by name, got {state!r:.80}; write {{'model': model, ...}}."

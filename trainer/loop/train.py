@@ -174,6 +174,7 @@ def _end_epoch(session: Session, *, is_partial: bool, validates: bool) -> None:
     """Do everything due at the end of an epoch; if it was cut short, only report."""
     if not is_partial:
         _warn_if_untrained(session)
+        _warn_if_unlogged(session)
     state, metrics = session.state, session.metrics
     if validates and not is_partial and is_validation_due_at_epoch_end(session):
         validate(session)
@@ -189,6 +190,20 @@ def _end_epoch(session: Session, *, is_partial: bool, validates: bool) -> None:
     step_schedulers(session, "epoch", state.epoch + 1, with_metric=True)
     state.is_epoch_done = True
     metrics.clear_stage()
+
+
+def _warn_if_unlogged(session: Session) -> None:
+    """Warn if the first epoch was shorter than the interval at which loggers get the values of steps."""
+    state, every = session.state, session.settings.log_every_n_steps
+    if state.epoch or not 0 < state.global_step < every or not session.loggers or session.strategy.rank:
+        return
+    logged = list(session.metrics.batch_values())
+    if logged:
+        warnings.warn(
+            f"An epoch has {state.global_step} steps, but loggers get the values of every {every}th only, so that "
+            f"{logged[0]!r} has less than a point an epoch; lower log_every_n_steps={every}.",
+            stacklevel=2,
+        )
 
 
 def _version_of(module: nn.Module) -> int:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import secrets
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from importlib.util import find_spec
-from io import BytesIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from traceback import extract_tb
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -27,6 +31,10 @@ if TYPE_CHECKING:
 
 _LARGEST_FILE: Final = 1 << 30
 """Bytes of weights above which an ONNX model stores them in a second file: a protobuf message is limited to 2 GiB."""
+
+_TORCH: Final = Path(torch.__file__).parent
+_DEPENDS_ON_DATA: Final = re.compile("data-dependent|Dynamic control flow|bool\\(\\) on|guard on", re.IGNORECASE)
+"""What torch says of a branch on the values of tensors."""
 
 Sample = Any
 """A tensor, a tuple of arguments, or a dict of keyword arguments of ``forward``."""
@@ -74,7 +82,8 @@ class Exporting:
                 return None
             num_bytes = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
             has_data_file = bool(options.pop("external_data", num_bytes > _LARGEST_FILE))
-            program = torch.onnx.export(module, args, **options)
+            with _in_short(module):
+                program = torch.onnx.export(module, args, **options)
         assert program is not None
         _write(file_path, lambda file: program.save(file, external_data=has_data_file))
         return program
@@ -95,7 +104,7 @@ class Exporting:
         """
         module = self._exported()
         args, named = _arguments(module, "to_exported_program", "input_sample", input_sample)
-        with _in_eval_mode(module):
+        with _in_eval_mode(module), _in_short(module):
             program = torch.export.export(module, args, named, **kwargs)
         _write(file_path, lambda file: torch.export.save(program, file))
         return program
@@ -173,6 +182,45 @@ def _in_eval_mode(module: nn.Module) -> Iterator[None]:
         for part in module.modules():
             vars(part).pop("_compiled_call_impl", None)  # torch has no public name for it
         yield
+
+
+@contextmanager
+def _in_short(module: nn.Module) -> Iterator[None]:
+    """Say in a few lines what torch reports of code that it cannot export; its report stays as ``__context__``."""
+    tracer = logging.getLogger("torch.fx.experimental.symbolic_shapes")  # it logs the program so far
+    before = tracer.level
+    tracer.setLevel(logging.CRITICAL)
+    printed = StringIO()
+    try:
+        with redirect_stderr(printed):
+            yield
+        sys.stderr.write(printed.getvalue())
+    except Exception as error:
+        if isinstance(error, TypeError | ValueError):  # of the arguments
+            raise
+        reason = _first_of(error)
+        own = [frame for frame in extract_tb(reason.__traceback__) if _TORCH not in Path(frame.filename).parents]
+        where = f" at {own[-1].filename}:{own[-1].lineno} ({own[-1].line})" if own else ""
+        line = next((line for line in str(reason).splitlines() if line.strip()), type(reason).__name__)
+        branches = _DEPENDS_ON_DATA.search(str(reason)) is not None
+        remedy = (
+            "A program has no branches on the values of tensors: write torch.where(condition, a, b) or torch.cond"
+            if branches
+            else "Rewrite what it cannot follow, or export the part of the module that it can"
+        )
+        raise ModuleError(
+            f"{type(module).__name__}.forward cannot be exported: {type(reason).__name__}: {line[:200]}{where}. "
+            f"{remedy}; see https://docs.pytorch.org/docs/stable/export.html."
+        ) from None
+    finally:
+        tracer.setLevel(before)
+
+
+def _first_of(error: BaseException) -> BaseException:
+    """Return the error that others were raised from."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def _write(target: str | Path | BytesIO | None, write: Callable[[Any], object]) -> None:

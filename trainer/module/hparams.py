@@ -90,6 +90,13 @@ class HyperparametersMixin:
         """The hyper-parameters, an `AttributeDict` or the OmegaConf container that was given; they may be changed."""
         return self.__dict__.setdefault("_hparams", AttributeDict())
 
+    @hparams.setter
+    def hparams(self, value: object) -> None:
+        raise ModuleError(
+            f"self.hparams is read-only, as in Lightning, got {value!r:.80}; call self.save_hyperparameters(...) with "
+            "it, or change its items."
+        )
+
     @property
     def hparams_initial(self) -> Any:
         """A copy of the hyper-parameters as `save_hyperparameters` kept them, without later changes."""

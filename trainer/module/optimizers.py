@@ -43,6 +43,16 @@ class LRSchedulerConfig:
     def __post_init__(self) -> None:
         if self.reduce_on_plateau is None:
             self.reduce_on_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
+        if isinstance(self.scheduler, type):
+            name = self.scheduler.__name__
+            raise ModuleError(
+                f"configure_optimizers returned the class {name} as a scheduler; return {name}(optimizer, ...)."
+            )
+        if type(self.scheduler) is LRScheduler:
+            raise ModuleError(
+                "configure_optimizers returned an LRScheduler, the base class, which has no learning rates; return one "
+                "of torch.optim.lr_scheduler's, such as StepLR(optimizer, step_size=10)."
+            )
         if not isinstance(self.scheduler, LRScheduler) and not callable(getattr(self.scheduler, "step", None)):
             raise ModuleError(
                 f"configure_optimizers returned the scheduler {self.scheduler!r:.80} without a step(); return a "
@@ -226,6 +236,10 @@ def _checked(parsed: Optimizers) -> Optimizers:
 
 
 def _wrong(value: object) -> ModuleError:
+    if isinstance(value, type):
+        return ModuleError(
+            f"configure_optimizers returned the class {value.__name__}; return {value.__name__}(self.parameters())."
+        )
     return ModuleError(
         f"configure_optimizers returned {type(value).__name__} ({value!r:.80}); return a torch optimizer, a list of "
         "them, ([optimizers], [schedulers]), or a dict with 'optimizer' and 'lr_scheduler'."

@@ -14,6 +14,7 @@ from ...callbacks.helpers.loggers import tell
 from ...strategies.errors import CheckpointError, RunError
 from ..checkpoint import list_checkpoints
 from ..checkpoint.manifest import Origin
+from ..session.interruption import interrupted_inside
 from ..session.session import Session
 from .after_restart import note_checkpoint
 from .run_state import still_parts, take_state
@@ -86,6 +87,8 @@ def newest_saved(saved_list: Path) -> Path | None:
 
 def point_to_checkpoint(error: BaseException, path: Path | None) -> None:
     """Add a note to an error that ended a run, with the checkpoint to resume from, if there is one."""
+    if isinstance(error, KeyboardInterrupt) and not error.args:
+        interrupted_inside(error, path)
     # not Path.is_dir(), which raises errors of the disk
     if path is not None and os.path.isdir(path) and isinstance(error, Exception):
         error.add_note(f"The last checkpoint is {str(path)!r}: resume with fit(..., ckpt_path={str(path)!r}).")

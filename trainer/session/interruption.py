@@ -7,6 +7,7 @@ import math
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
@@ -34,6 +35,7 @@ class Interruption:
         self._is_alone = is_alone
         self._seconds = math.inf if max_time is None else max_time.total_seconds()
         self._agreed_seconds = 0.0
+        self._newest: Callable[[], Path | None] = lambda: None
         self.start(0.0)
         self.received: int | None = None
         """The signal that this process has received."""
@@ -66,13 +68,16 @@ class Interruption:
         """Whether ``max_time`` has passed."""
         return self.agreed() >= self._seconds
 
-    def listening(self) -> AbstractContextManager[None]:
-        """Return the context in which this handles signals, as `handling` does."""
+    def listening(self, newest: Callable[[], Path | None]) -> AbstractContextManager[None]:
+        """Return the context in which this handles signals, as `handling` does; `newest` returns a checkpoint."""
+        self._newest = newest
         return handling(self._handle)
 
     def _handle(self, number: int) -> None:
         if self.received is not None:
-            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+            if number != signal.SIGINT:
+                raise SystemExit(128 + number)
+            raise interrupted_inside(KeyboardInterrupt(), self._newest())
         self.received = number
         if self._is_alone:
             self.signal = number
@@ -85,19 +90,26 @@ class Interruption:
             SystemExit: with 143 after SIGTERM or SIGUSR1.
         """
         if self.signal == signal.SIGINT:
-            raise _interrupted(f"Training ended at a step boundary; {_way_on(checkpoint)}.") from None
+            message = f"Training ended at a step boundary; {_way_on(checkpoint)}."
+            raise _in_short(KeyboardInterrupt(), message) from None
         if self.signal is not None:
             name = signal.Signals(self.signal).name
             _log.warning("%s received: training ended at a step boundary; %s", name, _way_on(checkpoint))
             raise SystemExit(143) from None
 
 
-def _interrupted(message: str) -> KeyboardInterrupt:
-    """Return the exception for Ctrl-C; if nobody catches it, it is shown without a traceback.
+def interrupted_inside(error: KeyboardInterrupt, checkpoint: Path | None) -> KeyboardInterrupt:
+    """Return the exception of a Ctrl-C that did not wait for a step's end, with the checkpoint to resume from."""
+    way_on = "no checkpoint was saved before" if checkpoint is None else _way_on(checkpoint)
+    return _in_short(error, f"Training ended inside a step; {way_on}.")
+
+
+def _in_short(error: KeyboardInterrupt, message: str) -> KeyboardInterrupt:
+    """Give an exception a message; if nobody catches it, it is shown without a traceback.
 
     It is not a subclass, because Python checks the class to end the program as SIGINT does.
     """
-    error = KeyboardInterrupt(message)
+    error.args = (message,)
     vars(error)["_render_traceback_"] = lambda: [f"KeyboardInterrupt: {message}"]  # for IPython and notebooks
     before = sys.excepthook
     if before.__module__ != __name__:

@@ -17,7 +17,7 @@ from ...callbacks.run import Logger
 from ...callbacks.timer import parse_duration
 from ...strategies import ActivationCheckpointing, Precision, Strategy, check_strategy
 from ...strategies.errors import ConfigError, did_you_mean
-from ..loggers import DummyLogger
+from ..loggers import DummyLogger, check_name
 from .detailed_profilers import profiler_by_name
 from .profiler import Profiler
 from .setting_types import Defaulted, describe, fits
@@ -134,8 +134,9 @@ class Settings:
     """Validation batches before training; -1 for all."""
     log_every_n_steps: Defaulted[int] = Defaulted(50)
     """0: never."""
-    logger: Defaulted[bool | Logger | Sequence[Logger]] = Defaulted(True)
-    """True: a TensorBoardLogger, or a CSVLogger if tensorboard is not installed."""
+    logger: Defaulted[bool | str | Logger | Sequence[str | Logger]] = Defaulted(True)
+    """True: a TensorBoardLogger, or a CSVLogger if tensorboard is not installed; ``tensorboard``, ``csv``, ``wandb``
+    or ``mlflow``: that one, with its defaults."""
     enable_autolog_hparams: bool = True
     """Send the hyperparameters to the loggers when a run begins."""
 
@@ -168,7 +169,10 @@ class Settings:
     def __post_init__(self) -> None:
         check_strategy(self.strategy)
         for logger in self.logger if isinstance(self.logger, list | tuple) else [self.logger]:
-            refuse_incomplete(logger)
+            if isinstance(logger, str):
+                check_name(logger)
+            else:
+                refuse_incomplete(logger)
         _check_types(self)
         _check_counts(self)
         _check_amounts(self)
@@ -288,6 +292,11 @@ def _check_types(settings: Settings) -> None:
         raise ConfigError(
             f"accumulate_grad_batches must be an int, got {settings.accumulate_grad_batches!r}; for a number that "
             "changes with the epoch, pass callbacks=GradientAccumulationScheduler(...) with this dict."
+        )
+    if isinstance(settings.callbacks, Mapping):
+        raise ConfigError(
+            f"callbacks must be a list of callbacks, got a dict with the keys {list(settings.callbacks)!r:.80}; pass "
+            "callbacks=list(callbacks.values())."
         )
     for name, annotation in _annotations().items():
         value = getattr(settings, name)

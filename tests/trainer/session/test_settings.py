@@ -75,7 +75,7 @@ from echelon import (
         ({"profiler": "simpel"}, ["'simpel'", "Did you mean 'simple'?"]),
         ({"max_time": "1 hour"}, ["max_time", "'DD:HH:MM:SS', got '1 hour'"]),
         ({"callbacks": [EarlyStopping]}, ["EarlyStopping", "pass instances of echelon.Callback"]),
-        ({"logger": "tensorboard"}, ["logger='tensorboard'", "wrong type str", "bool or Logger"]),
+        ({"logger": "tensorbord"}, ["logger='tensorbord' is no logger's name", "Did you mean 'tensorboard'?"]),
         ({"callbacks": ModelCheckpoint()}, ["enable_checkpointing=False", "ModelCheckpoint", "drop one"]),
         ({"compile": "yes"}, ["compile='yes'", "wrong type str"]),
     ],
