@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
@@ -28,6 +29,8 @@ from .schedule import (
 )
 from .shared_step import SharedStep
 from .step import OneRankStep, Step
+
+_log = logging.getLogger(__name__)
 
 
 def make_step(session: Session) -> Step:
@@ -199,10 +202,10 @@ def _warn_if_unlogged(session: Session) -> None:
         return
     logged = list(session.metrics.batch_values())
     if logged:
-        warnings.warn(
-            f"An epoch has {state.global_step} steps, but loggers get the values of every {every}th only, so that "
-            f"{logged[0]!r} has less than a point an epoch; lower log_every_n_steps={every}.",
-            stacklevel=2,
+        _log.warning(
+            "An epoch has %d steps, but loggers get the values of every %dth only, so that %r has less than a point an "
+            "epoch; lower log_every_n_steps=%d.",
+            *(state.global_step, every, logged[0], every),
         )
 
 

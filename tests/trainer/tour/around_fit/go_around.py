@@ -109,7 +109,6 @@ def is_group(group: int) -> bool:
 def go(strategy: str, names: list[str], folder: Path) -> None:
     """Run the scenarios in this process, and report after each how it went."""
     warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", r"An epoch has \d+ steps, but loggers get")  # these runs are short
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of a shell that has started this in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in names:
