@@ -17,6 +17,7 @@ from torch.utils.data import Subset, TensorDataset
 from ...strategies import Strategy
 from ...strategies.distributed.nested import named_leaves
 from ...strategies.errors import DataError
+from .micro_batch import Window
 
 T = TypeVar("T")
 
@@ -56,6 +57,14 @@ def gather_numbers(strategy: Strategy, numbers: list[float]) -> list[list[float]
         if others != row[1:]:
             raise _different(first, rank, f"counts {others} and {row[1:]} of batches, or of samples")
     return [by_data_rank[data_rank][1] for data_rank in range(strategy.data_size)]
+
+
+def last_batch_of_any(strategy: Strategy, window: Window) -> Any:
+    """Return this rank's last batch of a window or, if it has none, that of the first rank with one. Collective."""
+    collectives = strategy.collectives
+    owner = int(collectives.all_reduce(float(collectives.rank if window else collectives.world_size), "min"))
+    batch = collectives.broadcast(window[-1].batch if window else None, src=owner)
+    return window[-1].batch if window else batch
 
 
 def compared(

@@ -10,7 +10,7 @@ from typing import Any
 from ...strategies.state.schema import COUNT, check
 from ..data.index_stream import DataRanks
 from ..data.micro_batch import Window
-from ..data.sample_checks import compared, gather_numbers
+from ..data.sample_checks import compared, gather_numbers, last_batch_of_any
 from ..data.stream import Cut
 from ..data.train_data import TrainData
 from ..data.transfer import make_move
@@ -116,10 +116,11 @@ class PreparedLoader:
         """Yield the batches of a step, stand-ins for missing ones first."""
         if not window.total_size:  # one data rank
             window.total_size = window.size
-        if not self._has_spare:
-            self._find_spare(window)
-        if window:
+        if window.fewest == 0 and not self._has_spare:
+            self._spare = last_batch_of_any(self._strategy, window)
+        elif window:
             self._spare = window[-1].batch
+        self._has_spare = True
         state, length = self._batch, window.length
         state.window, state.weights = window, self._gradients.weights_of(window)
         missing = length - len(window)
@@ -133,17 +134,6 @@ class PreparedLoader:
             self._gradients.read(state)
             self.batches_done += 1
             yield batch if self._move is None else self._move(batch)
-
-    def _find_spare(self, window: Window) -> None:
-        """Choose a stand-in for missing batches, another rank's if this one has none. Collective."""
-        self._has_spare = True
-        if self._strategy.data_size == 1:
-            return
-        first = window[0].batch if window else None
-        owner = float(self._strategy.world_size if first is None else self._strategy.rank)
-        collectives = self._strategy.collectives
-        lacks_any, owner = collectives.all_reduce(float(first is None), "max"), collectives.all_reduce(owner, "min")
-        self._spare = collectives.broadcast(first, src=int(owner)) if lacks_any else first
 
     # --- state -------------------------------------------------------------------------------------------------------
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...strategies.errors import DataError, ModuleError
+from ...strategies.errors import ModuleError
 from ...strategies.module.traces import Traceless
-from ..data.micro_batch import MicroBatch, Window
-from ..data.sample_checks import gather_numbers
+from ..data.micro_batch import Window
+from ..data.sample_checks import gather_numbers, last_batch_of_any
 from ..module.loss import loss_of, mean_of
 from ..session.session import Session
 from .loss_weights import Weights
@@ -25,13 +25,13 @@ class SharedStep(Step):
     A rank runs nothing of the module for micro-batches that only others have; it stands by, as its strategy needs it.
     """
 
-    __slots__ = ("_counts_units", "_from_others", "_is_collective", "_manual_weight", "_spare_batch")
+    __slots__ = ("_counts_units", "_from_others", "_has_spare", "_is_collective", "_manual_weight", "_spare_batch")
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._is_collective = session.strategy.forward_is_collective
-        self._spare_batch: MicroBatch | None = None
-        """An earlier batch, for steps in which this rank has none."""
+        self._has_spare, self._spare_batch = False, None
+        """A batch for steps in which this rank has none: an earlier one, or in the first step another rank's."""
         self._counts_units: bool | None = None
         """Whether training steps return `Loss`, on all ranks; None before the first one."""
         self._manual_weight = 1.0
@@ -164,9 +164,17 @@ class SharedStep(Step):
     def make_weights(self, window: Window) -> Weights:
         if not self.is_automatic:
             self._manual_weight = self.strategy.data_size * window.size / window.total_size
-        if window and not self._is_collective:  # where ranks without samples are lent a batch if they need one
-            self._spare_batch = window[-1]
+        if not self._is_collective:  # else ranks without samples are lent a batch if they need one
+            self._keep_spare(window)
         return Weights(window, self.strategy)
+
+    def _keep_spare(self, window: Window) -> None:
+        """Keep a batch for steps without samples. Collective if a rank has none in the first step, or in a resumed."""
+        if window.fewest == 0 and not self._has_spare:
+            self._spare_batch = last_batch_of_any(self.strategy, window)
+        elif window:
+            self._spare_batch = window[-1].batch
+        self._has_spare = True
 
     def counts_units(self, weights: Weights) -> bool:
         """Return whether the losses of a step are `Loss`; the ranks agree on it in the first step. Collective.
@@ -247,13 +255,7 @@ class SharedStep(Step):
                 self.add_again(window[index], weights, is_first=index == 0)
 
     def _batch_to_spare(self) -> Any:
-        if self._spare_batch is None:
-            raise DataError(
-                f"Rank {self.strategy.rank} of {self.strategy.world_size} has no sample in the first step, and this "
-                "strategy (or manual optimization) needs one on every rank; use fewer processes, or larger batches."
-            )
-        batch = self._spare_batch.batch
-        return batch if self.transfer is None else self.transfer(batch, 0)
+        return self._spare_batch if self.transfer is None else self.transfer(self._spare_batch, 0)
 
 
 @contextmanager
