@@ -18,6 +18,7 @@ from .module.precision import Precision
 from .parallel.compression import CommHook, Compression
 from .parallel.replica import DDPOptions, Replica
 from .parallel.replica_check import ReplicaCheck, ReplicaDifference
+from .state.sendable import check_sendable
 from .strategy import Strategy
 
 
@@ -44,6 +45,10 @@ class ReplicaStrategy(Strategy):
     def validate(self, hardware: Hardware, precision: Precision) -> None:
         super().validate(hardware, precision)
         self.options.validate(hardware.device_type)
+
+    def validate_module(self, module: nn.Module, *, trains: bool = True) -> None:
+        if self.environment.world_size > 1:
+            check_sendable(module, self.name)
 
     def _estimate(self, profile: Profile) -> Estimate:
         share = MemoryShare(gradients=summed_rows(profile, self.environment.world_size))
@@ -72,6 +77,8 @@ class ReplicaStrategy(Strategy):
         )
 
     def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
+        if self.group is not None:
+            check_sendable(module, self.name)  # with what configure_model has built
         super().setup_module(module, is_manual=is_manual)
         self._replica = self._make_replica(module, is_manual=is_manual)
         self._check = None if self.group is None else self._make_check(module)

@@ -28,7 +28,7 @@ from .parallel.equal_ranks import configure
 from .parallel.mesh import Degrees, make_mesh
 from .parallel.optimizer_probe import check_can_be_sharded
 from .parallel.replica_check import ReplicaCheck, ReplicaDifference
-from .parallel.shard_update import step_on_shards
+from .parallel.shard_update import on_shards, step_on_shards
 from .parallel.sharded_module import ShardedModule
 from .parallel.sharding_policy import ShardingOptions, check_dimensions, check_gradients
 from .pipeline.pipeline import Pipeline
@@ -37,11 +37,13 @@ from .pipeline.state import gather_all, here, marked, own_entries, whole_of_stag
 from .pipeline.timeline import WindowRecorder
 from .state.dtensor import clip_by_norm, gather_whole, is_dtensor, local_shard, multiply_all, shard_like
 from .state.random_shards import draw_whole
+from .state.sendable import check_sendable, check_shardable_dtypes
 from .state.shards import Holders
 from .state.shared_memory import check_unshared
 from .strategy import ClipAlgorithm, Strategy
 from .torch_internals import overflows_of
 from .units.gradient_hooks import GradientHooks
+from .units.whole_parameters import is_number
 
 
 class ShardedStrategy(Strategy):
@@ -91,9 +93,15 @@ class ShardedStrategy(Strategy):
 
     def validate_module(self, module: nn.Module, *, trains: bool = True) -> None:
         if self.degrees.world_size > 1:
-            check_dimensions(module)
+            self._check_dimensions(module)
             check_gradients(module)
+            check_sendable(module, self.name)
+            check_shardable_dtypes(module, self.name, self.hardware.device_type)
             check_unshared(module, self.name, with_buffers=True)
+
+    def _check_dimensions(self, module: nn.Module) -> None:
+        if self.degrees.tp > 1 or self.degrees.pp > 1:
+            check_dimensions(module)
 
     def _estimate(self, profile: Profile) -> Estimate:
         if self.degrees.world_size == 1:
@@ -139,14 +147,18 @@ class ShardedStrategy(Strategy):
         if self.group is None:
             super().setup_module(module, is_manual=is_manual)
             return
-        if any(is_dtensor(parameter) for parameter in module.parameters()):
-            if self._sharded is None or self._sharded.module is not module:
+        is_own = self._sharded is not None and self._sharded.module is module
+        if any(is_dtensor(p) for p in module.parameters()) or (is_own and all(map(is_number, module.parameters()))):
+            if not is_own:
                 raise ConfigError(
                     f"{type(module).__name__} is sharded already, by a strategy other than this {type(self).__name__}; "
                     "use the trainer that sharded it, or build a new module and load a checkpoint."
                 )
             return  # for example, when it is evaluated after it was trained
-        check_unshared(module, self.name, with_buffers=True)  # with what configure_model has built
+        self._check_dimensions(module)  # with what configure_model has built
+        check_sendable(module, self.name)
+        check_shardable_dtypes(module, self.name, self.device.type)
+        check_unshared(module, self.name, with_buffers=True)
         self.module = module
         draw_whole()
         # also for an evaluation, since it may be trained next
@@ -246,8 +258,11 @@ class ShardedStrategy(Strategy):
 
     def unscale(self, optimizer: Optimizer) -> None:
         is_done = not self.precision.uses_scaler or self._scaling.has_unscaled(optimizer)
-        super().unscale(optimizer)
-        if not is_done and self.data_collectives is not self.collectives:
+        # torch's scaler takes no DTensors beside plain tensors
+        has_whole = not is_done and self._sharded is not None and self._sharded.runs.whole is not None
+        with on_shards(optimizer) if has_whole else nullcontext():
+            super().unscale(optimizer)
+        if not is_done and (has_whole or self.data_collectives is not self.collectives):
             # torch asks the ranks of the first gradient's mesh
             for overflow in overflows_of(self.scaler, optimizer, self.device):
                 overflow.copy_(self.collectives.all_reduce(overflow, "max"))

@@ -27,8 +27,15 @@ def overrides(module: nn.Module, hook: str) -> bool:
 
 
 def make_equal(tensors: Iterable[Tensor], device: torch.device, collectives: Collectives) -> None:
-    """Move tensors that are neither sharded nor deferred to the device, and copy rank 0's values. Collective."""
-    whole = [tensor for tensor in tensors if not (is_dtensor(tensor) or tensor.is_meta)]
+    """Move tensors that are neither sharded nor deferred to the device, and copy rank 0's values. Collective.
+
+    Parameters are laid out in the order of their dimensions, as ``fully_shard`` needs them (``channels_last`` is not).
+    """
+    own = [tensor for tensor in tensors if not is_dtensor(tensor)]
+    for parameter in own:
+        if isinstance(parameter, nn.Parameter) and 0 not in parameter.stride():
+            parameter.data = parameter.data.contiguous()
+    whole = [tensor for tensor in own if not tensor.is_meta]
     for tensor in whole:
         tensor.data = tensor.data.to(device)
     copy_from_first(whole, collectives)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -15,6 +15,7 @@ from torch.utils.hooks import unserializable_hook
 
 from ..distributed.collectives import Collectives
 from ..errors import ConfigError, ModuleError
+from ..state.sendable import is_sent
 from ..torch_internals import ignore_in_ddp, is_reduced, is_without_memory
 from .compression import CommHook, Compression, check_compression, register_compression
 from .sharding_policy import sparse_layers
@@ -139,8 +140,11 @@ class Replica:
                 copy_from_first(chain(self._module.parameters(), self._module.buffers()), self._collectives)
             return
         self._caller = StepCaller(self._module, returns_tensors=options.find_unused_parameters or options.static_graph)
-        if self._ignored:
-            ignore_in_ddp(self._caller, [f"module.{name}" for name in self._ignored])
+        unsent = {name: tensor for name, tensor in self._named_tensors() if not is_sent(tensor)}
+        if unsent:
+            self._send_as_bytes(unsent, is_first=is_first)
+        if unsent or self._ignored:
+            ignore_in_ddp(self._caller, [f"module.{name}" for name in self._ignored | unsent.keys()])
         # torch 2.14 deprecates broadcast_buffers for forward_sync_buffers, which 2.11 does not have
         is_new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
         self._wrapper = wrap(
@@ -158,6 +162,25 @@ class Replica:
             if layer.weight.requires_grad and layer.weight not in self._hooked:
                 self._hooked.add(layer.weight)
                 layer.weight.register_hook(_with_values_of_its_own)
+
+    def _named_tensors(self) -> Iterable[tuple[str, Tensor]]:
+        named = chain(self._module.named_parameters(), self._module.named_buffers())
+        return ((name, tensor) for name, tensor in named if name not in self._ignored)
+
+    def _send_as_bytes(self, tensors: Mapping[str, Tensor], *, is_first: bool) -> None:
+        """Copy rank 0's values of tensors that torch cannot send: at first, and those of buffers when DDP does."""
+        collectives = self._collectives
+        assert collectives is not None
+        if is_first:
+            copy_from_first(tensors.values(), collectives)
+        names = [name for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)]
+
+        def send(*_: Any) -> None:
+            if self._wrapper.require_forward_param_sync:
+                copy_from_first([self._module.get_buffer(name) for name in names], collectives)
+
+        if names and self._options.broadcast_buffers:
+            self._caller.register_forward_pre_hook(send)
 
     def step_fn(self, step_name: str) -> Callable[..., Any]:
         """Return a function that calls the module's step with as little overhead as possible."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -27,14 +28,27 @@ def step_on_shards(optimizer: Optimizer, step: Callable[[], Any]) -> None:
     gradients that are sharded differently from their parameters. DTensors cost each operation tens of microseconds, and
     torch updates them one at a time, without a ``foreach`` or ``fused`` kernel.
     """
-    if type(optimizer) not in _ELEMENTWISE or _is_watched(optimizer):
+    shards = None if type(optimizer) not in _ELEMENTWISE or _is_watched(optimizer) else _shards_of(optimizer)
+    if shards is None:
         step()
         return
-    with torch.no_grad():
-        shards = {p: _shard_of(p) for group in optimizer.param_groups for p in group["params"]}
-    if any(shard is None for shard in shards.values()):
+    with _holding(optimizer, shards):
         step()
+
+
+@contextmanager
+def on_shards(optimizer: Optimizer) -> Iterator[None]:
+    """Let the groups and the state of an optimizer hold shards inside, unless gradients are sharded differently."""
+    shards = _shards_of(optimizer)
+    if shards is None:
+        yield
         return
+    with _holding(optimizer, shards):
+        yield
+
+
+@contextmanager
+def _holding(optimizer: Optimizer, shards: Mapping[Any, Tensor]) -> Iterator[None]:
     whole_state, whole_groups = optimizer.state, [group["params"] for group in optimizer.param_groups]
     state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
     with torch.no_grad():
@@ -45,7 +59,7 @@ def step_on_shards(optimizer: Optimizer, step: Callable[[], Any]) -> None:
         optimizer.state = state
         for group in optimizer.param_groups:
             group["params"] = [shards[parameter] for parameter in group["params"]]
-        step()
+        yield
     finally:
         optimizer.state = whole_state
         for group, parameters in zip(optimizer.param_groups, whole_groups, strict=True):
@@ -54,6 +68,14 @@ def step_on_shards(optimizer: Optimizer, step: Callable[[], Any]) -> None:
             for parameter, shard in shards.items():
                 if shard in state:
                     _take_back(whole_state[parameter], state[shard], parameter)
+
+
+def _shards_of(optimizer: Optimizer) -> Mapping[Any, Tensor] | None:
+    """Return plain tensors for the parameters; None if one of them has a gradient that is sharded differently."""
+    with torch.no_grad():
+        shards = {p: _shard_of(p) for group in optimizer.param_groups for p in group["params"]}
+    known = {parameter: shard for parameter, shard in shards.items() if shard is not None}
+    return known if len(known) == len(shards) else None
 
 
 def _is_watched(optimizer: Any) -> bool:

@@ -23,6 +23,7 @@ from ..torch_internals import BatchNorm
 from ..units.large_layers import LargeLayers, LayerUnit
 from ..units.torch_units import reduce_sharded_gradients
 from ..units.unit_runs import UnitRuns
+from ..units.whole_parameters import WholeParameters
 from .equal_ranks import make_equal, overrides
 from .filled_shards import FilledShards
 from .mesh import in_stage
@@ -80,6 +81,7 @@ class ShardedModule:
         # gathered parameters would be outdated after the updates of a manual step; the micro-batches of a pipeline
         # follow each other too closely to gather for each one
         self._reshards = True if is_manual else False if runs is not None else options.reshard_after_forward
+        self._whole = WholeParameters(module, collectives, self._elsewhere)
         self._in_layers: set[nn.Parameter] = set()
         self._is_one_unit = runs is not None and self._is_alone()
         self._units = [] if self._is_one_unit else self._shard_units()
@@ -99,6 +101,7 @@ class ShardedModule:
             always_agrees=options.find_unused_parameters,
         )
         """What ranks do together around the runs of steps."""
+        self.runs.whole = self._whole or None
         if layers:
             self._units += layers
             self.runs.layers = LargeLayers(layers, self.runs.agree_on_reads)
@@ -166,7 +169,8 @@ class ShardedModule:
         """Shard the parameters of a submodule that are not in units inside it. Collective: every rank calls it."""
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-        check_dtypes(self.module, submodule, self._elsewhere | self._in_layers)
+        left_out = self._elsewhere | self._in_layers | set(self._whole.parameters)
+        check_dtypes(self.module, submodule, left_out)
         self._make_equal(submodule)
         offload = CPUOffloadPolicy(pin_memory=self._device.type != "cpu")
         reshards: bool | int | None = self._reshards
@@ -180,7 +184,7 @@ class ShardedModule:
             reshard_after_forward=reshards,
             mp_policy=self._mixed_precision(submodule, is_root=is_root),
             offload_policy=offload if self._options.cpu_offload else OffloadPolicy(),
-            ignored_params=(self._elsewhere | self._in_layers) or None,
+            ignored_params=left_out or None,
         )
 
     def _make_equal(self, submodule: nn.Module) -> None:
@@ -189,9 +193,10 @@ class ShardedModule:
 
     def _shard_children(self) -> list[Any]:
         """Shard each child of the module as a root of its own."""
-        roots = list(_with_forward(self.module))
+        roots, whole = list(_with_forward(self.module)), set(self._whole.parameters)
+        make_equal(self._whole.parameters, self._device, self._collectives)
         inside = Counter(parameter for root in roots for parameter in set(root.parameters()))
-        misplaced = [name for name, parameter in self.module.named_parameters() if inside[parameter] != 1]
+        misplaced = [name for name, p in self.module.named_parameters() if inside[p] != 1 and p not in whole]
         if misplaced:
             raise ModuleError(
                 f"{', '.join(misplaced[:5])} of {type(self.module).__name__} belongs to no child, or to several, and "
@@ -200,7 +205,7 @@ class ShardedModule:
             )
         for root in roots:
             # one whose parameters are all in units becomes a root as well: it says when these reduce gradients
-            if _is_sharded(root) or next(root.parameters(), None) is None:
+            if _is_sharded(root) or whole.issuperset(root.parameters()):
                 self._make_equal(root)
             else:
                 self._shard(root, is_root=True)
@@ -251,10 +256,11 @@ class ShardedModule:
             ModuleError: naming any that were.
         """
         named = self.module.named_parameters()
-        whole = [name for name, p in named if not is_dtensor(p) and p not in self._elsewhere]
-        if whole:
+        known = self._elsewhere.union(self._whole.parameters)
+        added = [name for name, p in named if not is_dtensor(p) and p not in known]
+        if added:
             raise ModuleError(
-                f"{', '.join(whole[:5])} of {type(self.module).__name__} was added after the module was sharded, and "
+                f"{', '.join(added[:5])} of {type(self.module).__name__} was added after the module was sharded, and "
                 "its gradients would not be reduced; create parameters in __init__ or configure_model."
             )
 
@@ -327,7 +333,7 @@ class ShardedModule:
         """Set whether the next backward reduces gradients; with ``sync_each_micro_batch``, every backward does."""
         if enabled == self._syncs:
             return  # torch's setters traverse the whole module
-        self._syncs = enabled
+        self._syncs = self._whole.is_due = enabled
         for root in self.roots:
             root.set_requires_gradient_sync(enabled or self._options.sync_each_micro_batch)
             root.set_is_last_backward(enabled)
@@ -348,6 +354,7 @@ class ShardedModule:
             for root in self.roots:
                 reduce_sharded_gradients(root)
             self.runs.order.end()
+            self._whole.average()
         self.reshard()
 
     # --- the micro-batches of a pipeline -----------------------------------------------------------------------------

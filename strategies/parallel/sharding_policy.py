@@ -15,6 +15,7 @@ from ..errors import ConfigError, ModuleError
 from ..module.blocks import CONTAINERS, Predicate, as_predicate, repeated_blocks
 from ..module.precision import Precision
 from ..torch_internals import BatchNorm
+from ..units.whole_parameters import is_number
 from .mesh import Degrees
 from .unit_dtypes import layers_of_other_dtypes
 
@@ -208,7 +209,7 @@ def large_layers(module: nn.Module) -> list[str]:
 
 
 def check_parameters(module: nn.Module) -> None:
-    """Check that all parameters have a first dimension that can be split, and gradients that can be reduced to shards.
+    """Check that all parameters have a shape, and gradients that can be reduced to shards.
 
     Raises:
         ModuleError: naming those that do not.
@@ -219,21 +220,20 @@ def check_parameters(module: nn.Module) -> None:
             f"{', '.join(lazy[:5])} of {type(module).__name__} has no shape yet and cannot be sharded; call the module "
             "once before fit, or give its lazy layers their sizes."
         )
-    check_dimensions(module)
     check_gradients(module)
 
 
 def check_dimensions(module: nn.Module) -> None:
-    """Check that all parameters have a dimension, which can be known before those that are lazy have a shape.
+    """Check that all parameters have a dimension, which layers that are cut and stages need.
 
     Raises:
         ModuleError: naming those that have none.
     """
-    scalars = [name for name, p in module.named_parameters() if not is_lazy(p) and p.dim() == 0]
+    scalars = [name for name, p in module.named_parameters() if is_number(p)]
     if scalars:
         raise ModuleError(
-            f"{', '.join(scalars[:5])} of {type(module).__name__} must have a dimension to shard, got shape []; give "
-            "it one: nn.Parameter(torch.zeros(1))."
+            f"{', '.join(scalars[:5])} of {type(module).__name__} must have a dimension if layers are cut or "
+            "divided into stages, got shape []; give it one: nn.Parameter(torch.zeros(1)), or use strategy='fsdp'."
         )
 
 
@@ -289,7 +289,7 @@ def _shared_submodules(module: nn.Module, names: Iterable[str]) -> set[str]:
 
 def _uses(module: nn.Module) -> Counter[nn.Parameter]:
     """Count the submodules that hold each parameter."""
-    return Counter(parameter for child in module.modules() for parameter in child.parameters(recurse=False))
+    return Counter(p for child in module.modules() for p in child.parameters(recurse=False) if not is_number(p))
 
 
 def make_plan(
@@ -324,6 +324,8 @@ def make_plan(
 def largest_share(parameter: Tensor, shape: Shape, num_shards: int) -> int:
     """Return the bytes of a parameter's largest shard; `shape` is the shape that is sharded, after any other cut."""
     # computed from the shape, since indexing a DTensor is a collective
+    if not shape:
+        return parameter.element_size()
     return -(-shape[0] // num_shards) * prod(shape[1:]) * parameter.element_size()
 
 
@@ -332,4 +334,4 @@ def _size(module: nn.Module) -> int:
 
 
 def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
+    return any(not is_number(parameter) for parameter in module.parameters())

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from ..errors import ModuleError
 from ..module.precision import Precision
 from ..state.dtensor import is_dtensor
+from ..units.whole_parameters import is_number
 
 
 def layers_of_other_dtypes(module: nn.Module, units: Iterable[str], precision: Precision) -> set[str]:
@@ -40,7 +41,8 @@ def _reduced(module: nn.Module, units: set[str], precision: Precision) -> Iterat
         unit = next((prefix for prefix in _prefixes(layer) if prefix in units), "")
         for parameter in submodule.parameters(recurse=False):
             is_reduced = parameter.requires_grad or parameter.is_complex()
-            if is_reduced and not is_lazy(parameter) and parameter not in seen:
+            is_left_out = is_lazy(parameter) or is_number(parameter)  # a number is kept whole, in its own dtype
+            if is_reduced and not is_left_out and parameter not in seen:
                 seen.add(parameter)
                 yield layer, unit, precision.dtype_for(parameter.dtype), parameter.numel()
 
@@ -78,5 +80,5 @@ def check_dtypes(module: nn.Module, unit: nn.Module, left_out: Set[nn.Parameter]
 
 
 def is_complex(unit: nn.Module) -> bool:
-    """Return whether a submodule has complex parameters that are not sharded yet."""
-    return any(parameter.is_complex() for parameter in unit.parameters() if not is_dtensor(parameter))
+    """Return whether a submodule has complex parameters to shard that are not sharded yet."""
+    return any(p.is_complex() for p in unit.parameters() if not (is_dtensor(p) or is_number(p)))

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from itertools import chain, combinations
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import ModuleError
@@ -60,7 +61,7 @@ def _groups(module: nn.Module) -> list[list[tuple[str, Tensor]]]:
     found: dict[tuple[Any, ...], list[tuple[str, Tensor]]] = defaultdict(list)
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         is_special = nn.parameter.is_lazy(tensor) or is_dtensor(tensor) or is_traceable_wrapper_subclass(tensor)
-        if is_special or tensor.is_meta or is_without_memory(tensor) or tensor.is_sparse:
+        if is_special or tensor.is_meta or is_without_memory(tensor) or tensor.layout is not torch.strided:
             continue
         if tensor.numel():
             found[tensor.device, tensor.dtype, tensor.untyped_storage().data_ptr()].append((name, tensor))

@@ -16,6 +16,7 @@ from .inner_backwards import InnerBackwards
 from .large_layers import LargeLayers
 from .parameter_writes import ParameterWrites
 from .unit_order import UnitOrder
+from .whole_parameters import WholeParameters
 
 
 class UnitRuns:
@@ -56,6 +57,8 @@ class UnitRuns:
         """What the steps write into parameters."""
         self.layers: LargeLayers | None = None
         """The large layers of the module, if it has any."""
+        self.whole: WholeParameters | None = None
+        """The parameters that are not sharded, if the module has any."""
 
     @contextmanager
     def in_order(self, step_name: str, *, syncs: bool, has_backward: bool = False) -> Iterator[None]:
@@ -96,6 +99,9 @@ class UnitRuns:
             self.order.meet("backward")  # an update may follow
         elif not self._has_stages:
             self.order.end()
+        if self.whole is not None and self.whole.is_due:
+            with self._idle.together("whole"):
+                self.whole.average()
         if step_name:
             self.end(step_name)
 
@@ -129,6 +135,9 @@ class UnitRuns:
         """Take part in what the busy ranks agree on in a step."""
         if what == "written":
             self.writes.end(step_name, is_absent=True)
+        elif what == "whole":
+            assert self.whole is not None
+            self.whole.average()
         else:
             assert self.layers is not None
             self.layers.note_read(step_name, self._data_collectives.all_reduce([0.0] * numbers[0], "max"))

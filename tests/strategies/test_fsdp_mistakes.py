@@ -90,12 +90,6 @@ class ShardsItsBlocks(Net):
             fully_shard(block, mesh=mesh)
 
 
-class HasAScalar(Net):
-    def __init__(self):
-        super().__init__()
-        self.temperature = nn.Parameter(torch.tensor(1.0))
-
-
 class HasALazyLayer(Net):
     def __init__(self):
         super().__init__()
@@ -136,7 +130,6 @@ MISTAKES = [
     (MakesShardsOfItsBatch, {}, ModuleError, r"shape \(2, 3\) that is a DTensor; move it in transfer_batch_to_device"),
     (ShardsItself, {}, ConfigError, "the module itself is one of them; let it shard submodules only"),
     (ShardsItsBlocks, {"policy": nn.Linear}, ConfigError, "shards 2 modules, but policy=.*leave policy out"),
-    (HasAScalar, {}, ModuleError, r"temperature of HasAScalar.*got shape \[\]; give it one"),
     (HasALazyLayer, {}, ModuleError, "lazy.weight.* has no shape yet.*call the module once"),
     (IsOnMeta, {}, ModuleError, "blocks.0.bias.*is on the meta device and has no values.*set deferred_init=True"),
     (ReadsWhatItBuilds, {"deferred_init": True}, ModuleError, "configure_model reads values.*build that layer in"),

@@ -206,7 +206,7 @@ def test_too_few_micro_batches_are_refused_before_a_process_starts() -> None:
 @pytest.mark.parametrize(
     ("name", "part", "message"),
     [
-        ("temperature", nn.Parameter(torch.ones(())), "temperature of Model must have a dimension to shard"),
+        ("temperature", nn.Parameter(torch.ones(())), "temperature of Model must have a dimension if layers are cut"),
         ("table", nn.Embedding(16, 8, sparse=True), "table of Model must have dense gradients to shard them"),
     ],
 )

@@ -1,0 +1,63 @@
+"""Tensors that ranks can send each other, and those that a strategy has to send otherwise, or to refuse."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ..errors import ModuleError
+from .dtensor import is_dtensor
+
+_SENT: Final = frozenset(
+    (
+        *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    )
+)
+"""The dtypes that gloo and NCCL send as they are; `Collectives` sends those of others as bytes."""
+
+
+def is_sent(tensor: Tensor) -> bool:
+    """Return whether torch's own collectives send a tensor of this dtype."""
+    return tensor.dtype in _SENT
+
+
+def check_sendable(module: nn.Module, strategy: str) -> None:
+    """Check that rank 0's values of all parameters and buffers can be sent to the other ranks.
+
+    Raises:
+        ModuleError: naming the sparse and quantized ones.
+    """
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        kind = "" if is_lazy(tensor) or is_dtensor(tensor) else _unsent_kind(tensor)
+        if kind:
+            raise ModuleError(
+                f"{name} of {type(module).__name__} is a {kind} tensor, which strategy={strategy!r} cannot send from "
+                "rank 0 to the others; keep the dense tensors that it is made of as buffers, and make it in the step, "
+                "or use strategy='single'."
+            )
+
+
+def check_shardable_dtypes(module: nn.Module, strategy: str, device_type: str) -> None:
+    """Check that parameters have dtypes of which shards can be gathered.
+
+    Raises:
+        ModuleError: naming the others.
+    """
+    for name, parameter in module.named_parameters() if device_type == "cpu" else ():
+        if not (is_lazy(parameter) or is_sent(parameter)):
+            raise ModuleError(
+                f"{name} of {type(module).__name__} is a parameter of {parameter.dtype}, of which "
+                f"strategy={strategy!r} can gather no shards on CPUs; make it a buffer (register_buffer), or use "
+                "strategy='ddp' or 'zero'."
+            )
+
+
+def _unsent_kind(tensor: Tensor) -> str:
+    if tensor.layout is not torch.strided:
+        return "sparse"
+    return "quantized" if tensor.is_quantized else ""
