@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, Unpack
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from .parallel.equal_ranks import configure
 from .parallel.mesh import Degrees, make_mesh
 from .parallel.optimizer_probe import check_can_be_sharded
 from .parallel.replica_check import ReplicaCheck, ReplicaDifference
-from .parallel.shard_update import on_shards, step_on_shards
+from .parallel.shard_update import STEPPED, on_shards, step_on_shards
 from .parallel.sharded_module import ShardedModule
 from .parallel.sharding_policy import ShardingOptions, check_dimensions, check_gradients
 from .pipeline.pipeline import Pipeline
@@ -78,6 +79,8 @@ class ShardedStrategy(Strategy):
         """Those of the ranks that hold the same pipeline stages; without a pipeline, of all ranks."""
         self._deferred = DeferredInit()
         self._holders = Holders()
+        self._plain_only: WeakSet[Optimizer] = WeakSet()
+        """Optimizers whose operations fail on DTensors, and that update each element by itself."""
 
     @abstractmethod
     def _find_degrees(self) -> Degrees:
@@ -207,7 +210,8 @@ class ShardedStrategy(Strategy):
                     f"shapes {foreign[:3]}: it was built before the module was sharded and would not train it; build "
                     "it in configure_optimizers from self.parameters()."
                 )
-            check_can_be_sharded(optimizer, self.name, self.collectives)
+            if check_can_be_sharded(optimizer, self.name, self.collectives):
+                self._plain_only.add(optimizer)
 
     def _check_kinds(self, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in optimizers:
@@ -284,7 +288,11 @@ class ShardedStrategy(Strategy):
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
         # a closure computes the gradients of DTensors, and torch's scaler reads them
-        if self._sharded is None or self.precision.uses_scaler or closure is not None:
+        if optimizer in self._plain_only:
+            self.unscale(optimizer)
+            with on_shards(optimizer):
+                super().step(optimizer, closure)
+        elif self._sharded is None or self.precision.uses_scaler or closure is not None:
             super().step(optimizer, closure)
         else:
             step_on_shards(optimizer, optimizer.step)
@@ -308,7 +316,9 @@ class ShardedStrategy(Strategy):
                 "A pipeline stage has only its own part of a step's graph, so a step cannot compute a derivative "
                 "(torch.autograd.grad) through several stages; use dp_shard and tp instead of pp."
             )
-        if any(text in str(error) for text in ("mixed torch.Tensor and DTensor", "inputs with different meshes")):
+        is_of_optimizer = any(STEPPED in note for note in getattr(error, "__notes__", ()))
+        texts = () if is_of_optimizer else ("mixed torch.Tensor and DTensor", "inputs with different meshes")
+        if any(text in str(error) for text in texts):
             error.add_note(
                 "A sharded parameter was used while this rank had only its shard. The parameters of a unit are "
                 "gathered while its forward runs, all others while a step or the module's own forward runs: call the "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Final
 
 import torch
@@ -15,6 +16,8 @@ from ..distributed.collectives import Collectives
 from ..errors import ConfigError
 from ..state.dtensor import local_shard, shard_like
 from ..state.optimizer_state import attributes_of, needs_closure, remake
+from ..torch_internals import TorchDispatchMode, tree_leaves
+from .shard_update import ELEMENTWISE
 
 _MOST: Final = 4
 """The parameters that are imitated: more would show nothing new."""
@@ -26,6 +29,12 @@ _SCALES: Final = (1.0, 1e5)
 _FAILURES: Final = (ArithmeticError, AttributeError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
 _TOLERANCE: Final = 1e-5
 """The difference that still counts as rounding, as a fraction of the largest update."""
+_EACH_ALONE: Final = frozenset(
+    ("_to_copy", "alias", "copy_", "detach", "empty", "empty_like", "fill", "fill_", "full", "full_like", "lift_fresh",
+     "masked_fill", "masked_fill_", "new_empty", "new_full", "new_zeros", "ones", "ones_like", "zero_", "zeros",
+     "zeros_like")
+)  # fmt: skip
+"""Operations that compute each element from those at the same place, which torch does not mark as pointwise."""
 
 
 class OptimizerProbe:
@@ -42,6 +51,10 @@ class OptimizerProbe:
         self._chosen = _choose(optimizer)
         self.draws = False
         """Whether a step has drawn from torch's random generator."""
+        self.failure = ""
+        """What the last step that failed said."""
+        self._operations: _Operations | None = None
+        self._has_other_state = False
 
     def differs_if_dealt(self) -> bool:
         """Return whether a parameter is updated otherwise if the optimizer has no other one."""
@@ -54,10 +67,25 @@ class OptimizerProbe:
         return False
 
     def differs_if_sharded(self) -> bool:
-        """Return whether shards of parameters are updated otherwise than the whole. Collective: every rank calls it."""
+        """Return whether DTensors are updated otherwise than whole parameters, or not at all. Collective."""
+        return self._differs(shard_like)
+
+    def is_elementwise(self) -> bool:
+        """Return whether each element is updated by itself, so that shards can be updated as plain tensors."""
+        for scale in _SCALES:
+            self._operations = operations = _Operations()
+            whole = self._updated(self._chosen, scale, _same)
+            self._operations = None
+            if whole is None or not operations.are_elementwise or self.draws or self._has_other_state:
+                return False
+        return bool(self._chosen) and not self._differs(_plain_shard)
+
+    def _differs(self, shard: Callable[[Tensor, Any], Tensor]) -> bool:
         for scale in _SCALES:
             whole = self._updated(self._chosen, scale, _same)
-            sharded = None if whole is None else self._updated(self._chosen, scale, shard_like)
+            sharded = None if whole is None else self._updated(self._chosen, scale, shard)
+            if whole is not None and sharded is None:
+                return True
             for (_, parameter), one, other in zip(self._chosen, whole or (), sharded or (), strict=False):
                 if _differ(_shards(one, parameter), (local_shard(other[0]), local_shard(other[1]))):
                     return True
@@ -79,7 +107,8 @@ class OptimizerProbe:
         with torch.random.fork_rng(devices):
             try:
                 self._step(held, list(zip(stand_ins, gradients, strict=True)))
-            except _FAILURES:  # of an optimizer that needs other parameters, or fails in its first step as well
+            except _FAILURES as error:  # of one that needs other parameters, or fails in its first step as well
+                self.failure = f"{type(error).__name__}: {str(error).partition('. ')[0]:.150}".rstrip(": .")
                 return None
         return list(zip(before, (parameter.detach() for parameter in stand_ins), strict=True))
 
@@ -94,8 +123,11 @@ class OptimizerProbe:
         for _ in range(_NUM_STEPS):
             for parameter, gradient in pairs:
                 parameter.grad = gradient.clone()
-            type(optimizer).step(twin)
+            with self._operations or nullcontext():
+                type(optimizer).step(twin)
         self.draws |= not torch.equal(drawn, torch.get_rng_state())
+        states = ((value, parameter) for parameter, state in twin.state.items() for value in state.values())
+        self._has_other_state |= any(_is_other(value, parameter.shape) for value, parameter in states)
 
 
 def check_can_be_dealt(optimizer: Optimizer, strategy: str) -> None:
@@ -121,20 +153,30 @@ def check_can_be_dealt(optimizer: Optimizer, strategy: str) -> None:
         )
 
 
-def check_can_be_sharded(optimizer: Optimizer, strategy: str, collectives: Collectives) -> None:
+def check_can_be_sharded(optimizer: Optimizer, strategy: str, collectives: Collectives) -> bool:
     """Check that an optimizer updates shards as it updates whole parameters. Collective: every rank calls it.
 
+    Returns:
+        whether it has to step on plain tensors, as its operations fail on DTensors.
+
     Raises:
-        ConfigError: if it does not.
+        ConfigError: if it updates shards otherwise.
     """
-    if _is_known(optimizer) or collectives.is_rehearsed:
-        return
-    differs = OptimizerProbe(optimizer).differs_if_sharded()
-    if collectives.all_reduce(float(differs), "max"):
-        raise ConfigError(
-            f"strategy={strategy!r} shards parameters, but {type(optimizer).__name__} updates shards otherwise than "
-            "whole parameters; use strategy='ddp', or an optimizer whose operations know DTensors."
-        )
+    if type(optimizer) in ELEMENTWISE or needs_closure(optimizer) or collectives.is_rehearsed:
+        return False
+    probe, kind = OptimizerProbe(optimizer), type(optimizer).__name__
+    differs = probe.differs_if_sharded()
+    failures = collectives.all_gather_object((differs, probe.failure))
+    if not any(has for has, _ in failures):
+        return False
+    if not collectives.all_reduce(float(not probe.is_elementwise()), "max"):
+        return True
+    failure = next((text for _, text in failures if text), "")
+    raise ConfigError(
+        f"strategy={strategy!r} shards parameters, but {kind} "
+        + (f"fails on shards ({failure})" if failure else "updates shards otherwise than whole parameters")
+        + "; use strategy='zero' or 'ddp', or an optimizer whose operations know DTensors."
+    )
 
 
 def _is_known(optimizer: Optimizer) -> bool:
@@ -169,6 +211,35 @@ def _numbers(parameter: Any, seed: int) -> Tensor:
 
 def _same(value: Tensor, like: Any) -> Tensor:
     return value
+
+
+def _plain_shard(value: Tensor, like: Any) -> Tensor:
+    return local_shard(shard_like(value, like)).clone()
+
+
+def _is_other(value: Any, shape: torch.Size) -> bool:
+    """Return whether a value of an optimizer's state is more than a number, and no tensor of its parameter's shape."""
+    if isinstance(value, Tensor):
+        return value.dim() > 0 and value.shape != shape
+    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+
+
+class _Operations(TorchDispatchMode):
+    """Sees whether operations compute each element of tensors from those at the same place alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.are_elementwise = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.__name__.partition(".")[0]
+        is_alone = torch.Tag.pointwise in func.tags or name in _EACH_ALONE
+        is_alone |= name.startswith(("_foreach_", "_fused_")) and "norm" not in name and "max" not in name
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
+        if not is_alone and any(tensor.dim() for tensor in tensors):
+            self.are_elementwise = False
+        return result
 
 
 def _shards(pair: tuple[Tensor, Tensor], parameter: Any) -> tuple[Tensor, Tensor]:

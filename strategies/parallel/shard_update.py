@@ -13,11 +13,13 @@ from torch.optim import Optimizer
 
 from ..state.dtensor import is_dtensor, with_local_shard
 
-_ELEMENTWISE: Final = frozenset(
+ELEMENTWISE: Final = frozenset(
     getattr(torch.optim, name)
     for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 )
 """Optimizers that update each element from its own gradient and state, so that shards can be updated separately."""
+STEPPED: Final = "stepped on DTensors"
+"""What a note says on the error of an optimizer."""
 
 
 def step_on_shards(optimizer: Optimizer, step: Callable[[], Any]) -> None:
@@ -28,9 +30,16 @@ def step_on_shards(optimizer: Optimizer, step: Callable[[], Any]) -> None:
     gradients that are sharded differently from their parameters. DTensors cost each operation tens of microseconds, and
     torch updates them one at a time, without a ``foreach`` or ``fused`` kernel.
     """
-    shards = None if type(optimizer) not in _ELEMENTWISE or _is_watched(optimizer) else _shards_of(optimizer)
+    shards = None if type(optimizer) not in ELEMENTWISE or _is_watched(optimizer) else _shards_of(optimizer)
     if shards is None:
-        step()
+        try:
+            step()
+        except Exception as error:
+            error.add_note(
+                f"{type(optimizer).__name__} {STEPPED}, which its operations may not know; use strategy='zero' or "
+                "'ddp', or another optimizer."
+            )
+            raise
         return
     with _holding(optimizer, shards):
         step()

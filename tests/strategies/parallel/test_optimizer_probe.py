@@ -1,12 +1,16 @@
 """An optimizer that looks across parameters is refused where they are dealt out; others train as in one process."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from as_rank import calm_down, double_trainer
+from published_optimizers import SGDP, AdamP, CAdamW, Kron, Lion, Mars, NovoGrad, PlainState, RowSums
 from torch import nn
+from torch.optim import Adafactor, Muon
 from torch.utils.data import DataLoader, TensorDataset
 
-from echelon import TrainModule
+from echelon import ModelCheckpoint, TrainModule
 from echelon.strategies.errors import ConfigError
 from echelon.testing import run_ranks
 
@@ -72,11 +76,21 @@ class OfShards(Base):
         return [parameter.grad / (1 + part.norm()) for parameter, part in zip(held, local, strict=True)]
 
 
+class Wraps(PlainState):
+    """Cannot be tried, since it holds another optimizer."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.inner = torch.optim.SGD(self.param_groups[0]["params"], lr=0.1)
+
+
 class Net(TrainModule):
     def __init__(self, optimizer):
         super().__init__()
         torch.manual_seed(0)
-        self.layers, self.optimizer = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), optimizer
+        has_bias = optimizer is not Muon  # which takes matrices only
+        layers = nn.Linear(3, 4, bias=has_bias), nn.Tanh(), nn.Linear(4, 2, bias=has_bias)
+        self.layers, self.optimizer = nn.Sequential(*layers), optimizer
 
     def training_step(self, batch, batch_idx):
         return (self.layers(batch[0]) - 3).square().mean()
@@ -85,12 +99,12 @@ class Net(TrainModule):
         return self.optimizer(self.parameters())
 
 
-def fit(optimizer, strategy):
+def fit(optimizer, strategy, ckpt_path=None, **settings):
     torch.set_default_dtype(torch.float64)
-    trainer = double_trainer(max_epochs=2, strategy=strategy, global_batch_size=4)
+    trainer = double_trainer(**{"max_epochs": 2, "strategy": strategy, "global_batch_size": 4, **settings})
     data = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
     try:
-        trainer.fit(Net(optimizer), DataLoader(TensorDataset(data), 2))
+        trainer.fit(Net(optimizer), DataLoader(TensorDataset(data), 2), ckpt_path=ckpt_path)
         return trainer.strategy.full_model_state()
     except ConfigError as error:
         return str(error)
@@ -102,22 +116,38 @@ REFUSED = [
     (ClipsAll, "zero", "otherwise if it has no others, as with a norm over all gradients; use strategy='ddp'"),
     (SharesAStepSize, "zero", "otherwise if it has no others"),
     (Draws, "zero", "draws random numbers when it updates them, which would be others on each rank"),
-    (OfShards, "fsdp", "updates shards otherwise than whole parameters; use strategy='ddp'"),
+    (OfShards, "fsdp", "updates shards otherwise than whole parameters; use strategy='zero' or 'ddp'"),
+    *((kind, "fsdp", "fails on shards (RuntimeError: aten.") for kind in (AdamP, SGDP, CAdamW, Kron)),
+    (NovoGrad, "fsdp", "fails on shards (AssertionError); use strategy='zero' or 'ddp'"),
+    (Adafactor, "fsdp", "fails on shards (RuntimeError: aten.pow_"),
+    (Muon, "fsdp", "; use strategy='zero' or 'ddp', or an optimizer whose operations know DTensors"),
 ]
 ACCEPTED = [
     *((kind, "zero") for kind in (Base, TrustsNorms, Orthogonal, OfShards)),
-    *((kind, "fsdp") for kind in (Base, ClipsAll, TrustsNorms)),
+    *((kind, "fsdp") for kind in (Base, ClipsAll, TrustsNorms, Mars, Lion, PlainState, RowSums)),
+    *((kind, "zero") for kind in (AdamP, SGDP, CAdamW, Kron, NovoGrad, Adafactor, Muon, PlainState)),
 ]
 
 
-def fit_all(cases):
+def fit_all(cases, folder):
     calm_down()
-    return {(kind.__name__, strategy): fit(kind, strategy) for kind, strategy in cases}
+    found = {(kind.__name__, strategy): fit(kind, strategy) for kind, strategy in cases}
+    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor") as caught:
+        fit(Wraps, "fsdp")
+    return found | {"notes": caught.value.__notes__, "resumed": resume(PlainState, folder)}
+
+
+def resume(optimizer, folder):
+    """Return the weights of a run that was resumed after its first epoch."""
+    saver = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1)
+    fit(optimizer, "fsdp", max_epochs=1, enable_checkpointing=True, callbacks=[saver], default_root_dir=folder)
+    return fit(optimizer, "fsdp", str(Path(folder) / "epoch=0-step=2.ckpt"), default_root_dir=folder)
 
 
 @pytest.fixture(scope="module")
-def found():
-    return run_ranks(fit_all, 2, [*ACCEPTED, *((kind, strategy) for kind, strategy, _ in REFUSED)])[0]
+def found(tmp_path_factory):
+    cases = [*ACCEPTED, *((kind, strategy) for kind, strategy, _ in REFUSED)]
+    return run_ranks(fit_all, 2, cases, str(tmp_path_factory.mktemp("runs")))[0]
 
 
 @pytest.mark.parametrize(("kind", "strategy", "text"), REFUSED)
@@ -132,3 +162,13 @@ def test_what_would_be_another_update_is_refused_by_name(found, kind, strategy, 
 def test_others_train_as_in_one_process(found, kind, strategy):
     for name, value in fit(kind, "single").items():
         torch.testing.assert_close(found[kind.__name__, strategy][name], value, rtol=0, atol=1e-12)
+
+
+def test_an_optimizer_that_steps_on_plain_shards_resumes(found):
+    for name, value in fit(PlainState, "single").items():
+        torch.testing.assert_close(found["resumed"][name], value, rtol=0, atol=1e-12)
+
+
+def test_the_error_of_an_optimizer_that_cannot_be_tried_names_the_way_out(found):
+    (note,) = [note for note in found["notes"] if "DTensor" in note]
+    assert note.startswith("Wraps stepped on DTensors, which its operations may not know; use strategy='zero' or 'ddp'")
