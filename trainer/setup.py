@@ -40,7 +40,7 @@ from .folders import settle_callbacks
 from .loggers import BY_NAME, default_logger
 from .loggers.tracker import continue_saved_runs
 from .loop.schedule import validates
-from .metrics.gathering import gather_once
+from .metrics.gathering import gather_all_once, gather_once
 from .module.data_module import DataHooks, DataModule
 from .module.hparams import logged_hparams
 from .module.optimizers import (
@@ -336,6 +336,7 @@ def set_up_module(session: Session) -> None:
     sharers = session.strategy.loss_collectives
     if session.settings.sync_batchnorm and sharers.world_size > 1:
         nn.SyncBatchNorm.convert_sync_batchnorm(session.module, sharers.device_group)
+    gather_all_once(session.strategy)
     if "torchmetrics" in sys.modules:
         reached = KeptObjects()
         reached.keep(session.module)  # a metric in a plain list or dict is not a submodule

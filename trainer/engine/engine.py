@@ -17,6 +17,7 @@ from ...strategies.errors import ConfigError, RunError
 from ..checkpoint import make_writer, resolve
 from ..checkpoint.manifest import Origin, read_manifest
 from ..data.seed import capture_rng, part_ranks
+from ..metrics.gathering import gather_all_once
 from ..module.loss import Loss, loss_of
 from ..module.optimizers import ManagedOptimizer
 from ..resume.find_checkpoint import read_checkpoint
@@ -92,6 +93,7 @@ class Engine(EngineProcesses):
         check_plain(module)
         check_optimizers(optimizers, module, self._precision)
         self._connect()
+        gather_all_once(self.strategy)
         strategy = self.strategy.for_another_module()
         strategy.validate_module(module)
         names = {parameter: name for name, parameter in module.named_parameters(remove_duplicate=False)}

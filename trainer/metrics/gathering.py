@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 import types
+import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from ...strategies import Strategy
 from ...strategies.context_parallel.counted import COUNTS_ONCE
+
+_RUN: Final = weakref.WeakValueDictionary[str, Strategy]()
+"""The strategy of the last run or Engine in this process."""
 
 
 class GatherOnce:
@@ -69,6 +74,26 @@ def gather_once(metric: Any, strategy: Strategy) -> None:
     if getattr(synced, "__module__", "").partition(".")[0] == "torchmetrics":
         # a bound method follows the metric to its copies, and is pickled by name: as that of its class
         metric._sync_dist = types.MethodType(_sync_dist, metric)  # noqa: SLF001
+
+
+def gather_all_once(strategy: Strategy) -> None:
+    """Do the same for each torchmetrics object when it is read: one of a callback, of a loop, or made in a hook."""
+    kind: Any = getattr(sys.modules.get("torchmetrics"), "Metric", None)
+    if kind is None:
+        return
+    _RUN["strategy"] = strategy
+    if strategy.collectives.world_size == 1 or getattr(kind.sync, "__module__", None) == __name__:
+        return
+    sync_as_it_is = kind.sync
+
+    def sync(self: Any, dist_sync_fn: Any = None, *args: Any, **kwargs: Any) -> None:
+        strategy = _RUN.get("strategy")
+        if strategy is not None and dist_sync_fn is None:
+            gather_once(self, strategy)
+            dist_sync_fn = self.dist_sync_fn
+        sync_as_it_is(self, dist_sync_fn, *args, **kwargs)
+
+    kind.sync = wraps(sync_as_it_is, assigned=("__name__", "__qualname__", "__doc__"))(sync)
 
 
 def _sync_dist(self: Any, dist_sync_fn: Callable[..., list[Tensor]], process_group: Any = None) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
-from as_rank import calm_down, double_trainer
+from as_rank import calm_down, double_trainer, world_size
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics.text import ROUGEScore
 
-from echelon import TrainModule
+from echelon import Callback, Engine, TrainModule
 from echelon.testing import run_ranks
 
 NUM_SAMPLES = 7
@@ -64,6 +64,52 @@ class Module(TrainModule):
         self.kept.reset()
 
 
+class MadeLate(TrainModule):
+    """Gets its metric after its processes have been set up; a callback has one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.held = nn.Linear(1, 1), {}
+        self.found: list[Any] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.held["kept"].update(batch)
+
+    def on_validation_epoch_start(self) -> None:
+        self.held["kept"] = Kept()
+
+    def on_validation_epoch_end(self) -> None:
+        self.found.append(self.held["kept"].compute().tolist())
+
+
+class Counts(Callback):
+    def __init__(self) -> None:
+        self.kept = Kept()
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+        self.kept.update(batch)
+
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.found.append(self.kept.compute().tolist())
+
+
+def computed_elsewhere() -> Any:
+    """Return what metrics give that the module does not have when it is set up, and one of a loop."""
+    calm_down()
+    module, strategy = MadeLate(), "ddp" if world_size() > 1 else "single"
+    numbers: Any = torch.arange(1, NUM_SAMPLES + 1)
+    trainer = double_trainer(strategy=strategy, callbacks=[Counts()])
+    trainer.validate(module, DataLoader(numbers, 2), verbose=False)
+    engine, kept = Engine(strategy=strategy, accelerator="cpu"), Kept()
+    engine.launch()
+    engine.setup(nn.Linear(1, 1))
+    loader = engine.setup_dataloaders(DataLoader(numbers, 1))
+    for batch in loader:
+        if loader.batch_size:
+            kept.update(batch)
+    return [*module.found, kept.compute().tolist()]
+
+
 def validated(strategy: str, num_samples: int, *, copies: bool = False) -> Any:
     calm_down()
     module = Module(copies=copies)
@@ -86,3 +132,9 @@ def test_lists_of_which_ranks_have_different_numbers_or_none_are_gathered_whole(
 def test_a_copy_of_a_metric_gathers_like_it() -> None:
     for numbers, _ in run_ranks(partial(validated, "ddp", 8, copies=True), 2, timeout=60):
         assert numbers == [36, 72, 204]
+
+
+def test_metrics_that_the_module_does_not_have_are_gathered_whole() -> None:
+    (alone,) = run_ranks(computed_elsewhere, 1)
+    assert alone == [[28, 56, 140]] * 3
+    assert run_ranks(computed_elsewhere, 2, timeout=60) == [alone] * 2
