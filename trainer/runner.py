@@ -48,7 +48,7 @@ from .request import Request
 from .result import EndedRun, Result, result_of, take_over
 from .resume.after_restart import go_on, note_end, note_run
 from .resume.find_checkpoint import find_checkpoint
-from .resume.hold_folder import hold_and_choose, names_a_link
+from .resume.hold_folder import hold_and_choose, names_a_link, open_loggers
 from .resume.save import newest_saved, point_to_checkpoint
 from .resume.take_snapshot import end_snapshots
 from .session.detailed_profilers import profiler_by_name
@@ -57,7 +57,7 @@ from .session.session import Session
 from .session.settings import Settings
 from .session.torch_flags import numerics
 from .session.train_state import TrainState
-from .setup import make_callbacks, make_loggers, open_loggers, set_up, with_module_callbacks
+from .setup import make_callbacks, make_loggers, set_up, with_module_callbacks
 
 Work = Callable[[Session, Request], Any]
 
@@ -323,7 +323,7 @@ class Runner:
             go_on(session)
             hold_and_choose(session, is_link=is_link)
             continued = None if session.is_restarted else session.resumed_from
-            versions = strategy.collectives.on_first_rank(partial(open_loggers, self.loggers, continued))
+            versions = strategy.collectives.on_first_rank(partial(open_loggers, session, continued))
             note_run(session, versions)
             if strategy.rank:
                 continue_loggers(self.loggers, versions)

@@ -28,8 +28,6 @@ from ..strategies.module.blocks import repeated_blocks
 from ..strategies.module.compiled_calls import compile_calls
 from ..strategies.module.traces import KeptObjects
 from ..strategies.state.optimizer_state import needs_closure
-from .checkpoint import load
-from .checkpoint.manifest import read_manifest
 from .checks import check_callbacks, check_loaders
 from .data.evaluation_data import EvaluationData
 from .data.index_stream import DataRanks
@@ -38,7 +36,6 @@ from .data.stream import Cut
 from .data.train_data import TrainData
 from .folders import settle_callbacks
 from .loggers import BY_NAME, default_logger
-from .loggers.tracker import continue_saved_runs
 from .loop.schedule import validates
 from .metrics.gathering import gather_all_once, gather_once
 from .module.data_module import DataHooks, DataModule
@@ -357,19 +354,6 @@ def _compile_in_place(module: nn.Module, blocks: Sequence[nn.Module], options: d
     """Compile the blocks, if any, else ``forward`` if the module has one, else each child; names do not change."""
     for part in blocks or ([module] if overrides(module, "forward", nn.Module) else module.children()):
         compile_calls(part, partial(torch.compile, **options))
-
-
-def open_loggers(loggers: Sequence[Logger], resumed_from: Path | None) -> list[int | str | None]:
-    """Let loggers open their folders, those of a resumed run, and return their versions."""
-    if resumed_from is not None:
-        tell(loggers, "continue_run", resumed_from)
-        if (
-            any(hasattr(logger, "continue_saved") for logger in loggers)
-            and "loggers" in read_manifest(resumed_from).parts
-        ):
-            continue_saved_runs(loggers, load(resumed_from, parts=("loggers",))["loggers"])
-    tell(loggers, "open")
-    return [logger.version for logger in loggers]
 
 
 def introduce(session: Session, *, is_resumed: bool) -> None:

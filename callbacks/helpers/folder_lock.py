@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ LOCK: Final = ".lock"
 _PATIENCE: Final = 5.0
 """Seconds to wait for a run that is about to end, such as one whose job was restarted."""
 _PAUSE: Final = 0.05
+_TRIES: Final = 20
 _LONGEST: Final = 4096
 _SCHEMA: Final = {"host": TEXT, "pid": COUNT, "start": COUNT, "run": COUNT, "job": TEXT, "round": COUNT}
 
@@ -68,25 +70,28 @@ class FolderLock:
         self._own = {**me, "run": run, "job": job, "round": round}
         deadline = time.monotonic() + patience
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            while not self._take():
-                holder = self._holder()
-                if holder == self._own:
-                    return  # another callback of this run holds it, as long as this one needs it
-                is_ours = holder is not None and holder["host"] == self._own["host"]
-                if holder is not None and (self._is_followed(holder) or (is_ours and not _is_alive(holder))):
-                    self._path.unlink(missing_ok=True)  # surviving children keep the lock of an unlinked file
-                elif time.monotonic() > deadline or (holder is not None and is_ours and holder["pid"] == os.getpid()):
-                    raise _taken(folder, holder)
-                else:
-                    time.sleep(_PAUSE)
+            while True:
+                folder.mkdir(parents=True, exist_ok=True)
+                with contextlib.suppress(FileNotFoundError), _alone(folder):  # removed by the run that held it
+                    if self._take():
+                        return
+                    holder = self._holder()
+                    if holder == self._own:
+                        return  # another callback of this run holds it, as long as this one needs it
+                    is_ours = holder is not None and holder["host"] == self._own["host"]
+                    if holder is not None and (self._is_followed(holder) or (is_ours and not _is_alive(holder))):
+                        self._path.unlink(missing_ok=True)  # surviving children keep the lock of an unlinked file
+                        continue
+                    if time.monotonic() > deadline or (is_ours and holder is not None and holder["pid"] == os.getpid()):
+                        raise _taken(folder, holder)
+                time.sleep(_PAUSE)
         except OSError:  # the folder cannot be written, which a save reports; or there are no locks here
             self.release()
 
     def release(self) -> None:
         """Release the lock, and remove its file, and the folder if nothing was saved into it."""
         if self._descriptor >= 0:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError), _alone(self._path.parent):
                 if os.path.samestat(os.fstat(self._descriptor), self._path.stat()):  # no other round has taken it over
                     self._path.unlink()
                 self._path.parent.rmdir()
@@ -130,6 +135,34 @@ class FolderLock:
         except (FileNotFoundError, CheckpointError):
             return None
         return holder
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Let one process at a time look at the lock of a folder and change it, unless one of them is stopped meanwhile.
+
+    Otherwise two that wait for a run to end could both find it dead, and the slower one remove the lock of the other.
+    """
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for _ in range(_TRIES):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(_PAUSE)
+            except OSError:  # not on every file system
+                break
+            else:
+                break
+        if not os.path.samestat(os.fstat(descriptor), folder.stat()):
+            raise FileNotFoundError(errno.ENOENT, "removed by the run that held it")
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for children that were started meanwhile
+        os.close(descriptor)
 
 
 def _is_alive(holder: dict[str, Any]) -> bool:

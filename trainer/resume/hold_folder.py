@@ -1,20 +1,24 @@
-"""Folder in which a run is going to save: it is held before the last checkpoint in it is chosen.
+"""Folders in which a run is going to save: they are held before the last checkpoint is chosen or a file is touched.
 
-The job that was there before, told to end within a step, saves once more: what was chosen earlier would be stale.
+The job that was there before, told to end within a step, saves once more: what was chosen earlier would be stale. A run
+that is refused has changed none of the files of the run that is there.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from ...callbacks.helpers.folder_lock import LOCK, FolderLock
+from ...callbacks.helpers.loggers import tell
 from ...callbacks.model_checkpoint import ModelCheckpoint
 from ...strategies.errors import CheckpointError
-from ..checkpoint import list_checkpoints
+from ..checkpoint import list_checkpoints, load
+from ..checkpoint.manifest import read_manifest
+from ..loggers.tracker import continue_saved_runs
 from ..session.session import Session
 from .find_checkpoint import find_checkpoint, folders_of_runs
 
@@ -38,8 +42,7 @@ def hold_and_choose(session: Session, *, is_link: bool) -> None:
 
 
 def _hold_and_choose(session: Session) -> Path | None:
-    all_savers = [one for one in session.callbacks if isinstance(one, ModelCheckpoint)]
-    savers = [one for one in all_savers if one.save_top_k or one.save_last or one.save_on_exception]
+    all_savers, savers = _savers(session)
     where = session.loggers, all_savers, session.run.default_root_dir
     found, held = session.resumed_from, set[Path]()
     if found is None and savers:
@@ -48,10 +51,7 @@ def _hold_and_choose(session: Session) -> Path | None:
         places = {Path(one.dirpath) for one in savers if one.is_dirpath_given}
         if found is not None and not all(one.is_dirpath_given for one in savers):
             places.add(found.parent)  # the folders of that run are those of this one
-        for place in places - held:
-            lock = FolderLock()
-            lock.take_for(session.run, place)
-            session.held.callback(lock.release)
+        _hold(session, places - held)
         held |= places
         if found is not None and _is_newest(found, folders_of_runs(*where)):
             break
@@ -59,6 +59,43 @@ def _hold_and_choose(session: Session) -> Path | None:
         if found == before:
             break
     return found
+
+
+def open_loggers(session: Session, resumed_from: Path | None) -> list[int | str | None]:
+    """Let loggers open their folders, those of a resumed run, and return their versions; on rank 0.
+
+    Raises:
+        CheckpointError: if another run saves into them.
+    """
+    loggers = session.loggers
+    if resumed_from is not None:
+        tell(loggers, "continue_run", resumed_from)
+        if (
+            any(hasattr(logger, "continue_saved") for logger in loggers)
+            and "loggers" in read_manifest(resumed_from).parts
+        ):
+            continue_saved_runs(loggers, load(resumed_from, parts=("loggers",))["loggers"])
+    trackers = [logger for logger in loggers if hasattr(logger, "continue_saved")]
+    tell([logger for logger in loggers if logger not in trackers], "open")  # creates folders, and only that
+    if not loggers or loggers[0].version is not None:  # a tracker gives a new run its id when it opens
+        default = Path(session.run.log_dir, "checkpoints")
+        _hold(session, {Path(one.dirpath) if one.is_dirpath_given else default for one in _savers(session)[1]})
+    tell(trackers, "open")
+    return [logger.version for logger in loggers]
+
+
+def _savers(session: Session) -> tuple[list[ModelCheckpoint], list[ModelCheckpoint]]:
+    """Return every `ModelCheckpoint` of a run, and those that save."""
+    every = [one for one in session.callbacks if isinstance(one, ModelCheckpoint)]
+    return every, [one for one in every if one.save_top_k or one.save_last or one.save_on_exception]
+
+
+def _hold(session: Session, folders: Iterable[Path]) -> None:
+    """Hold folders until the run ends."""
+    for folder in folders:
+        lock = FolderLock()
+        lock.take_for(session.run, folder)
+        session.held.callback(lock.release)
 
 
 def _is_newest(found: Path, folders: Sequence[str]) -> bool:

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import run_program
 from scripted import Scripted, batches, trainer_in
 
-from echelon.callbacks import Callback, ModelCheckpoint
+from echelon import CSVLogger, TensorBoardLogger
+from echelon.callbacks import Callback, GoodputMonitor, ModelCheckpoint, SampleLedger
 from echelon.callbacks.helpers.folder_lock import LOCK, FolderLock
 from echelon.strategies.errors import CheckpointError
 
@@ -91,6 +93,31 @@ def test_who_has_lost_a_lock_does_not_remove_that_of_the_next_round(tmp_path: Pa
     assert not tmp_path.exists()
 
 
+TURNS = """
+import os, sys
+from pathlib import Path
+from echelon.callbacks.helpers.folder_lock import FolderLock
+folder, lock = Path(sys.argv[1]), FolderLock()
+children = []
+while len(children) < 3 and 0 not in children:
+    children.append(os.fork())
+for _ in range(100):
+    lock.take(folder / "runs" / "saved", run=1, patience=60)
+    (folder / "taken").touch(exist_ok=False)  # fails if another has the lock, too
+    (folder / "taken").unlink()
+    lock.release()
+if 0 not in children:
+    for child in children:
+        assert os.waitpid(child, 0)[1] == 0
+    print("done")
+"""
+
+
+def test_runs_that_take_turns_never_hold_a_folder_together_though_each_removes_it(tmp_path: Path) -> None:
+    done = run_program("-c", TURNS, tmp_path, folder=tmp_path, timeout=120)
+    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+
+
 def test_a_run_waits_for_one_that_is_about_to_end(tmp_path: Path) -> None:
     process, child = holder_of(tmp_path)
     os.kill(child, signal.SIGKILL)
@@ -145,3 +172,49 @@ def test_a_second_run_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
     names = sorted(path.name for path in (tmp_path / "ckpt").iterdir())
     assert names == ["epoch=0-step=4-v1.ckpt", "epoch=0-step=4.ckpt"]
     trainer_in(tmp_path, ModelCheckpoint(tmp_path / "ckpt"), max_epochs=1).fit(Scripted(), batches())
+
+
+SAVED = "logs/echelon_logs/version_0/checkpoints/sixth.ckpt"
+
+
+class SecondJob(Callback):
+    """Starts a fit into the folder of this one, while this one trains, and notes what it did to the folder."""
+
+    def __init__(self, folder: Path, ckpt_path: str | None) -> None:
+        self.folder, self.ckpt_path = folder, ckpt_path
+        self.error, self.before, self.after = "", {}, {}
+
+    def on_train_step_end(self, trainer: Any, module: Any) -> None:
+        if trainer.global_step == 6:
+            trainer.save_checkpoint(self.folder / SAVED)
+            for logger in trainer.loggers:
+                logger.save()
+            self.before = self._contents()
+            try:
+                logged(self.folder, lr=0.2).fit(Scripted(lr=0.2), batches(), ckpt_path=self.ckpt_path)
+            except CheckpointError as error:
+                self.error = str(error)
+            self.after = self._contents()
+
+    def _contents(self) -> dict[str, bytes]:
+        files = sorted(path for path in (self.folder / "logs").rglob("*") if path.is_file())
+        return {str(path): path.read_bytes() for path in files}
+
+
+def logged(folder: Path, *callbacks: Callback, lr: float = 0.1) -> Any:
+    """Return a trainer with everything that writes into the folder of a run from its beginning."""
+    loggers = [kind(folder / "logs", version=0) for kind in (CSVLogger, TensorBoardLogger)]
+    callbacks = (*callbacks, ModelCheckpoint(save_last=True), SampleLedger(), GoodputMonitor())
+    return trainer_in(folder, *callbacks, logger=loggers, max_epochs=3, log_every_n_steps=1)
+
+
+@pytest.mark.parametrize("ckpt_path", [None, "last", SAVED])
+def test_a_run_that_is_refused_has_touched_nothing_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ckpt_path: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    second = SecondJob(tmp_path, ckpt_path)
+    logged(tmp_path, second).fit(Scripted(), batches())
+    assert "must belong to one run" in second.error
+    assert len(second.before) > 5
+    assert second.after == second.before
