@@ -7,11 +7,12 @@ import hashlib
 import mmap
 import os
 import stat
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Self, TypeVar
 
 from ...strategies.errors import CheckpointError
 
@@ -19,6 +20,7 @@ HASH_NAME: Final = "sha256"
 # With the processor's SHA instructions, sha256 reaches 1.2 GB/s, blake2b 0.8; and `sha256sum` is everywhere.
 
 _BLOCK: Final = 8 << 20
+_TRIES: Final = 20
 
 
 @dataclass(frozen=True)
@@ -102,14 +104,15 @@ class MappedFile:
     """A memory-mapped file of a checkpoint: private, so that writing to it does not change the file, or read-only.
 
     A read-only one does not count as memory of this process, however large it is. If only the header of a file is
-    available, `whole_size` is greater than `size`.
+    available, `whole_size` is greater than `size`. The file is looked up in the folder `held`, see `while_it_stays`.
     """
 
-    def __init__(self, path: Path, *, is_private: bool = True) -> None:
+    def __init__(self, path: Path, *, is_private: bool = True, held: int | None = None) -> None:
         self.path = path
         access = mmap.ACCESS_COPY if is_private else mmap.ACCESS_READ
         # O_NONBLOCK: opening a named pipe must not wait for a writer that never comes
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
+        descriptor = os.open(path, flags) if held is None else os.open(path.name, flags, dir_fd=held)
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
@@ -127,6 +130,38 @@ class MappedFile:
         """Return the hash of the contents in hex."""
         with memoryview(self.data)[: self.size] as view:
             return hashlib.new(HASH_NAME, view).hexdigest()
+
+
+T = TypeVar("T")
+
+
+def while_it_stays(folder: Path, read: Callable[[int | None], T]) -> T:
+    """Return what `read` returns for a folder that is held open, which it gets as a file descriptor.
+
+    A run moves its links, and replaces and deletes checkpoints, while others read: a reader sees the files of one
+    checkpoint, and reads again, from what has the name then, if the one that it reads is deleted.
+    """
+    for _ in range(_TRIES):
+        try:
+            held = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+        except OSError:
+            return read(None)  # which says what is wrong with it
+        try:
+            return read(held)
+        except CheckpointError:
+            if _is_still(folder, held):
+                raise
+        finally:
+            os.close(held)
+    return read(None)
+
+
+def _is_still(folder: Path, held: int) -> bool:
+    """Return whether a name is that of the folder that is held open, or of none."""
+    try:
+        return os.path.samestat(os.stat(folder), os.fstat(held))
+    except OSError:
+        return True
 
 
 def explain(error: OSError) -> str:

@@ -20,6 +20,7 @@ from .manifest import MANIFEST, Manifest, read_manifest
 
 _LARGEST_PICKLE: Final = 1 << 24
 """Bytes of the part of a file that is searched for the name of the program that wrote it."""
+_TRIES: Final = 20
 
 _logger = logging.getLogger("echelon")
 
@@ -37,8 +38,11 @@ class FoundCheckpoint:
 
 def list_checkpoints(*folders: str | Path) -> list[FoundCheckpoint]:
     """Return the checkpoints in folders, oldest first, including those with a damaged manifest but not links."""
-    paths = [path for folder in folders for path in _candidates(Path(folder))]
-    known = [checkpoint for checkpoint in map(_look, paths) if checkpoint is not None]
+    for _ in range(_TRIES):
+        paths = [path for folder in folders for path in _candidates(Path(folder))]
+        known = [checkpoint for checkpoint in map(_look, paths) if checkpoint is not None]
+        if len(known) == len(paths):  # none was deleted since, for one that is not in the list
+            break
     return sorted(known, key=lambda checkpoint: (checkpoint.saved_at, checkpoint.path.name))
 
 
@@ -52,7 +56,9 @@ def newest_valid(*folders: str | Path, part: str | None = None) -> Path | None:
         CheckpointError: if there are checkpoints, and all are damaged.
     """
     faults: list[str] = []
-    for checkpoint in reversed(list_checkpoints(*folders)):
+    found = list_checkpoints(*folders)
+    while found:
+        checkpoint = found.pop()
         try:
             if checkpoint.manifest is None:
                 raise CheckpointError(checkpoint.fault)
@@ -60,6 +66,9 @@ def newest_valid(*folders: str | Path, part: str | None = None) -> Path | None:
                 continue
             verify(checkpoint.path)
         except CheckpointError as error:
+            if is_gone(checkpoint.path):  # deleted since, by a run that has saved a newer one
+                found, faults = list_checkpoints(*folders), []
+                continue
             _logger.warning("Skipped the checkpoint %s: %s", checkpoint.path, error)
             faults.append(str(error))
             continue
@@ -70,6 +79,17 @@ def newest_valid(*folders: str | Path, part: str | None = None) -> Path | None:
             f"{' '.join(faults)}"
         )
     return None
+
+
+def is_gone(path: Path) -> bool:
+    """Return whether a checkpoint is no longer there; not if it cannot be read."""
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def resolve(ckpt_path: str | Path, *folders: str | Path, part: str | None = None) -> Path | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...strategies.errors import CheckpointError, did_you_mean
 from ...strategies.state.lazy_tensor import OUTLINE, Block
-from .files import FileRecord, MappedFile, explain
+from .files import FileRecord, MappedFile, explain, while_it_stays
 from .manifest import LARGEST_JSON, Manifest, read_manifest
 from .safetensors_file import collect, read_tensors
 from .saving import STATE
@@ -41,16 +41,19 @@ def load(
         CheckpointError: if the checkpoint is missing, damaged, not Echelon's, or has no such part.
     """
     folder = Path(path)
-    manifest = read_manifest(folder)
-    wanted = list(manifest.parts) if parts is None else list(parts)
-    for part in wanted:
-        if part not in manifest.parts:
-            raise CheckpointError(f"{folder} has no part {part!r}.{did_you_mean(part, manifest.parts)}")
-    names = [STATE, *(name for part in wanted for name in manifest.parts[part])]
-    constant = {name for part in wanted if part in lazy for name in manifest.parts[part]}
-    files = _open_files(
-        folder, manifest, names, verify=names[share[0] :: share[1]] if verify else (), constant=constant
-    )
+
+    def read(held: int | None) -> tuple[Manifest, list[str], dict[str, MappedFile]]:
+        manifest = read_manifest(folder, held)
+        wanted = list(manifest.parts) if parts is None else list(parts)
+        for part in wanted:
+            if part not in manifest.parts:
+                raise CheckpointError(f"{folder} has no part {part!r}.{did_you_mean(part, manifest.parts)}")
+        names = [STATE, *(name for part in wanted for name in manifest.parts[part])]
+        constant = {name for part in wanted if part in lazy for name in manifest.parts[part]}
+        compared = names[share[0] :: share[1]] if verify else ()
+        return manifest, wanted, _open_files(folder, manifest, names, verify=compared, constant=constant, held=held)
+
+    manifest, wanted, files = while_it_stays(folder, read)
     encoded = _read_state(files[STATE])
     state: dict[str, Any] = {}
     for part in wanted:
@@ -69,9 +72,13 @@ def verify(path: str | Path) -> Manifest:
         CheckpointError: with each damaged file and what is wrong with it.
     """
     folder = Path(path)
-    manifest = read_manifest(folder)
-    _open_files(folder, manifest, manifest.files, verify=manifest.files, constant=manifest.files)
-    return manifest
+
+    def read(held: int | None) -> Manifest:
+        manifest = read_manifest(folder, held)
+        _open_files(folder, manifest, manifest.files, verify=manifest.files, constant=manifest.files, held=held)
+        return manifest
+
+    return while_it_stays(folder, read)
 
 
 def _open_files(
@@ -81,8 +88,11 @@ def _open_files(
     *,
     verify: Collection[str],
     constant: Collection[str] = (),
+    held: int | None = None,
 ) -> dict[str, MappedFile]:
-    """Map files of a checkpoint, and compare their sizes, and for those in `verify` their hashes, with the manifest.
+    """Map files of a checkpoint, which may be `held` open, and compare them with the manifest.
+
+    The sizes are compared, and for those in `verify` the hashes.
 
     Those in `constant` are mapped read-only.
 
@@ -95,7 +105,7 @@ def _open_files(
         try:
             if name not in manifest.files:
                 raise CheckpointError(f"{name} is not in the manifest")
-            files[name] = _open(folder / name, manifest.files[name], is_private=name not in constant)
+            files[name] = _open(folder / name, manifest.files[name], is_private=name not in constant, held=held)
         except CheckpointError as error:
             faults.append(str(error))
     if verify:
@@ -112,11 +122,11 @@ def _open_files(
     return files
 
 
-def _open(path: Path, record: FileRecord, *, is_private: bool) -> MappedFile:
+def _open(path: Path, record: FileRecord, *, is_private: bool, held: int | None) -> MappedFile:
     outline = path.with_name(path.name + OUTLINE)
     try:
         has_outline = outline.exists() and not path.exists()
-        file = MappedFile(outline if has_outline else path, is_private=is_private)
+        file = MappedFile(outline if has_outline else path, is_private=is_private, held=held)
     except FileNotFoundError:
         raise CheckpointError(f"{path.name} is missing") from None
     except OSError as error:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import stat
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -116,26 +118,30 @@ class Manifest:
         return head + _BEFORE_HASH + hashlib.new(HASH_NAME, head).hexdigest().encode() + _AFTER_HASH
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a checkpoint folder.
+def read_manifest(folder: Path, held: int | None = None) -> Manifest:
+    """Return the manifest of a checkpoint folder, which may be `held` open; see `while_it_stays`.
 
     Raises:
         CheckpointError: if it is missing, damaged, or of an unknown format version.
     """
     path = folder / MANIFEST
     try:
-        if not folder.is_dir():
+        if held is None and not folder.is_dir():
             raise CheckpointError(
                 f"{folder} is not a checkpoint folder{'' if folder.exists() else ': it does not exist'}; give another "
                 "one."
             )
-        if not path.is_file():
+        place = path if held is None else MANIFEST
+        try:
+            status = os.stat(place, dir_fd=held)
+        except FileNotFoundError:
+            status = None
+        if status is None or not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{path} is missing; the checkpoint is incomplete; use another one.")
-        if path.stat().st_size > LARGEST_JSON:
-            raise CheckpointError(
-                f"{path} has {path.stat().st_size} bytes, more than any manifest; use another checkpoint."
-            )
-        raw = path.read_bytes()
+        if status.st_size > LARGEST_JSON:
+            raise CheckpointError(f"{path} has {status.st_size} bytes, more than any manifest; use another checkpoint.")
+        with open(os.open(place, os.O_RDONLY, dir_fd=held), "rb") as file:
+            raw = file.read()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {explain(error)}.") from error
     head, hash_ = _split(raw)

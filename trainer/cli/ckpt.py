@@ -14,7 +14,7 @@ from torch import Tensor
 from ...strategies.errors import CheckpointError
 from ..checkpoint.atomic_folder import unfinished
 from ..checkpoint.export import export
-from ..checkpoint.finding import FoundCheckpoint, list_checkpoints, resolve
+from ..checkpoint.finding import FoundCheckpoint, is_gone, list_checkpoints, resolve
 from ..checkpoint.loading import load, verify
 from ..checkpoint.manifest import read_manifest
 from .output import printable
@@ -94,6 +94,8 @@ def verify_all(paths: Sequence[str | Path]) -> tuple[list[str], bool]:
             try:
                 lines.append(f"good     {path} ({_bytes(sum(file.size for file in verify(path).files.values()))})")
             except CheckpointError as error:
+                if inside and is_gone(path):
+                    continue  # deleted since, by a run that saves beside
                 lines.append(f"damaged  {path}: {error}")
                 is_good = False
     return lines, is_good

@@ -316,8 +316,7 @@ class Engine(EngineProcesses):
         check_names(objects, "engine.load")
         folder = resolve(path)
         assert folder is not None
-        known = read_manifest(folder).parts
-        large = [name for name, value in objects.items() if self._owner(value) is not None and name in known]
+        large = [name for name, value in objects.items() if self._owner(value) is not None]
         saved = read_checkpoint(folder, self.strategy, large=large, checked=lambda *_: None)
         own = {name: saved.pop(name) for name in OWN if name in saved}
         put_back(objects, saved, self._owner, strict=strict)

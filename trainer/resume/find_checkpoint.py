@@ -11,7 +11,7 @@ from ...callbacks.helpers.loggers import run_folder
 from ...callbacks.model_checkpoint import ModelCheckpoint
 from ...callbacks.run import Logger
 from ...strategies import Strategy
-from ...strategies.errors import CheckpointError, ConfigError
+from ...strategies.errors import CheckpointError, ConfigError, EchelonError
 from .. import checkpoint
 from ..checkpoint.files import explain
 from ..checkpoint.saved_state import check_saved
@@ -109,7 +109,8 @@ def read_checkpoint(
 ) -> dict[str, Any]:
     """Return the state in a checkpoint; each rank reads what it needs. Collective: every rank calls it.
 
-    With `verify`, the ranks of each node divide the hashes among themselves, and all ranks learn the result.
+    With `verify`, the ranks of each node divide the hashes among themselves, and all ranks learn the result. A link,
+    such as last.ckpt, is followed once, on rank 0, and again if the checkpoint was deleted meanwhile.
 
     Args:
         path: the checkpoint.
@@ -122,9 +123,23 @@ def read_checkpoint(
     Raises:
         CheckpointError: on every rank, if the checkpoint is missing or damaged on any rank.
     """
-    with strategy.collectives.fail_together():
-        share = strategy.local_rank, strategy.environment.local_world_size
-        lazy = large if strategy.world_size > 1 else ()
-        state = checkpoint.load(path, parts=parts, lazy=lazy, verify=verify, share=share)
-        checked(state, str(path))
-    return state
+    share = strategy.local_rank, strategy.environment.local_world_size
+    lazy = large if strategy.world_size > 1 else ()
+    target = _follow(path, strategy)
+    while True:
+        try:
+            with strategy.collectives.fail_together():
+                state = checkpoint.load(target or path, parts=parts, lazy=lazy, verify=verify, share=share)
+                checked(state, str(path))
+        except EchelonError:  # on every rank
+            before, target = target, _follow(path, strategy)
+            if target == before:
+                raise
+        else:
+            return state
+
+
+def _follow(path: Path, strategy: Strategy) -> Path | None:
+    """Return the checkpoint to which a link points on rank 0; None if it is none. Collective: every rank calls it."""
+    # not Path.is_symlink(), which raises errors of the disk
+    return strategy.collectives.on_first_rank(lambda: Path(os.path.realpath(path)) if os.path.islink(path) else None)

@@ -45,6 +45,9 @@ def _hold_and_choose(session: Session) -> Path | None:
     all_savers, savers = _savers(session)
     where = session.loggers, all_savers, session.run.default_root_dir
     found, held = session.resumed_from, set[Path]()
+    link = found if found is not None and os.path.islink(found) else None  # not is_symlink(): see names_a_link
+    if link is not None and savers:
+        found = Path(os.path.realpath(link))
     if found is None and savers:
         _wait_for_runs(folders_of_runs(*where))
     while savers:
@@ -53,9 +56,10 @@ def _hold_and_choose(session: Session) -> Path | None:
             places.add(found.parent)  # the folders of that run are those of this one
         _hold(session, places - held)
         held |= places
-        if found is not None and _is_newest(found, folders_of_runs(*where)):
+        if link is None and found is not None and _is_newest(found, folders_of_runs(*where)):
             break
-        before, found = found, find_checkpoint("last", *where, to_resume=True)
+        before = found
+        found = Path(os.path.realpath(link)) if link else find_checkpoint("last", *where, to_resume=True)
         if found == before:
             break
     return found
@@ -99,9 +103,7 @@ def _hold(session: Session, folders: Iterable[Path]) -> None:
 
 
 def _is_newest(found: Path, folders: Sequence[str]) -> bool:
-    """Return whether nothing is newer than what was verified before; a link is followed when it is read."""
-    if os.path.islink(found):  # not Path.is_symlink(), which raises errors of the disk
-        return True
+    """Return whether nothing is newer than what was verified before."""
     known = list_checkpoints(*folders)
     return bool(known) and known[-1].path == found
 

@@ -4,18 +4,36 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from echelon import Engine
 from echelon.strategies.errors import CheckpointError
-from echelon.trainer.checkpoint import list_checkpoints, newest_valid, point, resolve, save
+from echelon.testing import run_ranks
+from echelon.trainer.checkpoint import (
+    list_checkpoints,
+    load,
+    load_weights,
+    newest_valid,
+    point,
+    remove,
+    resolve,
+    save,
+    verify,
+)
 from echelon.trainer.checkpoint.atomic_folder import committed
+from echelon.trainer.cli.ckpt import show, verify_all
 
 
-def make(path: Path) -> Path:
-    save(path, {"model": {"w": torch.ones(2)}})
+def make(path: Path, value: float = 1.0) -> Path:
+    save(path, {"model": {"w": torch.full((2,), value)}})
     return path
 
 
@@ -55,6 +73,84 @@ def test_every_damaged_one_passed_over_is_reported_with_the_reason(
     assert "state.json is missing" in said["b.ckpt"]
     assert "manifest.json is missing" in said["c.ckpt"]
     assert "model.safetensors has 10 bytes, not" in said["d.ckpt"]
+
+
+_HOOKED: list[bool] = []
+ON_OPEN: dict[str, Callable[[], object]] = {}
+"""What another process does once, just before a file of this name is opened."""
+
+
+def _watch(event: str, args: tuple[object, ...]) -> None:
+    if event == "open" and isinstance(args[0], str | Path) and ON_OPEN:
+        act = ON_OPEN.pop(Path(args[0]).name, None)
+        if act is not None:
+            act()
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "model.safetensors"])
+@pytest.mark.parametrize("is_deleted", [True, False])
+@pytest.mark.parametrize(
+    "read",
+    [
+        verify,
+        load_weights,
+        lambda path: load(path, verify=False),
+        lambda path: show(path) and load(path),
+        lambda path: newest_valid(path.parent),
+        lambda path: verify_all([path.parent])[1] or pytest.fail("an intact checkpoint is called damaged"),
+    ],
+    ids=["verify", "load_weights", "load", "show", "newest_valid", "verify_all"],
+)
+def test_a_reader_beside_a_run_that_saves_gets_one_whole_checkpoint(
+    tmp_path: Path, read: Callable[[Path], Any], name: str, is_deleted: bool
+) -> None:
+    """While a checkpoint is read, last.ckpt and another name get the next one, and the one before is deleted."""
+    if not _HOOKED:
+        sys.addaudithook(_watch)
+        _HOOKED.append(True)
+    link, same = tmp_path / "run" / "last.ckpt", tmp_path / "same" / "a.ckpt"
+
+    def save_step(step: int) -> None:
+        state = {"model": {name: torch.full((2,), float(step)) for name in "ab"}}
+        save(link.parent / f"{step}.ckpt", state)
+        save(same, state)
+        point(link, link.parent / f"{step}.ckpt")
+        if step and is_deleted:
+            remove(link.parent / f"{step - 1}.ckpt")
+
+    save_step(0)
+    for step, path in enumerate((link, same), 1):
+        ON_OPEN[name] = partial(save_step, step)
+        found = read(path)
+        assert name not in ON_OPEN or name == "model.safetensors"
+        ON_OPEN.clear()
+        if isinstance(found, dict):
+            model = found.get("model", found)
+            assert model["a"].tolist() == model["b"].tolist()
+        assert read(path)
+
+
+def load_on_rank(folder: str) -> list[float]:
+    """Load last.ckpt; before rank 1 reads it, rank 0 has, and it moves, and its checkpoint is deleted."""
+    engine, has_read = Engine(strategy="ddp", accelerator="cpu"), Path(folder, "has_read")
+
+    def move() -> None:
+        deadline = time.monotonic() + 60
+        while not has_read.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        point(link, make(Path(folder, "second.ckpt"), 2.0))
+        remove(Path(folder, "first.ckpt"))
+
+    link = Path(folder, "last.ckpt")
+    sys.addaudithook(_watch)
+    ON_OPEN.update({"state.json": has_read.touch} if engine.global_rank == 0 else {"manifest.json": move})
+    loaded: list[float] = engine.load(link)["model"]["w"].tolist()
+    return loaded
+
+
+def test_all_ranks_load_one_checkpoint_though_the_link_to_it_moves_meanwhile(tmp_path: Path) -> None:
+    point(tmp_path / "last.ckpt", make(tmp_path / "first.ckpt"))
+    assert run_ranks(load_on_rank, 2, str(tmp_path), timeout=120) == [[2.0, 2.0], [2.0, 2.0]]
 
 
 def test_links_and_unfinished_writes_are_no_checkpoints(tmp_path: Path) -> None:
