@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from time import monotonic
 from typing import Any, Final, Literal
 
@@ -13,7 +14,7 @@ from torch import nn
 from ..strategies.errors import ConfigError
 from .callback import Callback
 from .helpers.bars import Bar, LineBar, Postfix
-from .helpers.console import Console, current_console
+from .helpers.console import Console, current_console, outlives_output_errors
 from .run import Run
 
 Kind = Literal["train", "sanity_check", "validate", "test", "predict"]
@@ -115,8 +116,9 @@ class ProgressDisplay(Callback):
             return
         self._trained = trainer.batch_position
         of_all = f"/{trainer.max_epochs - 1}" if trainer.max_epochs > 0 else ""
-        self._training.begin(f"Epoch {trainer.current_epoch}{of_all}", trainer.num_training_batches, self._trained)
-        self._has_begun = True
+        with self._drawing():
+            self._training.begin(f"Epoch {trainer.current_epoch}{of_all}", trainer.num_training_batches, self._trained)
+        self._has_begun = self._training is not None
         self._due = 0.0
 
     def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
@@ -137,7 +139,8 @@ class ProgressDisplay(Callback):
         if self._is_epoch_over:
             self._is_epoch_over = False
             if self._training is not None:
-                self._training.end(self._trained, self._postfix(trainer, module))
+                with self._drawing():
+                    self._training.end(self._trained, self._postfix(trainer, module))
 
     def on_train_end(self, trainer: Run, module: nn.Module) -> None:
         """Leave the final state on the screen."""
@@ -159,7 +162,8 @@ class ProgressDisplay(Callback):
             return
         if self._training is not None:
             self._trained = trainer.batch_position + 1
-            self._training.pause(self._trained, self._postfix(trainer, module))
+            with self._drawing():
+                self._training.pause(self._trained, self._postfix(trainer, module))
         self._evaluate(trainer, "validate", trainer.num_val_batches)
 
     def on_validation_batch_end(
@@ -229,6 +233,20 @@ class ProgressDisplay(Callback):
             return None  # the cursor cannot move
         return LineBar(self._seconds_between_lines) if console == "file" else self._make_bar(console, kind)
 
+    @contextmanager
+    def _drawing(self) -> Iterator[None]:
+        """Draw in the block; if standard output cannot be written, show nothing more, and train on."""
+        is_drawn = False
+        with outlives_output_errors():
+            yield
+            is_drawn = True
+        if not is_drawn:
+            for bar in (self._training, self._evaluation):
+                if bar is not None:
+                    bar.abandon()
+            self._training = self._evaluation = None
+            self._due = _NEVER
+
     def _evaluate(self, trainer: Run, kind: Kind, batches: Sequence[int | float]) -> None:
         self._evaluation = self._open(trainer, kind)
         self._evaluated = self._evaluated_before = self._dataloader_idx = 0
@@ -236,8 +254,9 @@ class ProgressDisplay(Callback):
         if self._evaluation is None:
             self._due = _NEVER
             return
-        self._evaluation.begin(DESCRIPTIONS[kind], sum(batches), 0)
         self._due = 0.0
+        with self._drawing():
+            self._evaluation.begin(DESCRIPTIONS[kind], sum(batches), 0)
 
     def _count_evaluated(self, batch_idx: int, dataloader_idx: int) -> None:
         if dataloader_idx != self._dataloader_idx:
@@ -250,7 +269,8 @@ class ProgressDisplay(Callback):
 
     def _end_evaluation(self, keep: bool) -> None:
         if self._evaluation is not None:
-            self._evaluation.close(self._evaluated, None, keep=keep)
+            with self._drawing():
+                self._evaluation.close(self._evaluated, None, keep=keep)
         self._evaluation = None
         self._due = _NEVER
 
@@ -258,8 +278,9 @@ class ProgressDisplay(Callback):
         if bar is None:
             self._due = _NEVER
         elif done % self._refresh_rate == 0:
-            bar.show(done, postfix)
             self._due = monotonic() + bar.interval
+            with self._drawing():
+                bar.show(done, postfix)
 
     def _postfix(self, trainer: Run, module: nn.Module) -> Postfix:
         def text() -> str:
@@ -275,7 +296,8 @@ class ProgressDisplay(Callback):
     def _close(self, postfix: Postfix) -> None:
         self._end_evaluation(keep=False)
         if self._training is not None and self._has_begun:
-            self._training.close(self._trained, postfix, keep=True)
+            with self._drawing():
+                self._training.close(self._trained, postfix, keep=True)
         self._training = None
         self._has_begun = self._is_epoch_over = False
         self._due = _NEVER

@@ -135,6 +135,13 @@ class RichScreen:
         if not self._progress.tasks:
             self._close(is_transient=True)
 
+    def abandon(self) -> None:
+        """Draw nothing more: the output is broken."""
+        progress, self._progress = self._progress, None
+        if progress is not None:
+            progress.console.quiet = True
+            progress.stop()
+
     def _close(self, *, is_transient: bool) -> None:
         self._progress.live.transient = is_transient
         self._progress.stop()
@@ -145,6 +152,7 @@ class RichScreen:
         table: Any = importlib.import_module("rich.table")
         text: Any = importlib.import_module("rich.text")
         console: Any = importlib.import_module("rich.console").Console(**{"file": sys.stdout, **self._console_kwargs})
+        console.on_broken_pipe = _raise_again  # rich would end the program
         styles = self._columns
 
         def column(field: str, style: str) -> Any:
@@ -214,6 +222,10 @@ class RichBar:
             self.show(done, postfix)
         self._remove(keep=keep)
 
+    def abandon(self) -> None:
+        self._screen.abandon()
+        self._task = None
+
     def _remove(self, *, keep: bool) -> None:
         self._screen.remove(self._task, keep=keep)
         self._task = None
@@ -232,6 +244,11 @@ class RichBar:
             rate=f"{rate:.2f}it/s",
             **fields,
         )
+
+
+def _raise_again() -> None:
+    """Raise the error that is being handled."""
+    raise  # noqa: PLE0704
 
 
 def _clock(seconds: float | None) -> str:

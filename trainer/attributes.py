@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from operator import attrgetter
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 
 from ..callbacks.early_stopping import EarlyStopping
+from ..callbacks.helpers.console import outlives_output_errors
 from ..callbacks.helpers.loggers import run_folder
 from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.progress_display import ProgressDisplay
@@ -296,7 +297,8 @@ class TrainerAttributes:
     def print(self, *args: Any, **options: Any) -> None:
         """Print on rank 0 only, as Python's ``print``."""
         if self.global_rank == 0:
-            print(*args, **options)  # noqa: T201 - what it is for
+            with outlives_output_errors() if options.get("file") is None else nullcontext():
+                print(*args, **options)  # noqa: T201 - what it is for
 
     # --- settings ---
 

@@ -44,6 +44,9 @@ class Bar(Protocol):
     def close(self, done: int, postfix: Postfix, *, keep: bool) -> None:
         """Show the last state and leave it if `keep`, otherwise remove the bar."""
 
+    def abandon(self) -> None:
+        """Draw nothing more, also when it is deleted: its output is broken."""
+
 
 class TqdmBar:
     """A tqdm bar, created by `make` when a count begins; in a notebook, a widget."""
@@ -99,6 +102,11 @@ class TqdmBar:
         self.tqdm.close()
         self.tqdm = None
 
+    def abandon(self) -> None:
+        if self.tqdm is not None:
+            self.tqdm.disable = True
+            self.tqdm = None
+
 
 class LineBar:
     """A line for a finished count, and one every `interval` seconds of a long count, for pipes and files."""
@@ -134,6 +142,9 @@ class LineBar:
     def close(self, done: int, postfix: Postfix, *, keep: bool) -> None:
         if keep and not self._has_ended:
             self._print(done, postfix)
+
+    def abandon(self) -> None:
+        self._has_ended = True
 
     def _print(self, done: int, postfix: Postfix) -> None:
         elapsed = monotonic() - self._started

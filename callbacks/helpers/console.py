@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, Final, Literal
 
 Console = Literal["terminal", "notebook", "plain_notebook", "file"]
+
+_log = logging.getLogger("echelon")
 
 _BOX: Final = str.maketrans("┏┳┓┡╇┩└┴┘━─┃│…", "+++++++++--||.")
 
@@ -26,14 +32,40 @@ def say(text: str) -> None:
     """
     if sys.stdout is None:
         return
-    text = _encodable(text, sys.stdout.encoding or "utf-8")
-    if "tqdm" not in sys.modules:
-        print(text, flush=True)
-        return
-    from tqdm import tqdm
+    with outlives_output_errors():
+        text = _encodable(text, sys.stdout.encoding or "utf-8")
+        if "tqdm" not in sys.modules:
+            print(text, flush=True)
+            return
+        from tqdm import tqdm
 
-    lock_threads_only(tqdm)
-    tqdm.write(text)
+        lock_threads_only(tqdm)
+        tqdm.write(text)
+        sys.stdout.flush()
+
+
+@contextmanager
+def outlives_output_errors() -> Iterator[None]:
+    """Fall silent, with one message, if standard output cannot be written in the block: training goes on.
+
+    The reader of a pipe, such as ``head``, has ended, the disk is full, or the terminal is gone.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:  # of something else
+            raise
+        fall_silent(error)
+
+
+def fall_silent(error: BaseException) -> None:
+    """Discard what is printed from now on, also what Python has yet to flush at its exit."""
+    _log.warning("Standard output cannot be written (%s): nothing more is printed, and the run goes on.", error)
+    try:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+    except (OSError, ValueError, AttributeError):  # not a file
+        sys.stdout = None  # as with pythonw
 
 
 def lock_threads_only(bar: Any) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
+from ...callbacks.helpers.console import outlives_output_errors
 from ...strategies import Precision, Strategy, place
 from ...strategies.errors import ConfigError, RunError
 from ..data.seed import capture_rng, restore_rng
@@ -131,7 +133,8 @@ class EngineProcesses:
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0 only."""
         if self.is_global_zero:
-            print(*args, **kwargs)  # noqa: T201 - what the user asks for
+            with outlives_output_errors() if kwargs.get("file") is None else nullcontext():
+                print(*args, **kwargs)  # noqa: T201 - what the user asks for
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

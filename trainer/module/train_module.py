@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TextIO
@@ -15,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...callbacks.callback import Callback
-from ...callbacks.helpers.console import say
+from ...callbacks.helpers.console import outlives_output_errors, say
 from ...callbacks.run import Logger, Run
 from ...strategies.errors import ModuleError, RunError
 from ..metrics.accumulator import Reduce
@@ -214,7 +215,8 @@ class TrainModule(Optimization, Exporting, ModuleHooks, DataHooks, Hyperparamete
         if file is None and end == "\n":
             say(sep.join(map(str, values)))
         else:
-            print(*values, sep=sep, end=end, file=file)
+            with outlives_output_errors() if file is None else nullcontext():
+                print(*values, sep=sep, end=end, file=file)
 
     def all_gather(self, data: Any, group: ProcessGroup | None = None, sync_grads: bool = False) -> Any:
         """Return tensors and numbers of all ranks, stacked in a new first dimension; unchanged with one process.
