@@ -79,6 +79,10 @@ _ADVICE: Final = {
         "An iterator that a step or hook reads with next() has ended, which does not end the epoch: give next() a "
         "default, or make the iterator again with iter()."
     ),
+    "can't start new thread": (
+        "The limit on processes and threads is reached: raise it (ulimit -u, or pids of the container), or use fewer "
+        "processes, workers of loaders and threads (OMP_NUM_THREADS)."
+    ),
     "modified by an inplace operation": (
         "A tensor was modified before backward could use it: clone() it, or find the operation with "
         "Trainer(detect_anomaly=True)."

@@ -99,7 +99,11 @@ class _Receiving:
         self._receive = receive
         self._error: BaseException | None = None
         self._has_ended = threading.Event()
-        threading.Thread(target=self._run, name="echelon irecv", daemon=True).start()
+        self._has_thread = True
+        try:
+            threading.Thread(target=self._run, name="echelon irecv", daemon=True).start()
+        except RuntimeError:  # the limit on processes and threads
+            self._has_thread = False
 
     def _run(self) -> None:
         try:
@@ -110,6 +114,8 @@ class _Receiving:
             self._has_ended.set()
 
     def wait(self) -> Any:
+        if not self._has_thread and not self._has_ended.is_set():
+            self._run()
         # not Thread.join(): if a signal handler raises inside it, CPython 3.11 considers the thread finished
         self._has_ended.wait()
         if self._error is not None:

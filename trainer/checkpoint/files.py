@@ -7,7 +7,7 @@ import hashlib
 import mmap
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +41,7 @@ class HashedFile:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         self._hash = hashlib.new(HASH_NAME)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="echelon-hash")
+        self._has_thread = True
         self._pending: list[Future[None]] = []
         self._small = bytearray()
         self._size = 0
@@ -80,9 +81,12 @@ class HashedFile:
 
     def _put(self, block: memoryview) -> None:
         try:
-            self._pending.append(self._pool.submit(self._hash.update, block))
-        except RuntimeError:  # at interpreter exit no thread can be started, while a write may still be in progress
+            if self._has_thread:
+                self._pending.append(self._pool.submit(self._hash.update, block))
+        except RuntimeError:  # at the interpreter's exit, or at the limit on processes and threads
+            self._has_thread = False  # the pool has kept this block, and would hash it again with a later one
             self._join()
+        if not self._has_thread:
             self._hash.update(block)
         self._size += len(block)
         while block:
@@ -98,6 +102,15 @@ def write_bytes(path: Path, data: bytes) -> FileRecord:
     with HashedFile(path) as file:
         file.write(data)
         return file.finish()
+
+
+def digests(files: Mapping[str, MappedFile]) -> dict[str, str]:
+    """Return the hash of the contents of each file in hex, computed in four threads if there are any."""
+    try:
+        with ThreadPoolExecutor(4, thread_name_prefix="echelon-hash") as pool:
+            return dict(zip(files, pool.map(MappedFile.digest, files.values()), strict=True))
+    except RuntimeError:  # the limit on processes and threads
+        return {name: file.digest() for name, file in files.items()}
 
 
 class MappedFile:

@@ -58,7 +58,7 @@ def newest_valid(*folders: str | Path, part: str | None = None) -> Path | None:
     faults: list[str] = []
     found = list_checkpoints(*folders)
     while found:
-        checkpoint = found.pop()
+        *found, checkpoint = found
         try:
             if checkpoint.manifest is None:
                 raise CheckpointError(checkpoint.fault)

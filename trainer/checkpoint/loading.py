@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from ...strategies.errors import CheckpointError, did_you_mean
 from ...strategies.state.lazy_tensor import OUTLINE, Block
-from .files import FileRecord, MappedFile, explain, while_it_stays
+from .files import FileRecord, MappedFile, digests, explain, while_it_stays
 from .manifest import LARGEST_JSON, Manifest, read_manifest
 from .safetensors_file import collect, read_tensors
 from .saving import STATE
@@ -110,11 +109,9 @@ def _open_files(
             faults.append(str(error))
     if verify:
         compared = {name: file for name, file in files.items() if name in verify}
-        with ThreadPoolExecutor(4, thread_name_prefix="echelon-hash") as pool:
-            digests = dict(zip(compared, pool.map(MappedFile.digest, compared.values()), strict=True))
         faults += [
             f"{name} has the hash {digest}, not {manifest.files[name].sha256}: its content has changed"
-            for name, digest in digests.items()
+            for name, digest in digests(compared).items()
             if digest != manifest.files[name].sha256
         ]
     if faults:

@@ -116,8 +116,14 @@ class MemoryWriter:
         cost = SnapshotCost(gathering, time.perf_counter() - began)
         work = functools.partial(self._finish, draft, taken, cost)
         # a daemon, so that a process whose run has failed does not wait for ranks that may be dead
-        self._thread = threading.Thread(target=work, name="echelon-snapshot", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=work, name="echelon-snapshot", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the limit on processes and threads
+            self._thread = None
+            work()
+        else:
+            self._thread = thread
 
     def wait_for_copy(self) -> None:
         """Wait until the `still` parts of the last `save` may change; call it before the optimizers step."""

@@ -188,9 +188,14 @@ class AsyncWriter(Writer):
             if self.has_failed:  # only rank 0 requests links and removals: it raises where all ranks do
                 return
             self._tasks.append(task)
-            if self._is_idle.is_set():
-                self._is_idle.clear()
-                threading.Thread(target=self._work, name="echelon-checkpoint").start()
+            if not self._is_idle.is_set():
+                return
+            self._is_idle.clear()
+        try:
+            threading.Thread(target=self._work, name="echelon-checkpoint").start()
+        except RuntimeError as error:  # the limit on processes and threads, or at the interpreter's exit
+            _logger.info("A checkpoint is written before training continues, since there is no thread (%s).", error)
+            self._work()
 
     def _work(self) -> None:
         while True:

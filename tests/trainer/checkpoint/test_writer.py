@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import resource
 import subprocess
@@ -12,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from programs import run_program
 
 from echelon.strategies.errors import CheckpointError
 from echelon.trainer.checkpoint import AsyncWriter, Writer, load, save, verify
+from echelon.trainer.checkpoint.files import HashedFile
 
 
 def state(step: int, size: int = 100) -> dict[str, Any]:
@@ -189,3 +192,53 @@ def test_tensors_of_a_device_are_saved_as_they_were(tmp_path: Path) -> None:
         loaded = load(tmp_path / f"{step}.ckpt")
         assert (loaded["model"]["w"] == step).all()
         assert (loaded["optimizers"]["m"] == step).all()
+
+
+WITHOUT_THREADS = """
+import sys, threading
+import torch
+from echelon import Callback, ModelCheckpoint, Trainer, TrainModule
+from echelon.trainer.checkpoint import load, verify
+from torch.utils.data import DataLoader
+
+class Net(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(100, 100)
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+class NoThreads(Callback):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        # no memory for a stack of this size: what a limit on processes does to other users than root
+        threading.stack_size(1 << 46 if trainer.global_step in (1, 2) else 0)
+
+saving = ModelCheckpoint("saved", every_n_train_steps=1, save_top_k=-1, monitor="step", mode="max", save_last=True)
+quiet = dict(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+trainer = Trainer(max_steps=4, callbacks=[NoThreads(), saving], **quiet)
+trainer.fit(Net(), DataLoader(torch.ones(8, 100), batch_size=2))
+for path in saving.kept_paths:
+    threading.stack_size(1 << 46)
+    verify(path)
+    print(load(path)["loop"]["global_step"])
+trainer.fit(Net(), DataLoader(torch.ones(8, 100), batch_size=2), ckpt_path=saving.last_model_path)
+"""
+
+
+def test_checkpoints_are_written_and_read_where_no_thread_can_be_started(tmp_path: Path) -> None:
+    """As at the limit on processes of a container; what is hashed with and without a thread is not hashed twice."""
+    done = run_program("-c", WITHOUT_THREADS, folder=tmp_path, timeout=120)
+    assert (done.stdout.split(), done.returncode) == (["1", "2", "3", "4"], 0), done.stderr
+    file = HashedFile(tmp_path / "file")
+    before = threading.stack_size(1 << 46)
+    try:
+        with file:
+            file.write(bytes(1 << 17))
+            threading.stack_size(before)
+            file.write(bytes([1]) * (1 << 17))
+            content = bytes(1 << 17) + bytes([1]) * (1 << 17)
+            assert file.finish().sha256 == hashlib.sha256(content).hexdigest()
+    finally:
+        threading.stack_size(before)
