@@ -41,7 +41,8 @@ _ADVICE: Final = {
     ),
     r"Tried to step \d+ times": (
         "The schedule is shorter than training: give it total_steps=int(self.trainer.estimated_stepping_batches), and "
-        "'interval': 'step' only if it counts steps."
+        "'interval': 'step' only if it counts steps. A run that resumes to train for longer uses the saved length, "
+        "unless fit gets optimizer_settings='configured'."
     ),
     r"object of type '\w+' has no len\(\)": (
         "A data set that is read by index needs __len__: define it, or derive it from IterableDataset."

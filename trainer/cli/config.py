@@ -19,6 +19,7 @@ from ..data.seed import seed_everything
 from ..loggers.base import replace_text
 from ..module.data_module import DataModule
 from ..module.train_module import TrainModule
+from ..resume.changed_settings import Winner
 from ..session.profiler import Profiler
 from ..session.setting_types import describe, fits
 from ..session.settings import Settings
@@ -45,6 +46,7 @@ class Experiment:
     module: TrainModule
     data: DataModule | None
     ckpt_path: str | None
+    optimizer_settings: Winner
 
 
 def check_config(config: Config) -> None:
@@ -67,7 +69,8 @@ def check_config(config: Config) -> None:
         )
     if values.get("data") is not None and not is_target(values["data"]):
         raise ConfigError(f"data={values['data']!r} names no class; add data.{TARGET}: the path of your DataModule.")
-    for key, hint in (("seed", int | None), ("ckpt_path", str | None)):
+    hints = {"seed": int | None, "ckpt_path": str | None, "optimizer_settings": Winner | None}
+    for key, hint in hints.items():
         if not fits(values.get(key), hint):
             raise ConfigError(
                 f"{key}={values[key]!r} has the wrong type {type(values[key]).__name__}; it must be {describe(hint)}."
@@ -101,7 +104,8 @@ def build_config(config: Config, further: Sequence[Callback] = ()) -> Experiment
         error.add_note("This error is about the keys under trainer.")
         raise
     module = build_module(values)
-    return Experiment(trainer, module, build(values.get("data"), "data"), config.values.get("ckpt_path"))
+    data, winner = build(values.get("data"), "data"), config.values.get("optimizer_settings") or "saved"
+    return Experiment(trainer, module, data, config.values.get("ckpt_path"), winner)
 
 
 def build_module(values: Mapping[str, Any]) -> TrainModule:

@@ -19,7 +19,17 @@ from .yaml_bounds import LONGEST, SIXTIES, check_yaml
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-KEYS: Final = ("seed", "trainer", "module", "data", "optimizer", "lr_scheduler", "ckpt_path", "deploy")
+KEYS: Final = (
+    "seed",
+    "trainer",
+    "module",
+    "data",
+    "optimizer",
+    "lr_scheduler",
+    "ckpt_path",
+    "optimizer_settings",
+    "deploy",
+)
 """The top-level keys of a config."""
 _LONGEST_SHOWN: Final = 200
 

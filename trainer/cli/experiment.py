@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config",
         metavar="CONFIG",
-        help="a YAML file with seed, trainer, module, data, optimizer, lr_scheduler, ckpt_path",
+        help="a YAML file with seed, trainer, module, data, optimizer, lr_scheduler, ckpt_path, optimizer_settings",
     )
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="a key of the config and its new value")
     parser.add_argument(
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     built = build_config(config, () if output is None else (PredictionFile(output),))
     trainer, module, data, ckpt_path = built.trainer, built.module, built.data, built.ckpt_path
     if options.command == "fit":
-        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, optimizer_settings=built.optimizer_settings)
     elif options.command == "predict":
         trainer.predict(module, datamodule=data, ckpt_path=ckpt_path, return_predictions=False)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from traceback import walk_tb
@@ -20,9 +21,11 @@ from ..checkpoint import difference
 from ..checkpoint.saved_state import FORGED, reading, unfit
 from ..data.seed import derive, restore_rng, seed_devices, seed_generators
 from ..loggers.tracker import tracker_runs
+from ..loop.schedule import num_steps
 from ..module.hparams import is_omegaconf, saved_hparams
 from ..module.hparams_json import jsonable
 from ..module.load import NAMES_FOR_HOOKS, as_hooks_see
+from ..module.optimizers import LRSchedulerConfig
 from ..module.train_module import TrainModule
 from ..session.session import Session
 from ..session.train_state import TrainState
@@ -229,10 +232,13 @@ def _load_optimizers(session: Session, state: Mapping[str, Any], winner: Winner)
             session.strategy.load_optimizer_state(optimizer, saved)
             differences += load_groups(optimizer, before, optimizer in scheduled, winner)
             sources[optimizer] = changed_order(group_sources(optimizer, module, saved), len(saved["param_groups"]))
+    configured = [getattr(config.scheduler, "total_steps", None) for config in session.schedulers]
     with reading("lr_schedulers"):
         for config, index in zip(session.schedulers, match_schedulers(session, state, order), strict=True):
             groups = sources.get(getattr(config.scheduler, "optimizer", None), ())
             differences += load_scheduler(config.scheduler, state["lr_schedulers"][index], winner, groups)
+    for config, total in zip(session.schedulers, configured, strict=True):
+        _refuse_short(session, config, total)
     if differences and session.strategy.rank == 0:
         other = "configured" if winner == "saved" else "saved"
         _log.warning(
@@ -242,6 +248,31 @@ def _load_optimizers(session: Session, state: Mapping[str, Any], winner: Winner)
             "\n  ".join(differences),
             other,
             other,
+        )
+
+
+def _refuse_short(session: Session, config: LRSchedulerConfig, configured: Any) -> None:
+    """Refuse a saved schedule that would end before this run, such as a OneCycleLR, where a longer one is configured.
+
+    Raises:
+        CheckpointError: if it would.
+    """
+    schedule, settings, state = config.scheduler, session.settings, session.state
+    saved = getattr(schedule, "total_steps", None)
+    if not (isinstance(saved, int) and isinstance(configured, int) and saved < configured):
+        return
+    if not session.module.automatic_optimization:
+        return
+    assert session.train_data is not None
+    if config.interval == "step":
+        left = num_steps(session, session.train_data) - state.global_step
+    else:
+        left = math.inf if settings.last_epoch is None else settings.last_epoch - state.current_epoch
+    if schedule.last_epoch + left / max(config.frequency, 1) > saved:
+        raise CheckpointError(
+            f"The saved {type(schedule).__name__} has total_steps={saved}, and would end before this run does; to go "
+            f"on with the configured one, of total_steps={configured}, pass optimizer_settings='configured' to fit (to "
+            "the command: optimizer_settings=configured), or do not train for longer."
         )
 
 

@@ -198,3 +198,26 @@ def test_every_command_runs_and_checkpoints_have_one_of_their_own(
     assert main(["ckpt", "ls", "out/checkpoints"]) == 0
     assert "epoch=1-step=4.ckpt" in capsys.readouterr().out
     sys.modules.pop("config_parts")
+
+
+def test_a_run_that_resumes_for_longer_than_its_saved_schedule_is_refused_with_the_key_that_helps(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    schedule = "\nlr_scheduler: {_target_: torch.optim.lr_scheduler.OneCycleLR, max_lr: 0.1, interval: step}\n"
+    one_cycle = folder / "configs" / "one_cycle.yaml"
+    one_cycle.write_text(f"{CONFIG}{schedule}optimizer: {{_target_: torch.optim.SGD, lr: 0.1}}\n")
+    words = ["fit", str(one_cycle), "trainer.default_root_dir=out"]
+    longer = [*words, "lr_scheduler.total_steps=8", "trainer.max_epochs=4", "ckpt_path=last"]
+    assert main([*words, "lr_scheduler.total_steps=4", "trainer.max_epochs=2"]) == 0
+    assert main(longer) == 1
+    said = capsys.readouterr().err
+    assert "total_steps=4, and would end before this run does" in said
+    assert "optimizer_settings=configured" in said
+    assert main([*longer, "optimizer_settings=newest"]) == 2
+    assert "it must be 'saved' or 'configured'" in capsys.readouterr().err
+    assert main([*longer, "optimizer_settings=configured"]) == 0
+    assert main(["ckpt", "ls", "out/checkpoints"]) == 0
+    assert "epoch=3-step=8.ckpt" in capsys.readouterr().out
+    sys.modules.pop("config_parts")

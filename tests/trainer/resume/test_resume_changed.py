@@ -6,10 +6,11 @@ import logging
 import pytest
 import torch
 from resuming import Run, Small, fit, numbered
+from small import Regression, loader, quiet, raises
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from echelon import seed_everything
+from echelon import CheckpointError, seed_everything
 
 
 class Exact(Small):
@@ -131,3 +132,34 @@ def test_a_place_far_into_an_epoch_is_found_without_reading_what_lies_before(mem
     assert fit(run(rest), memory_path, "last", every_n_steps=100).num_steps == 100
     assert len(rest.reads) == 10_000
     assert sorted(first.reads[:90_000] + rest.reads) == list(range(100_000))
+
+
+class OneCycle(Regression):
+    """Trains with a OneCycleLR of a given length and pace."""
+
+    def __init__(self, total_steps, **pace):
+        super().__init__()
+        self.total_steps, self.pace = total_steps, pace
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=self.total_steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, **self.pace}}
+
+
+@pytest.mark.parametrize(
+    ("pace", "short", "long"), [({"interval": "step"}, 8, 16), ({"interval": "step", "frequency": 2}, 4, 8)]
+)
+def test_a_saved_schedule_that_would_end_before_a_longer_run_is_refused_before_training(memory_path, pace, short, long):
+    def train(module, max_epochs, **arguments):
+        trainer = quiet(memory_path, enable_checkpointing=True, max_epochs=max_epochs)
+        trainer.fit(module, loader(), **arguments)
+        return trainer.global_step
+
+    assert train(OneCycle(short, **pace), 2) == 8
+    longer = OneCycle(long, **pace)
+    with raises(CheckpointError, f"total_steps={short}", f"total_steps={long}", "optimizer_settings='configured'"):
+        train(longer, 4, ckpt_path="last")
+    assert longer.seen == []
+    assert train(OneCycle(long, **pace), 2, ckpt_path="last") == 8  # no longer than before: the saved one is enough
+    assert train(longer, 4, ckpt_path="last", optimizer_settings="configured") == 16

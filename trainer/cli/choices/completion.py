@@ -47,6 +47,7 @@ complete -c echelon -n __fish_use_subcommand -f -a "{commands}"
 complete -c echelon -n "__fish_seen_subcommand_from {spaced}" -a "{keys} {options}"
 """
 
+_PLAIN: Final = ("seed", "ckpt_path", "optimizer_settings")
 _EXPERIMENTS: Final = ("fit", "validate", "test", "predict")
 _OPTIONS: Final = ("--help", "--help-for", "--print-config", "--traceback", "--output")
 
@@ -65,12 +66,12 @@ def run(options: argparse.Namespace) -> int:
     if options.shell not in scripts:
         raise ConfigError(f"There is no completion for {options.shell!r}; choose one of {', '.join(scripts)}.")
     settings = [f"trainer.{setting.name}=" for setting in fields(Settings)]
-    sections = [f"{key}=" if key in ("seed", "ckpt_path") else f"{key}." for key in KEYS]
+    sections = [f"{key}=" if key in _PLAIN else f"{key}." for key in KEYS]
     words = {
         "commands": " ".join(COMMANDS),
         "experiments": "|".join(_EXPERIMENTS),
         "spaced": " ".join(_EXPERIMENTS),
-        "keys": " ".join([*settings, *sections, "ckpt_path=last", "ckpt_path=best"]),
+        "keys": " ".join([*settings, *sections, "ckpt_path=last", "ckpt_path=best", "optimizer_settings=configured"]),
         "options": " ".join(_OPTIONS),
     }
     print(scripts[options.shell].format(**words), end="")
