@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, Self, TypeAlias, get_args
 
 from ...strategies.resilience.rounds import EndKind, RoundEnd
+from ...strategies.state.regular_file import open_regular
 
 FILE_NAME: Final = "goodput.jsonl"
 
@@ -25,6 +26,8 @@ PARTS: Final[tuple[Category, ...]] = ("start_up", "checkpoint", "validation", "d
 """The categories that a period may contain, besides the steps themselves."""
 
 _CHECKSUM: Final = b',"crc32":"'
+_LARGEST: Final = 1 << 30
+"""Bytes; a line a second for a month has half of them."""
 _LONGEST_LINE: Final = 1 << 16
 _LONGEST_TEXT: Final = 300
 _LATEST: Final = 1e11  # seconds; no run lies beyond
@@ -172,6 +175,7 @@ def take_over(path: Path) -> None:
         return
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.unlink(missing_ok=True)  # a link there would redirect the copy
+    open_regular(path, _LARGEST).close()
     try:
         shutil.copy(path, temporary)
         temporary.replace(path)
@@ -222,9 +226,7 @@ def parse(line: bytes) -> LedgerRecord | None:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    if path.exists() and not path.is_file():  # reading a named pipe would wait for a writer, and /dev/zero has no end
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    with path.open("rb") as file:
+    with open_regular(path, _LARGEST) as file:
         while line := file.readline(_LONGEST_LINE):
             if line != b"\n":
                 yield line

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...strategies.resilience.rounds import RoundEnd
-from .ledger import CATEGORIES, PARTS, Category, Ledger, LedgerRound, micros
+from .ledger import CATEGORIES, PARTS, Category, EndRecord, Ledger, LedgerRound, micros
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +92,17 @@ def account(ledger: Ledger, since: int = 0) -> Goodput:
     Time is that of each round's process, whose clock cannot go back. If the clock of a later round is behind the end of
     the round before, as on another machine, the later round is assumed to have begun when the other ended.
     """
-    timeline = _Timeline(ledger.rounds)
+    seen = _seen_ends(ledger.rounds)
+    timeline = _Timeline(ledger.rounds, seen)
     for index in range(since, len(ledger.rounds)):
         timeline.add_round(index)
     spans = _with_lost_steps(timeline.spans, ledger.rounds)
     of_rounds: list[list[Span]] = [[] for _ in ledger.rounds]
     for span in spans:
         of_rounds[span.round].append(span)
-    rounds = [_of_round(ledger.rounds, index, of_rounds[index]) for index in range(since, len(ledger.rounds))]
+    rounds = [
+        _of_round(ledger.rounds, index, of_rounds[index], seen[index]) for index in range(since, len(ledger.rounds))
+    ]
     return Goodput(spans, rounds, ledger.num_skipped)
 
 
@@ -125,6 +128,8 @@ class _Timeline:
     """The spans of rounds, one after another, before lost steps are marked."""
 
     rounds: Sequence[LedgerRound]
+    seen: Sequence[RoundEnd | None]
+    """How each round ended, as later ones say."""
     spans: list[Span] = field(default_factory=list)
 
     def add_round(self, index: int) -> None:
@@ -168,7 +173,7 @@ class _Timeline:
         If its failure was seen, it was working or hanging until then; otherwise it is unknown how long it worked, and
         the time counts as down.
         """
-        seen, done = _seen_end(self.rounds, index), self.spans[-1].last
+        seen, done = self.seen[index], self.spans[-1].last
         resumed = self.rounds[index + 1].start
         last = max(done, resumed.step if resumed.is_resumed else 0, (seen and seen.step) or 0)
         rest: Category = "redone"
@@ -182,18 +187,22 @@ class _Timeline:
         self._add(index, end, done, last, rest)
 
 
-def _seen_end(rounds: Sequence[LedgerRound], index: int) -> RoundEnd | None:
-    """Return how a round ended according to later rounds of the same job; each job numbers its rounds from 0."""
-    number = rounds[index].start.round
-    newest = number
-    for later in rounds[index + 1 :]:
-        if later.start.round <= newest:
-            return None
-        newest = later.start.round
-        for end in later.start.ends:
-            if end.round == number:
-                return end
-    return None
+def _seen_ends(rounds: Sequence[LedgerRound]) -> list[RoundEnd | None]:
+    """Return how each round ended according to the next one of the same job that says so.
+
+    Each job numbers its rounds from 0.
+    """
+    seen: list[RoundEnd | None] = []
+    said: dict[int, RoundEnd] = {}
+    later = math.inf
+    for one in reversed(rounds):
+        if one.start.round >= later:
+            said = {}
+        later = one.start.round
+        seen.append(said.get(later))
+        said.update({end.round: end for end in reversed(one.start.ends)})
+    seen.reverse()
+    return seen
 
 
 def _with_lost_steps(spans: Sequence[Span], rounds: Sequence[LedgerRound]) -> list[Span]:
@@ -235,8 +244,8 @@ def _sum(spans: Iterable[Span]) -> dict[Category, int]:
     return totals
 
 
-def _of_round(rounds: Sequence[LedgerRound], index: int, spans: Sequence[Span]) -> RoundAccount:
-    start, (end, cause) = rounds[index].start, _in_words(rounds, index)
+def _of_round(rounds: Sequence[LedgerRound], index: int, spans: Sequence[Span], seen: RoundEnd | None) -> RoundAccount:
+    start, (end, cause) = rounds[index].start, _in_words(rounds[index].end, seen, is_last=index + 1 == len(rounds))
     return RoundAccount(
         round=index,
         began=start.process_start / 1_000_000,
@@ -250,12 +259,11 @@ def _of_round(rounds: Sequence[LedgerRound], index: int, spans: Sequence[Span]) 
     )
 
 
-def _in_words(rounds: Sequence[LedgerRound], index: int) -> tuple[str, str]:
+def _in_words(end: EndRecord | None, seen: RoundEnd | None, *, is_last: bool) -> tuple[str, str]:
     """Return how a round ended, and why."""
-    end, seen = rounds[index].end, _seen_end(rounds, index)
     # the first worker to fail takes the others down, and they know less about the cause than the agent
     if end is not None and (seen is None or end.status != "failed"):
         return "finished" if end.status == "success" else end.status, end.cause
     if seen is not None:
         return seen.kind if seen.rank is None else f"{seen.kind} of rank {seen.rank}", seen.cause
-    return "killed" if index + 1 < len(rounds) else "running or killed", ""
+    return "running or killed" if is_last else "killed", ""

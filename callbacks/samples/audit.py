@@ -6,7 +6,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise, takewhile
+from itertools import islice, pairwise, takewhile
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -16,6 +16,7 @@ from ...strategies.errors import DataError
 from .file import FOLDER, CountedTurns, Header, SampleRecord, Source, read_header, read_records
 
 _ALL: Final = -1
+_SHOWN: Final = 10
 
 
 class Where(NamedTuple):
@@ -30,10 +31,10 @@ class Where(NamedTuple):
 
 
 class Repeated(NamedTuple):
-    """A sample that was used more often than it should be."""
+    """A sample, or consecutive ones, used more often than they should be."""
 
-    what: int
-    """Its index, or its place in the sampler's order if an index may come several times."""
+    what: range
+    """The index, or the places in the sampler's order if an index may come several times."""
     wheres: Sequence[Where]
 
 
@@ -62,7 +63,7 @@ class EpochAudit:
     """Distinct indices among both; 0 if there are no indices."""
     is_finished: bool
     repeated: Sequence[Repeated]
-    missing: Sequence[int]
+    missing: Sequence[range]
     """Indices, or places if an index may come several times; in an unfinished epoch, those skipped so far."""
 
     @property
@@ -155,23 +156,24 @@ class _EpochRecords:
 
     def covered(self) -> int:
         """Return the number of places that were read."""
-        return max((place + width for place, width, _ in self.stretches), default=0) - len(self.gaps(0))
+        return max((place + width for place, width, _ in self.stretches), default=0) - sum(map(len, self.gaps(0)))
 
     def repeated_places(self) -> Iterator[Repeated]:
         """Yield the places that were read more than once."""
         end, before = 0, None
         for place, width, where in sorted(self.stretches):
-            if before is not None:
-                yield from (Repeated(twice, [before, where]) for twice in range(place, min(end, place + width)))
+            if before is not None and min(end, place + width) > place:
+                yield Repeated(range(place, min(end, place + width)), [before, where])
             if place + width > end:
                 end, before = place + width, where
 
-    def gaps(self, end: int) -> list[int]:
+    def gaps(self, end: int) -> list[range]:
         """Return the unread places before `end` and before the last place that was read."""
         stops = [(place, place + width) for place, width, _ in sorted(self.stretches)]
-        reached, missing = 0, list[int]()
+        reached, missing = 0, list[range]()
         for start, stop in [*stops, (end, end)]:
-            missing += range(reached, start)
+            if reached < start:
+                missing.append(range(reached, start))
             reached = max(reached, stop)
         return missing
 
@@ -184,15 +186,16 @@ class _EpochRecords:
             return
         for at in torch.isin(self.tensor(), values[is_wrong]).nonzero()[:, 0].tolist():
             wrong[self.indices[at]].append(self.stretches[bisect_right(self.starts, at) - 1][2])
-        yield from (Repeated(value, wheres) for value, wheres in wrong.items())
+        yield from (Repeated(range(value, value + 1), wheres) for value, wheres in wrong.items())
 
-    def absent_indices(self, times: _Times) -> list[int]:
+    def absent_indices(self, times: _Times) -> list[range]:
         """Return the indices of the data set that never came."""
         values, num_indices = times[0], self.source.num_indices
-        is_absent = torch.ones(num_indices, dtype=torch.bool)
-        is_absent[values[(values >= 0) & (values < num_indices)]] = False
-        absent: list[int] = is_absent.nonzero()[:, 0].tolist()
-        return absent
+        present = values[(values >= 0) & (values < num_indices)]  # in order
+        before = torch.cat([torch.tensor([-1]), present])
+        after = torch.cat([present, torch.tensor([num_indices])])
+        is_gap = after - before > 1
+        return [range(low + 1, high) for low, high in zip(before[is_gap].tolist(), after[is_gap].tolist(), strict=True)]
 
     def tensor(self) -> torch.Tensor:
         return torch.tensor(self.indices, dtype=torch.int64)
@@ -212,9 +215,12 @@ class _Ledger:
     def add(self, counted: CountedTurns, files: Mapping[int, tuple[Path, Header]]) -> None:
         """Add the records of an attempt."""
         size = next((header.data_size for _, header in files.values()), 1)
-        absent = sorted(set(range(size)) - set(files))
-        if absent:
-            self.faults.append(f"Attempt {counted.attempt} lacks the files of data ranks {absent}; copy them here.")
+        if len(files) < size:
+            absent = list(islice((rank for rank in range(size) if rank not in files), _SHOWN))
+            more = f" and {size - len(files) - _SHOWN} more" if size - len(files) > _SHOWN else ""
+            self.faults.append(
+                f"Attempt {counted.attempt} lacks the files of data ranks {absent}{more}; copy them here."
+            )
         turns = {path: max((record.turn for record in read_records(path)), default=0) for path, _ in files.values()}
         if counted.last_turn == _ALL:  # a kill may have come before all ranks had recorded their last step
             counted = CountedTurns(counted.attempt, min(turns.values()), min(turns.values()))
@@ -245,12 +251,12 @@ class _Ledger:
         for before, after in pairwise(epochs):
             if after > before + 1:
                 self.faults.append(f"Epochs {before + 1} to {after - 1} are not in the ledger.")
-        return Audit([self._audit_epoch(key, epochs[-1]) for key in keys], self.faults)
+        laps = {key[:2]: key.lap for key in sorted(keys, key=lambda key: key.lap)}
+        return Audit([self._audit_epoch(key, epochs[-1], laps[key[:2]]) for key in keys], self.faults)
 
-    def _audit_epoch(self, key: EpochKey, last_epoch: int) -> EpochAudit:
+    def _audit_epoch(self, key: EpochKey, last_epoch: int, laps: int) -> EpochAudit:
         group = self._groups[key]
         source = group.source
-        laps = max(other.lap for other in self._groups if other[:2] == key[:2])
         is_finished = key.epoch < last_epoch or key.lap < laps or group.covered() >= source.end >= 0
         # a loader that restarts beside a longer one may stop anywhere
         end = source.end if is_finished and not 0 < key.lap == laps else 0

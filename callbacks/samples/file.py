@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import struct
+from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from operator import index
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import torch
 
-from ...strategies.errors import DataError
-from ...strategies.state.schema import shown
+from ...strategies.errors import CheckpointError, DataError
+from ...strategies.state.regular_file import open_regular
+from ...strategies.state.schema import COUNT, POSITIVE, check, parse_json, shown
 
 FORMAT: Final = "echelon samples 1"
 FOLDER: Final = "samples"
 _HEAD: Final = struct.Struct("<7q")
 """The head of a record, before its indices: turn, step, epoch, loader, lap, place, size."""
-_NUM_HEAD: Final = 7
+_LONGEST_HEADER: Final = 1 << 20
+_LARGEST: Final = 1 << 48
+"""Beyond every count of a run; sums of two are far from the end of 64 bits."""
+_SCHEMA: Final = {
+    "format": FORMAT,
+    "attempt": POSITIVE,
+    "data_rank": COUNT,
+    "data_size": POSITIVE,
+    "round": COUNT,
+    "start_step": COUNT,
+    "history": [[COUNT]],
+}
 
 
 class Reading(NamedTuple):
@@ -146,7 +159,7 @@ class SampleWriter:
 
 def _packed(head: Sequence[int], indices: Sequence[Any]) -> bytes:
     size = len(indices)
-    return struct.pack(f"<{_NUM_HEAD + size}q", *head, size, *indices)
+    return struct.pack(f"<{7 + size}q", *head, size, *indices)
 
 
 def _entries(given: Any) -> list[Any]:
@@ -163,31 +176,34 @@ def read_header(path: Path) -> Header:
     Raises:
         DataError: if it is not a file of samples.
     """
-    return _header(path, _content(path, first_line=True))
+    with _opened(path) as file:
+        return _header(path, file)
 
 
-def _content(path: Path, *, first_line: bool = False) -> bytes:
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
     try:
-        if not path.is_file():  # reading a named pipe would wait for a writer
-            raise FileNotFoundError(errno.ENOENT, "not a regular file")
-        with path.open("rb") as file:
-            return file.readline(1 << 20) if first_line else file.read()
+        with open_regular(path) as file:
+            yield file
     except OSError as error:
         raise DataError(f"{path} must be a file of samples, got {error.strerror}; take it out of the folder.") from None
 
 
-def _header(path: Path, line: bytes) -> Header:
+def _header(path: Path, file: BinaryIO) -> Header:
+    line = file.readline(_LONGEST_HEADER)
     try:
-        values = json.loads(line)
-        if values.pop("format") != FORMAT:
-            raise ValueError(line[:40])
+        values = parse_json(line, "its first line")
+        check(values, _SCHEMA, "its first line")
         values["history"] = [CountedTurns(*turns) for turns in values["history"]]
-        return Header(**{item.name: values[item.name] for item in fields(Header)})
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        header = Header(**{item.name: values[item.name] for item in fields(Header)})
+        if header.data_rank >= header.data_size or header.name != path.name:
+            raise ValueError(f"it is the header of {header.name} of {header.data_size} data ranks")
+    except (ValueError, TypeError, CheckpointError) as error:
         raise DataError(
             f"{path} is not a file of samples: it begins with {line[:40]!r} ({shown(str(error))}); take it out of the "
             "folder."
         ) from None
+    return header
 
 
 def read_records(path: Path) -> Iterator[SampleRecord]:
@@ -196,22 +212,33 @@ def read_records(path: Path) -> Iterator[SampleRecord]:
     Raises:
         DataError: if it is not a file of samples, or its numbers are invalid.
     """
-    data = _content(path)
-    start = data.find(b"\n") + 1
-    _header(path, data[:start])
-    numbers = memoryview(data[start : start + (len(data) - start) // 8 * 8]).cast("q")
-    at = 0
-    while at + _NUM_HEAD <= len(numbers):
-        head = numbers[at : at + _NUM_HEAD].tolist()
-        at += _NUM_HEAD
-        stop = at + max(head[-1], 0)
-        if head[0] < 0 or head[1] < 0 or head[2] < 0:
-            raise DataError(f"{path} holds the invalid record {head}; replace the file by a copy of it.")
-        if stop > len(numbers):
-            return
-        turn, step, epoch, loader, lap, place, size = head
-        yield SampleRecord(turn, step, epoch, loader, lap, place, size, numbers[at:stop].tolist())
-        at = stop
+    with _opened(path) as file:
+        _header(path, file)
+        rest, last_turn = os.fstat(file.fileno()).st_size - file.tell(), 1
+        while len(raw := file.read(_HEAD.size)) == _HEAD.size:
+            head = _HEAD.unpack(raw)
+            turn, step, epoch, loader, lap, place, size = head
+            num_indices = max(size, 0)
+            rest -= _HEAD.size + 8 * num_indices
+            if rest < 0:
+                return
+            indices = array("q", file.read(8 * num_indices)).tolist()
+            record = SampleRecord(turn, step, epoch, loader, lap, place, size, indices)
+            if turn < last_turn or not _is_possible(record):
+                raise DataError(f"{path} holds the invalid record {list(head)}; replace the file by a copy of it.")
+            last_turn = turn
+            yield record
+
+
+def _is_possible(record: SampleRecord) -> bool:
+    """Return whether the numbers of a record are in range, so that no later sum overflows."""
+    at = record.step, record.epoch, record.lap, record.place, abs(record.size), max(record.loader, ~record.loader)
+    if not all(0 <= number <= _LARGEST for number in at):
+        return False
+    if record.loader >= 0:
+        return True
+    source = record.indices
+    return len(source) == len(Source._fields) and all(-1 <= number <= _LARGEST for number in source)
 
 
 def next_attempt(folder: Path) -> int:

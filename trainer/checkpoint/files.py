@@ -186,6 +186,7 @@ def explain(error: OSError) -> str:
         errno.EROFS: "save to a folder that can be written",
         errno.EACCES: "save to a folder that you may write, or change its permissions",
         errno.EPERM: "save to a folder that you may write, or change its permissions",
+        errno.EINVAL: "give another file",
         errno.EIO: "check the health of the disk, and save elsewhere",
         errno.ENAMETOOLONG: "choose a shorter name",
     }

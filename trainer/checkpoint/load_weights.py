@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from ...strategies.errors import CheckpointError
 from ...strategies.state.dtensor import shard_like
 from ...strategies.state.lazy_tensor import Block
+from ...strategies.state.regular_file import open_regular, read_regular
 from ...strategies.state.schema import TEXT, check, shown
 from .files import MappedFile, explain
 from .loading import load
-from .manifest import MANIFEST
+from .manifest import LARGEST_JSON, MANIFEST
 from .safetensors_file import read_tensors
 from .saving import MODEL
 
@@ -152,7 +153,7 @@ def _read_folder(folder: Path, *, lazily: bool) -> dict[str, Tensor]:
     if not (folder / _INDEX).is_file():
         raise CheckpointError(f"{folder} contains no {MANIFEST}, {_SINGLE} or {_INDEX}; give a checkpoint or a file.")
     try:
-        names = sorted(set(json.loads((folder / _INDEX).read_bytes())["weight_map"].values()))
+        names = sorted(set(json.loads(read_regular(folder / _INDEX, LARGEST_JSON))["weight_map"].values()))
         if any(Path(name).name != name for name in names):
             raise ValueError("a file outside the folder")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -171,6 +172,7 @@ def _plain(content: tuple[dict[str, Block], dict[str, str]]) -> dict[str, Tensor
 
 
 def _read_torch_file(path: Path) -> dict[str, Tensor]:
+    open_regular(path).close()
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # a malicious file can make the reader raise anything

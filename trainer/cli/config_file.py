@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ...strategies.errors import ConfigError, did_you_mean
+from ...strategies.state.regular_file import read_regular
 from ..module.unresolved import unresolved
+from ..module.yaml_bounds import SIXTIES, check_yaml
 from ..session.settings import Settings
 from .choices.chosen_classes import chosen
 from .choices.class_help import with_defaults
 from .instantiate import TARGET, targets
-from .yaml_bounds import LONGEST, SIXTIES, check_yaml
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -31,6 +32,8 @@ KEYS: Final = (
     "deploy",
 )
 """The top-level keys of a config."""
+_LARGEST: Final = 128 << 10
+"""Bytes of a config."""
 _LONGEST_SHOWN: Final = 200
 
 
@@ -128,7 +131,7 @@ def _read(path: Path) -> DictConfig:
     from omegaconf import DictConfig, OmegaConf
 
     try:
-        text = _read_text(path)
+        text = read_regular(path, _LARGEST).decode("utf-8")
         check_yaml(text, str(path))
         config = OmegaConf.create(text) if text.strip() else OmegaConf.create()
     except OSError as error:
@@ -199,11 +202,3 @@ def _forget_arguments(config: DictConfig, key: str, value: object) -> None:
     target = OmegaConf.to_container(before, resolve=False) if OmegaConf.is_dict(before) else {}
     if value is not None and isinstance(target, dict) and target.get(TARGET, value) != value:
         OmegaConf.update(config, section, {TARGET: value}, merge=False)
-
-
-def _read_text(path: Path) -> str:
-    with path.open("rb") as file:
-        raw = file.read(LONGEST + 1) if path.is_file() else b""
-    if len(raw) > LONGEST or not path.is_file():
-        raise ConfigError(f"The config {str(path)!r} must be a file of at most {LONGEST} bytes; give another one.")
-    return raw.decode("utf-8")

@@ -60,7 +60,7 @@ def find_ledger(run: Path) -> Path:
     Raises:
         ConfigError: if there is no ledger.
     """
-    if run.is_file():
+    if run.exists() and not run.is_dir():
         return run
     if (run / FILE_NAME).is_file():
         return run / FILE_NAME
@@ -136,7 +136,7 @@ def _account(path: Path, since: int) -> Goodput:
     try:
         ledger = read_ledger(path)
     except OSError as error:
-        raise RunError(f"The ledger {str(path)!r} cannot be read: {error.strerror}; check its permissions.") from error
+        raise RunError(f"The ledger {str(path)!r} cannot be read: {error.strerror}; check the file.") from error
     if not ledger.rounds:
         raise RunError(f"{str(path)!r} holds no valid records, but {ledger.num_skipped} other lines; give another run.")
     if not 0 <= since < len(ledger.rounds):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -96,10 +97,9 @@ def _draw_timeline(axes: Axes, goodput: Goodput) -> None:
     begin, total = goodput.spans[0].begin if goodput.spans else 0, max(1, goodput.total)
     width = total / _NUM_CELLS
     corners: dict[Category, list[Corners]] = {category: [] for category in CATEGORIES}
-    for one in goodput.rounds:
-        of_round = [span for span in goodput.spans if span.round == one.round]
-        for index, cell in cells(of_round, begin, width).items():
-            _stack(corners, cell, index * width, width, one.round + 0.4)
+    for number, of_round in groupby(goodput.spans, lambda span: span.round):
+        for index, cell in cells(list(of_round), begin, width).items():
+            _stack(corners, cell, index * width, width, number + 0.4)
     for category, shapes in corners.items():
         axes.add_collection(PolyCollection(shapes, facecolors=_COLOURS[category], antialiaseds=False), autolim=False)
     axes.set_xlim(0, total)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from itertools import groupby
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -48,7 +47,13 @@ def _row(epoch: EpochAudit, several: bool) -> list[str]:
     name = f"{key.epoch}" + (f", lap {key.lap + 1}" if key.lap else "")
     if epoch.source.num_streams > 1:
         name += f", rank {key.stream}"
-    numbers = epoch.used, _planned(epoch), epoch.skipped, len(epoch.repeated), len(epoch.missing)
+    numbers = (
+        epoch.used,
+        _planned(epoch),
+        epoch.skipped,
+        _count(one.what for one in epoch.repeated),
+        _count(epoch.missing),
+    )
     return [name, *([str(key.loader)] if several else []), *map(str, numbers), epoch.verdict]
 
 
@@ -58,20 +63,27 @@ def _planned(epoch: EpochAudit) -> str:
     return "?" if end < 0 else f"{end} batches" if epoch.source.in_batches else str(end)
 
 
+def _count(stretches: Iterable[range]) -> int:
+    return sum(map(len, stretches))
+
+
+def _span(stretch: range) -> str:
+    return f"{stretch[0]}" if len(stretch) == 1 else f"{stretch[0]} to {stretch[-1]}"
+
+
 def _repeated(epoch: EpochAudit) -> Iterator[str]:
-    what = "index" if epoch.source.comes_once else "place"
     for repeated in epoch.repeated[:_SHOWN]:
+        what = "index" if epoch.source.comes_once else "place"
+        what, were = (f"{what}s", "were") if len(repeated.what) > 1 else (what, "was")
         wheres = "; ".join(map(str, repeated.wheres[:_SHOWN]))
-        yield f"Epoch {epoch.key.epoch}: {what} {repeated.what} was used {len(repeated.wheres)} times: {wheres}."
+        used = f"{what} {_span(repeated.what)} {were} used {len(repeated.wheres)} times"
+        yield f"Epoch {epoch.key.epoch}: {used}: {wheres}."
     if len(epoch.repeated) > _SHOWN:
-        yield f"Epoch {epoch.key.epoch}: {len(epoch.repeated) - _SHOWN} more were used too often."
+        more = _count(one.what for one in epoch.repeated[_SHOWN:])
+        yield f"Epoch {epoch.key.epoch}: {more} more were used too often."
 
 
 def _missing(epoch: EpochAudit) -> Iterator[str]:
-    if not epoch.missing:
-        return
-    # in a stretch of consecutive values, value minus position is constant
-    stretches = [[value for _, value in group] for _, group in groupby(enumerate(epoch.missing), lambda x: x[1] - x[0])]
-    texts = [f"{values[0]}" if len(values) == 1 else f"{values[0]} to {values[-1]}" for values in stretches[:_SHOWN]]
-    more = ", ..." if len(stretches) > _SHOWN else ""
-    yield f"Epoch {epoch.key.epoch}: never used: {', '.join(texts)}{more}."
+    if epoch.missing:
+        more = ", ..." if len(epoch.missing) > _SHOWN else ""
+        yield f"Epoch {epoch.key.epoch}: never used: {', '.join(map(_span, epoch.missing[:_SHOWN]))}{more}."

@@ -8,10 +8,10 @@ import math
 import os
 import re
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 from torch import Tensor
 
@@ -251,9 +251,17 @@ def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int
 
 def replace_text(path: Path, text: str) -> None:
     """Replace a file atomically: readers see the old or the new text, also if the run is killed here."""
+    with replacing(path) as file:
+        file.write(text)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[TextIO]:
+    """Open a file for text that replaces the one at `path` when the context ends without an error."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8", newline="")
+        with temporary.open("w", encoding="utf-8", newline="") as file:
+            yield file
         os.replace(temporary, path)
     finally:
         with suppress(OSError):

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import csv
-import errno
-import io
 import os
 import re
 import warnings
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Final, Self, TextIO
 
 from torch import nn
 
 from ...strategies.cluster.environment import node_folder
 from ...strategies.errors import ConfigError
+from ...strategies.state.regular_file import open_regular
 from ...strategies.state.schema import shown
-from .base import FolderLogger, VersionFolder, replace_text
+from .base import FolderLogger, VersionFolder, replacing
+
+_LONGEST_LINE: Final = 1 << 20
+"""Bytes of a line of ``metrics.csv``."""
 
 
 class CSVLogger(FolderLogger):
@@ -112,13 +114,17 @@ class CSVLogger(FolderLogger):
         if not (path.exists() or self._is_supervised):
             return
         try:
-            columns, rows = _read(path) if path.exists() else (["step"], [])
+            with _reading(path) as (columns, rows), replacing(path) as file:
+                writer = _begin(file, columns)  # also under an agent, so that the file is this process's own
+                self._kept = []
+                for row in rows:
+                    if int(row["step"]) <= step:
+                        writer.writerow(row)
+                    if int(row["step"]) == step:
+                        self._kept.append(_as_text(row))
         except OSError as error:
             raise ConfigError(f"{path} cannot be read ({error}); move it, or give another version.") from None
-        rows = [row for row in rows if int(row["step"]) <= step]
-        replace_text(path, _table(columns, rows))  # also under an agent, so that the file is this process's own
-        self._left_as = _identity(path)
-        self._columns, self._kept = columns, [_as_text(row) for row in rows if int(row["step"]) == step]
+        self._left_as, self._columns = _identity(path), columns
 
     def continue_as(self, version: int | str) -> None:
         """Continue in the table of a run that another process has opened."""
@@ -140,21 +146,20 @@ class CSVLogger(FolderLogger):
             return
         self._flushed_step = self._rows[-1]["step"]  # wait as long for the next attempt as after a success
         path, rows = self.folder() / "metrics.csv", self._rows
-        written: list[dict[str, Any]] = []
-        columns = self._columns
-        if columns is None or not path.exists():
-            columns, written = _read(path) if path.exists() else (["step"], [])
-            self._columns = None
-        wider = list(dict.fromkeys([*columns, *(name for row in rows for name in row)]))
+        names = [name for row in rows for name in row]
         try:
-            if wider == self._columns:
-                _append(path, wider, rows)
+            if self._columns is not None and path.exists() and set(names) <= set(self._columns):
+                _append(path, self._columns, rows)
             else:
-                written = _read(path)[1] if self._columns is not None else written
-                replace_text(path, _table(wider, [*written, *rows]))
+                with _reading(path) as (columns, written), replacing(path) as file:
+                    wider = list(dict.fromkeys([*columns, *names]))
+                    writer = _begin(file, wider)
+                    writer.writerows(written)
+                    writer.writerows(rows)
+                self._columns = wider
         finally:
             self._left_as = _identity(path)
-        self._columns, self._rows = wider, []
+        self._rows = []
 
     def _is_taken_over(self) -> bool:
         """Return whether workers of a later round write the table, since this round's were believed lost."""
@@ -196,29 +201,46 @@ def _as_text(row: Mapping[str, Any]) -> dict[str, str]:
     return {name: str(value) for name, value in row.items() if value not in ("", None)}
 
 
-def _table(columns: list[str], rows: Iterable[Mapping[str, Any]]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns)
+def _begin(file: TextIO, columns: list[str]) -> csv.DictWriter[str]:
+    writer = csv.DictWriter(file, columns)
     writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
+    return writer
 
 
-def _read(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return columns and rows, without a last line that a killed run left incomplete."""
-    if not path.is_file():
-        raise FileExistsError(errno.EEXIST, "not a regular file", str(path))  # a named pipe would wait for a writer
+@contextmanager
+def _reading(path: Path) -> Iterator[tuple[list[str], Iterator[dict[str, Any]]]]:
+    """Open a table, however large; yield its columns and rows, without a last line that a killed run left incomplete.
+
+    Without a file it has no rows.
+    """
+    if not path.exists():
+        yield ["step"], iter(())
+        return
     try:
-        text = path.read_text(encoding="utf-8")
-        reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
-        columns, rows = list(reader.fieldnames or ["step"]), list(reader)
+        with open_regular(path) as file:
+            reader = csv.DictReader(_lines(file))
+            yield list(reader.fieldnames or ["step"]), _checked(reader, path)
     except (ValueError, csv.Error) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(
             f"{path} must be a table of a CSVLogger, found {shown(str(error))}; move it, or give another version."
         ) from None
+
+
+def _lines(file: BinaryIO) -> Iterator[str]:
+    while (line := file.readline(_LONGEST_LINE)).endswith(b"\n"):
+        yield line.decode("utf-8")
+    if len(line) == _LONGEST_LINE:
+        raise csv.Error(f"a line of more than {_LONGEST_LINE} bytes")
+    if len(line) == file.tell():  # the only line
+        line.decode("utf-8")
+
+
+def _checked(rows: Iterable[dict[str, Any]], path: Path) -> Iterator[dict[str, Any]]:
     for row in rows:
         if not re.fullmatch(r"[0-9]{1,18}", str(row.get("step"))) or None in row:
             raise ConfigError(
                 f"{path} must be a table of a CSVLogger, found the row {shown(row)}; move it, or give another version."
             )
-    return columns, rows
+        yield row

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import csv
+import io
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,12 +14,14 @@ import torch
 from torch import nn
 
 from ...strategies.errors import CheckpointError, ConfigError, ModuleError
+from ...strategies.state.regular_file import read_regular
 from ...strategies.state.schema import shown
 from .. import checkpoint
 from ..checkpoint.saved_state import check_saved
 from .hparams import init_arguments
 from .hparams_json import from_jsonable
 from .unresolved import escaped, is_from_environment, with_marks
+from .yaml_bounds import check_yaml
 
 MapLocation = torch.device | str | Mapping[str, str] | Callable[[Any, str], Any] | None
 
@@ -48,6 +51,9 @@ else:
 
 NAMES_FOR_HOOKS: Final = {"model": "state_dict", "optimizers": "optimizer_states"}
 """The entries of a checkpoint that hooks see under Lightning's names."""
+_LARGEST_HPARAMS: Final = 8 << 20
+"""Bytes of an `hparams_file`."""
+_MOST_HPARAMS: Final = 1_000_000
 
 
 def as_hooks_see(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,20 +163,22 @@ def _read_hparams(path: Path) -> dict[str, Any]:
     if path.suffix not in (".yaml", ".yml", ".csv"):
         raise ConfigError(f"hparams_file must end with .yaml, .yml or .csv, got {str(path)!r}; convert it.")
     try:
-        if not path.is_file():
-            raise FileNotFoundError("no regular file")
+        text = read_regular(path, _LARGEST_HPARAMS).decode("utf-8")
         if path.suffix == ".csv":
-            with path.open(encoding="utf-8", newline="") as file:
-                hparams = {row["key"]: _literal(row["value"]) for row in csv.DictReader(file)}
+            rows = csv.DictReader(io.StringIO(text, newline=""))
+            hparams = {row["key"]: _literal(row["value"]) for row in rows}
         else:
             import yaml
 
-            hparams = dict(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
+            check_yaml(text, str(path), _MOST_HPARAMS)
+            hparams = dict(yaml.safe_load(text) or {})
+        return {name: with_marks(value) for name, value in hparams.items()}
+    except ConfigError:
+        raise
     except Exception as error:  # noqa: BLE001 - a damaged file can make a reader raise anything
         raise ConfigError(
             f"hparams_file={str(path)!r} must hold names and values, found {shown(str(error))}; repair it."
         ) from None
-    return {name: with_marks(value) for name, value in hparams.items()}
 
 
 def _literal(text: str) -> Any:

@@ -12,8 +12,11 @@ from typing import Final
 
 from ....lightning.port import Ported, port
 from ....strategies.errors import ConfigError
+from ....strategies.state.regular_file import read_regular
 from ..output import printable
 
+_LARGEST: Final = 16 << 20
+"""Bytes of a program."""
 _EPILOG: Final = """\
 Each line that behaves differently with Echelon is listed, and so is each name without a counterpart; docs/lightning.md
 has the reasons. A name without a counterpart is imported from echelon.lightning; when it is called, it says what to use
@@ -79,7 +82,7 @@ def _read(file: Path) -> tuple[str, str]:
             f"script {file}."
         )
     try:
-        content = file.read_bytes()
+        content = read_regular(file, _LARGEST)
         encoding, _ = tokenize.detect_encoding(BytesIO(content).readline)
         return content.decode(encoding), encoding
     except OSError as error:

@@ -8,16 +8,13 @@ from typing import Any, Final
 
 from ...strategies.errors import ConfigError
 
-LONGEST: Final = 128 << 10
-"""The largest config, in bytes."""
 SIXTIES: Final = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
 """Text that only YAML 1.1 reads as a number in base 60: ``nodes: 1:4`` would be 64 nodes."""
 
 _DEEPEST: Final = 60
-_MOST_VALUES: Final = 10_000
 
 
-def check_yaml(text: str, place: str) -> None:
+def check_yaml(text: str, place: str, most_values: int = 10_000) -> None:
     """Check a text before a reader recurses into it or expands its aliases; `place` names it in the error.
 
     Raises:
@@ -40,17 +37,20 @@ def check_yaml(text: str, place: str) -> None:
         if isinstance(token, yaml.ScalarToken) and token.plain and SIXTIES.fullmatch(token.value):
             line = token.start_mark.line + 1
             raise ConfigError(f'{place}, line {line}: YAML reads {token.value} as a number; write "{token.value}".')
-    size = _size(yaml.compose(text, Loader=loader), {})
-    if size > _MOST_VALUES:
+    size, levels = _extent(yaml.compose(text, Loader=loader), {})
+    if size > most_values:
         found = "a recursive alias" if math.isinf(size) else f"{size} values with its aliases written out"
-        raise ValueError(f"{found}, where {_MOST_VALUES} values are allowed")
+        raise ValueError(f"{found}, where {most_values} values are allowed")
+    if levels > _DEEPEST:
+        raise RecursionError(f"more than {_DEEPEST} levels with its aliases written out")
 
 
-def _size(node: Any, known: dict[int, float]) -> float:
-    """Return the number of values below a node; infinity for a node that contains itself."""
+def _extent(node: Any, known: dict[int, tuple[float, float]]) -> tuple[float, float]:
+    """Return the numbers of values and of levels below a node; infinity for a node that contains itself."""
     if id(node) not in known:
-        known[id(node)] = math.inf  # until it is counted
+        known[id(node)] = math.inf, math.inf  # until it is counted
         items = node.value if isinstance(getattr(node, "value", None), list) else []
         children = [child for item in items for child in (item if isinstance(item, tuple) else (item,))]
-        known[id(node)] = 1 + sum(_size(child, known) for child in children)
+        extents = [_extent(child, known) for child in children]
+        known[id(node)] = 1 + sum(size for size, _ in extents), max((1 + levels for _, levels in extents), default=0)
     return known[id(node)]
