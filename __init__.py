@@ -52,6 +52,7 @@ from .strategies import (
     Strategy,
     ZeroStrategy,
 )
+from .strategies.cluster.version import VERSION
 from .strategies.distributed.rank_zero import rank_zero_first, rank_zero_only
 from .strategies.errors import (
     CheckpointError,
@@ -77,7 +78,7 @@ from .trainer.session.detailed_profilers import AdvancedProfiler, PyTorchProfile
 from .trainer.session.profiler import PassThroughProfiler, Profiler, SimpleProfiler
 from .trainer.trainer import Trainer
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "ActivationCheckpointing",

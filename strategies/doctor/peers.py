@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +21,7 @@ import torch
 from ..cluster.environment import DEFAULT_PORT, ENVIRON, Environment
 from ..cluster.network import address_towards
 from ..cluster.tcp_store import connect_store, host_store
+from ..cluster.version import VERSION
 from ..errors import ProcessError
 from .finding import Finding
 from .folder import marked
@@ -109,7 +109,7 @@ def meet(environment: Environment, own: Sequence[Finding], run_folder: Path) -> 
 def versions() -> dict[str, str]:
     """Return the versions that must be equal on all nodes."""
     return {
-        "echelon": metadata.version("echelon"),
+        "echelon": VERSION,
         "torch": torch.__version__,
         "Python": platform.python_version(),
         "CUDA": torch.version.cuda or "none",

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from ...strategies.cluster.version import VERSION
 from ...strategies.errors import CheckpointError
 from ...strategies.state.lazy_tensor import Block
 from .atomic_folder import committed
@@ -184,7 +183,7 @@ def finish(folder: Path, encoded: EncodedState, written: Sequence[WrittenFiles],
 def manifest_of(encoded: EncodedState, parts: Mapping[str, Sequence[str]], files: Mapping[str, FileRecord]) -> Manifest:
     """Return the manifest of a state whose files are all written; `parts` has the file names of each part."""
     return Manifest(
-        echelon_version=echelon_version(),
+        echelon_version=VERSION,
         torch_version=torch.__version__,
         saved_at=encoded.origin.saved_at or NO_RUN.after().saved_at,
         lineage=encoded.origin.lineage,
@@ -242,12 +241,3 @@ def stems_of(parts: Iterable[str]) -> dict[str, str]:
         stems[part] = next(name for name in names if name.lower() not in known)
         known.add(stems[part].lower())
     return stems
-
-
-@functools.cache
-def echelon_version() -> str:
-    """Return the installed version of Echelon."""
-    try:
-        return metadata.version("echelon")
-    except metadata.PackageNotFoundError:  # a checkout on the path, not installed
-        return "unknown"

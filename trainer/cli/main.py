@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import json
 import os
 import re
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol, cast
 
 from ...callbacks.helpers.console import say
+from ...strategies.cluster.version import VERSION
 from ...strategies.errors import ConfigError, EchelonError, did_you_mean
 from .output import printable
 
@@ -159,7 +159,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"echelon {importlib.metadata.version('echelon')}")
+    parser.add_argument("--version", action="version", version=f"echelon {VERSION}")
     parser.set_defaults(traceback=False)
     subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     return parser, {
