@@ -14,14 +14,15 @@ class TQDMProgressBar(ProgressDisplay):
     """Show the epoch, the batches and every metric logged with ``prog_bar=True``, on rank 0.
 
     In a terminal and in a notebook, a bar is redrawn up to five times a second, with a second bar for validation below
-    it. Override the ``init_*_tqdm`` methods to change their look. If output is piped, each epoch prints a line, and a
-    long one prints a line every `seconds_between_lines`. Batches are counted on rank 0, and the metrics of a step are
+    it. In a terminal, each epoch leaves its line, and a bar that is too wide gives up all else before its metrics.
+    Override the ``init_*_tqdm`` methods to change their look. If output is piped, each epoch prints a line, and a long
+    one prints a line every `seconds_between_lines`. Batches are counted on rank 0, and the metrics of a step are
     rank 0's until they are reduced: no hook communicates. A step without a redraw costs 0.3 us; metrics are read only
     for a redraw.
 
     Args:
         refresh_rate: redraw only when the number of batches is a multiple of it; 0 shows nothing.
-        leave: leave the bar of every epoch, not only that of the last one.
+        leave: leave the bar of every epoch; by default, in a terminal, from the tenth on at most one per second.
         seconds_between_lines: the time between two lines if output is piped.
 
     Raises:
@@ -30,7 +31,7 @@ class TQDMProgressBar(ProgressDisplay):
 
     def _make_bar(self, console: Console, kind: Kind) -> Bar:
         name = {"train": "train", "sanity_check": "sanity", "validate": "validation"}.get(kind, kind)
-        return TqdmBar(getattr(self, f"init_{name}_tqdm"), self._leave)
+        return TqdmBar(getattr(self, f"init_{name}_tqdm"), self._stays(console))
 
     def init_train_tqdm(self) -> Any:
         """Return a new ``tqdm`` bar for training; override this or a method below to change its look."""

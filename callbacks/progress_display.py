@@ -13,7 +13,7 @@ from torch import nn
 
 from ..strategies.errors import ConfigError
 from .callback import Callback
-from .helpers.bars import Bar, LineBar, Postfix
+from .helpers.bars import Bar, FewLines, LineBar, Postfix, Stays
 from .helpers.console import Console, current_console, outlives_output_errors
 from .run import Run
 
@@ -40,7 +40,7 @@ class ProgressDisplay(Callback):
 
     Args:
         refresh_rate: redraw only when the number of batches is a multiple of it; 0 shows nothing.
-        leave: leave the bar of every epoch, not only that of the last one.
+        leave: leave the bar of every epoch; by default, in a terminal, from the tenth on at most one per second.
         seconds_between_lines: the time between two lines if output is piped.
 
     Raises:
@@ -67,12 +67,11 @@ class ProgressDisplay(Callback):
 
     def get_metrics(self, trainer: Run, module: nn.Module) -> dict[str, float | str]:
         """Return the numbers and texts shown behind the bar; override it to add or remove some."""
-        metrics: dict[str, float | str] = {}
+        metrics: dict[str, float | str] = dict(trainer.progress_bar_metrics)
         if trainer.loggers:
             version = trainer.loggers[0].version
-            if version not in ("", None):
-                metrics["v_num"] = version[-4:] if isinstance(version, str) else version
-        metrics.update(trainer.progress_bar_metrics)
+            if version not in ("", None):  # last: a narrow terminal cuts the end off
+                metrics.setdefault("v_num", version[-4:] if isinstance(version, str) else version)
         return metrics
 
     # --- what users change -------------------------------------------------------------------------------------------
@@ -246,6 +245,10 @@ class ProgressDisplay(Callback):
                     bar.abandon()
             self._training = self._evaluation = None
             self._due = _NEVER
+
+    def _stays(self, console: Console) -> Stays:
+        """Return what decides whether an epoch that is over stays on the screen."""
+        return (lambda: True) if self._leave else FewLines() if console == "terminal" else (lambda: False)
 
     def _evaluate(self, trainer: Run, kind: Kind, batches: Sequence[int | float]) -> None:
         self._evaluation = self._open(trainer, kind)

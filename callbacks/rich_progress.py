@@ -11,13 +11,11 @@ from time import monotonic
 from typing import Any, Final
 
 from ..strategies.errors import MissingDependencyError
-from .helpers.bars import Bar, LineBar, Postfix
+from .helpers.bars import Bar, LineBar, Postfix, Stays
 from .helpers.console import Console
 from .progress_display import Kind, ProgressDisplay
 
-_WIDTH_FOR_TIME: Final = 72
-_WIDTH_FOR_RATE: Final = 48
-"""Console width below which the time and the speed are not shown."""
+_NARROWEST_BAR: Final = 4
 
 
 @dataclass(frozen=True)
@@ -45,12 +43,13 @@ class RichProgressBarTheme:
 class RichProgressBar(ProgressDisplay):
     """Show what `TQDMProgressBar` shows, in colors and aligned columns; needs rich (``pip install echelon[rich]``).
 
-    In a terminal that is too narrow, the metrics are cut off. If output is piped, and in a notebook without ipywidgets,
+    In a terminal, each epoch leaves its line. One that is too narrow for the metrics does not show the times, then not
+    the speed, and then cuts the metrics off. If output is piped, and in a notebook without ipywidgets,
     each epoch prints a line.
 
     Args:
         refresh_rate: redraw only when the number of batches is a multiple of it; 0 shows nothing.
-        leave: leave the bar of every epoch, not only that of the last one.
+        leave: leave the bar of every epoch; by default, in a terminal, from the tenth on at most one per second.
         theme: the styles.
         console_kwargs: arguments of ``rich.console.Console``, such as ``width``.
         seconds_between_lines: the time between two lines if output is piped.
@@ -86,7 +85,7 @@ class RichProgressBar(ProgressDisplay):
             return LineBar(self._seconds_between_lines)
         if self._screen is None:
             self._screen = RichScreen(asdict(self.theme), self._console_kwargs)
-        return RichBar(self._screen, self._leave and kind == "train")
+        return RichBar(self._screen, self._stays(console))
 
     def _text(self, metrics: Mapping[str, float | str]) -> str:
         theme = self.theme
@@ -113,6 +112,7 @@ class RichScreen:
     def __init__(self, columns: Mapping[str, Any], console_kwargs: Mapping[str, Any]) -> None:
         self._columns, self._console_kwargs = columns, console_kwargs
         self._progress: Any = None
+        self._by_name: dict[str, Any] = {}
 
     def add(self) -> Any:
         """Return the task of a new bar, below the open ones."""
@@ -124,7 +124,22 @@ class RichScreen:
     def update(self, task: Any, **fields: Any) -> None:
         """Show the changes of a bar."""
         self._progress.update(task, **fields)
+        self._progress.columns = self._visible()
         self._progress.refresh()
+
+    def _visible(self) -> list[Any]:
+        """Return the columns; without the times, and without the speed, if the metrics would be cut off otherwise."""
+        tasks = self._progress.tasks
+        widths = {
+            name: max(len(task.fields[name]) + 1 for task in tasks) for name in ("count", "time", "rate", "metrics")
+        }
+        room = self._progress.console.width - max(len(task.description) for task in tasks) - _NARROWEST_BAR - 1
+        hidden = set[str]()
+        for name in ("time", "rate"):
+            if sum(widths.values()) > room:
+                hidden.add(name)
+                del widths[name]
+        return [column for name, column in self._by_name.items() if name not in hidden]
 
     def remove(self, task: Any, *, keep: bool) -> None:
         """Remove a bar; the last one stays on the screen as lines if `keep`."""
@@ -167,18 +182,21 @@ class RichScreen:
             complete_style=styles["progress_bar"],
             finished_style=styles["progress_bar_finished"],
             pulse_style=styles["progress_bar_pulse"],
-            table_column=table.Column(ratio=1, min_width=4),
+            table_column=table.Column(ratio=1, min_width=_NARROWEST_BAR),
         )
-        columns = [column("{task.description}", "description"), bar, column("{task.fields[count]}", "batch_progress")]
-        if console.width >= _WIDTH_FOR_TIME:
-            columns.append(column("{task.fields[time]}", "time"))
-        if console.width >= _WIDTH_FOR_RATE:
-            columns.append(column("{task.fields[rate]}", "processing_speed"))
-        # the only column that may shrink; its text is cut off, not wrapped
+
         metrics = type("MetricsColumn", (progress.ProgressColumn,), {"render": render_metrics})
-        columns.append(metrics(table_column=table.Column(no_wrap=False)))
+        columns = self._by_name = {
+            "description": column("{task.description}", "description"),
+            "bar": bar,
+            "count": column("{task.fields[count]}", "batch_progress"),
+            "time": column("{task.fields[time]}", "time"),
+            "rate": column("{task.fields[rate]}", "processing_speed"),
+            # the only column that may shrink; its text is cut off, not wrapped
+            "metrics": metrics(table_column=table.Column(no_wrap=False)),
+        }
         # drawn only when the loop asks for it: no thread reads what training writes
-        return progress.Progress(*columns, console=console, auto_refresh=False, expand=True)
+        return progress.Progress(*columns.values(), console=console, auto_refresh=False, expand=True)
 
 
 class RichBar:
@@ -186,14 +204,18 @@ class RichBar:
 
     interval: float = 0.2
 
-    def __init__(self, screen: RichScreen, leave: bool) -> None:
-        self._screen, self._leave = screen, leave
+    def __init__(self, screen: RichScreen, stays: Stays) -> None:
+        self._screen, self._stays = screen, stays
+        self._has_ended = False
         self._task: Any = None
         self._total = math.inf
         self._initial = 0
         self._started = self._paused = 0.0
 
     def begin(self, description: str, total: float, done: int) -> None:
+        if self._has_ended and self._stays():
+            self._remove(keep=True)
+        self._has_ended = False
         if self._task is None:
             self._task = self._screen.add()
         self._total, self._initial = total, done
@@ -212,8 +234,7 @@ class RichBar:
 
     def end(self, done: int, postfix: Postfix) -> None:
         self.show(done, postfix)
-        if self._leave:
-            self._remove(keep=True)
+        self._has_ended = True
 
     def close(self, done: int, postfix: Postfix, *, keep: bool) -> None:
         if self._task is None:
@@ -228,7 +249,7 @@ class RichBar:
 
     def _remove(self, *, keep: bool) -> None:
         self._screen.remove(self._task, keep=keep)
-        self._task = None
+        self._task, self._has_ended = None, False
 
     def _show(self, done: int, **fields: Any) -> None:
         elapsed = monotonic() - self._started

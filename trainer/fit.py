@@ -33,6 +33,7 @@ from .setup import (
     warn_if_endless,
     warn_of_late_parameters,
 )
+from .told_lines import tell_end, tell_start
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ def fit(session: Session, request: Request) -> None:
             advise_precision(session.strategy.device, session.strategy.precision)
         if session.state.is_epoch_done or session.state.batches_in_epoch == 0:
             session.metrics.clear_stage()  # what is logged from here on belongs to the first epoch
+        tell_start(session, request)
         known = set(session.module.parameters())
         session.progress.left_in_eval = left_in_eval_mode(session.module)
         session.hooks.call("on_fit_start")
@@ -97,6 +99,7 @@ def fit(session: Session, request: Request) -> None:
         session.writer.close()
         warn_if_not_finite(session)
         session.hooks.call("on_fit_end")
+        tell_end(session)
 
 
 def run_evaluation(session: Session, request: Request) -> Results:

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from time import monotonic
 from typing import Any, Final, Protocol
 
@@ -14,8 +15,18 @@ from ...strategies.errors import MissingDependencyError
 from .console import Console, lock_threads_only, say
 
 _FREE_LINES: Final = 10
-"""Epochs that get a line however short they are; later ones get at most one line per second."""
+"""Epochs that get a line however short they are; of later ones at most one per second."""
 
+_NARROWER: Final = (
+    "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]",
+    "{desc}: {n_fmt}/{total_fmt} [{elapsed}{postfix}]",
+    "{desc}: {n_fmt}/{total_fmt}{postfix}",
+)
+"""Formats of tqdm, in this order, for a line in which the metrics would be cut off."""
+_NARROWEST_BAR: Final = 3
+
+Stays = Callable[[], bool]
+"""Returns whether the count that has just ended stays on the screen, above the next one."""
 Postfix = Callable[[], str] | None
 """Returns the text behind the count; None to keep the previous text."""
 
@@ -53,13 +64,17 @@ class TqdmBar:
 
     interval: float = 0.2
 
-    def __init__(self, make: Callable[[], Any], leave: bool) -> None:
-        self._make = make
-        self._leave = leave
+    def __init__(self, make: Callable[[], Any], stays: Stays) -> None:
+        self._make, self._stays = make, stays
+        self._has_ended = False
         self.tqdm: Any = None
         """None before the first count and after the last."""
 
     def begin(self, description: str, total: float, done: int) -> None:
+        if self._has_ended and self._stays():
+            self.tqdm.close()
+            self.tqdm = None
+        self._has_ended = False
         known_total = None if math.isinf(total) else int(total)
         is_new = self.tqdm is None
         if is_new:
@@ -88,9 +103,7 @@ class TqdmBar:
 
     def end(self, done: int, postfix: Postfix) -> None:
         self.show(done, postfix)
-        if self._leave:
-            self.tqdm.close()
-            self.tqdm = None
+        self._has_ended = True
 
     def close(self, done: int, postfix: Postfix, *, keep: bool) -> None:
         if self.tqdm is None:
@@ -100,7 +113,24 @@ class TqdmBar:
         self.tqdm.n = done  # a widget closed before its end turns red instead of disappearing
         self.tqdm.leave = keep
         self.tqdm.close()
-        self.tqdm = None
+        self.tqdm, self._has_ended = None, False
+
+
+class FewLines:
+    """Decision whether a count that is over stays on the screen: the first ones, then at most one per second."""
+
+    def __init__(self) -> None:
+        self._lines, self._last = 0, monotonic()
+
+    def __call__(self) -> bool:
+        is_free = self._lines < _FREE_LINES or monotonic() >= self._last + 1.0
+        if is_free:
+            self.count()
+        return is_free
+
+    def count(self) -> None:
+        """Note that a line was written."""
+        self._lines, self._last = self._lines + 1, monotonic()
 
     def abandon(self) -> None:
         if self.tqdm is not None:
@@ -113,7 +143,7 @@ class LineBar:
 
     def __init__(self, interval: float) -> None:
         self.interval = interval
-        self._lines = 0
+        self._stays = FewLines()
         self._printed_at = monotonic()
 
     def begin(self, description: str, total: float, done: int) -> None:
@@ -127,6 +157,7 @@ class LineBar:
     def show(self, done: int, postfix: Postfix) -> None:
         if done < self._total and monotonic() >= self._printed_at + self.interval:
             self._print(done, postfix)
+            self._stays.count()
 
     def pause(self, done: int, postfix: Postfix) -> None:
         self._paused = monotonic()
@@ -135,7 +166,7 @@ class LineBar:
         self._started += monotonic() - self._paused
 
     def end(self, done: int, postfix: Postfix) -> None:
-        self._has_ended = self._lines < _FREE_LINES or monotonic() >= self._printed_at + 1.0
+        self._has_ended = self._stays()
         if self._has_ended:
             self._print(done, postfix)
 
@@ -152,7 +183,6 @@ class LineBar:
         count = f"{done}" if math.isinf(self._total) else f"{done}/{int(self._total)}"
         details = [_clock(elapsed), f"{rate:.1f}it/s", postfix() if postfix is not None else ""]
         say(f"{self._description}: {count} [{', '.join(filter(None, details))}]")
-        self._lines += 1
         self._printed_at = monotonic()
 
 
@@ -171,11 +201,36 @@ def new_tqdm(console: Console, description: str, *, line: int) -> Any:
         ) from error
     lock_threads_only(module.tqdm)
     # without tqdm's monitor thread, which wakes bars that skip updates: ours skip none
-    unmonitored = type("Bar", (module.tqdm,), {"monitor_interval": 0})
+    own: dict[str, Any] = {"monitor_interval": 0}
+    if console != "notebook":
+        own["format_meter"] = staticmethod(partial(_fitted, module.tqdm.format_meter))
     # draw every update: the caller has already decided that it is time
-    return unmonitored(
+    return type("Bar", (module.tqdm,), own)(
         desc=description, position=line, file=sys.stdout, leave=True, mininterval=0, miniters=1, **_width()
     )
+
+
+def _fitted(
+    format_meter: Callable[..., str], *, ncols: int | None = None, bar_format: str | None = None, **fields: Any
+) -> str:
+    """Return the line of a tqdm bar in `ncols` columns: whatever else there is gives way to the metrics."""
+    from tqdm.utils import disp_len, disp_trim
+
+    whole = format_meter(ncols=None, bar_format=bar_format, **fields)  # its bar, if any, has 10 columns
+    if ncols is None or disp_len(whole) <= ncols:
+        return format_meter(ncols=ncols, bar_format=bar_format, **fields)
+    if bar_format is not None or fields["total"] is None:
+        text = whole
+    elif disp_len(whole) - 10 + _NARROWEST_BAR <= ncols:
+        return format_meter(ncols=ncols, **fields)
+    else:
+        fields["prefix"] = (fields.get("prefix") or "").removesuffix(": ")
+        texts = [format_meter(ncols=None, bar_format=narrower, **fields) for narrower in _NARROWER]
+        text = next((text for text in texts if disp_len(text) <= ncols), texts[-1])
+    if disp_len(text) <= ncols:
+        return text
+    end = "..." if fields.get("ascii") is True else "…"
+    return disp_trim(text, max(0, ncols - len(end))) + end
 
 
 def _width() -> dict[str, Any]:

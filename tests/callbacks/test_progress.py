@@ -18,7 +18,7 @@ from terminal import terminal
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from echelon import Callback, Trainer
+from echelon import Callback, CSVLogger, Trainer
 from echelon.callbacks import LambdaCallback, TQDMProgressBar
 from echelon.callbacks.helpers.bars import TqdmBar
 from echelon.callbacks.helpers.console import current_console, say
@@ -59,14 +59,20 @@ def epochs_of(lines: list[str]) -> list[str]:
     return [found.group(1) for line in lines if (found := re.match(r"Epoch (\d+/\d+|\d+): ", line))]
 
 
+def bars_in(lines: list[str]) -> list[str]:
+    """Leave out what a fit says at its start and its end."""
+    return [line for line in lines if not line.startswith(("Training on ", "Trained to step "))]
+
+
 # --- in a terminal ---------------------------------------------------------------------------------------------------
 
 
-def test_one_complete_bar_is_left_in_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_epoch_leaves_its_line_in_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with terminal(monkeypatch) as seen:
         trainer_with_bar(tmp_path, num_sanity_val_steps=1).fit(Shown([1.0, 1.0]), batches(), batches(4))
-    assert len(seen.screen) == 1
-    assert re.match(r"Epoch 1/1: 100%\|█+\| 4/4 \[.*shown=[\d.e-]+\]$", seen.screen[0])
+    assert epochs_of(bars_in(seen.screen)) == ["0/1", "1/1"]
+    for line in bars_in(seen.screen):
+        assert re.match(r"Epoch ./1: 100%\|█+\| 4/4 \[.*shown=[\d.e-]+\]$", line)
     assert "Validating" in seen.written
     assert "Sanity checking" in seen.written
 
@@ -74,21 +80,63 @@ def test_one_complete_bar_is_left_in_a_terminal(tmp_path: Path, monkeypatch: pyt
 def test_metrics_of_several_loaders_have_short_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with terminal(monkeypatch, columns=150) as seen:
         trainer_with_bar(tmp_path, max_epochs=1).fit(Validated(), batches(), [batches(4), batches(4)])
-    assert "val_acc/0=0.250, val_acc/1=1.25e-03]" in seen.screen[0]
+    assert "val_acc/0=0.250, val_acc/1=1.25e-03]" in bars_in(seen.screen)[0]
 
 
 def test_leave_keeps_the_bar_of_every_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with terminal(monkeypatch) as seen:
         trainer_with_bar(tmp_path, TQDMProgressBar(leave=True), max_epochs=3).fit(Shown(), batches(), batches(4))
-    assert epochs_of(seen.screen) == ["0/2", "1/2", "2/2"]
-    assert all("100%" in line and "4/4" in line for line in seen.screen)
+    assert epochs_of(bars_in(seen.screen)) == ["0/2", "1/2", "2/2"]
+    assert all("100%" in line and "4/4" in line for line in bars_in(seen.screen))
 
 
 def test_a_narrow_terminal_gets_no_second_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with terminal(monkeypatch, columns=30) as seen:
-        trainer_with_bar(tmp_path).fit(Shown(), batches(), batches(4))
-    assert len(seen.screen) == 1
-    assert len(seen.screen[0]) <= 30
+        trainer_with_bar(tmp_path, max_epochs=1).fit(Shown(), batches(), batches(4))
+    assert len(bars_in(seen.screen)) == 1
+    assert len(bars_in(seen.screen)[0]) <= 30
+    assert re.match(r"Epoch 0/0: 4/4, shown=[\d.]+$", bars_in(seen.screen)[0])
+
+
+class Busy(Shown):
+    """Logs many metrics into the bar."""
+
+    num_metrics = 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for number in range(self.num_metrics):
+            self.log(f"loss_{number}", 1.354, prog_bar=True)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("num_metrics", "pattern"),
+    [
+        (1, r"Epoch 0/0: (100%\|█+\| )?4/4 \[\d\d:\d\d<\d\d:\d\d, +[\d.]+it/s, loss_0=1.354, shown=\d.\d+\]$"),
+        (2, r"Epoch 0/0: 4/4 \[\d\d:\d\d, loss_0=1.354, loss_1=1.354, shown=\d.\d+, v_num=0\]$"),
+        (3, r"Epoch 0/0: 4/4, loss_0=1.354, loss_1=1.354, loss_2=1.354, shown=\d.\d+, v_num=0$"),
+        (6, r"Epoch 0/0: 4/4, loss_0=1.354, loss_1=1.354, loss_2=1.354, loss_3=1.354, loss_4…$"),
+    ],
+)
+def test_80_columns_show_the_metrics_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_metrics: int, pattern: str
+) -> None:
+    module = Busy()
+    module.num_metrics = num_metrics
+    logger = CSVLogger(tmp_path) if num_metrics > 1 else False
+    with terminal(monkeypatch, columns=80) as seen:
+        trainer_with_bar(tmp_path, max_epochs=1, logger=logger).fit(module, batches())
+    assert re.match(pattern, bars_in(seen.screen)[0]), bars_in(seen.screen)
+    assert len(bars_in(seen.screen)) == 1 and len(bars_in(seen.screen)[0]) <= 80
+
+
+def test_many_short_epochs_leave_few_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    began = time.monotonic()
+    with terminal(monkeypatch) as seen:
+        trainer_with_bar(tmp_path, max_epochs=100).fit(Shown(), batches(2))
+    allowed = 10 + (time.monotonic() - began) + 1
+    assert 11 <= len(bars_in(seen.screen)) <= allowed
+    assert epochs_of(bars_in(seen.screen))[-1] == "99/99"
 
 
 def test_what_is_said_while_a_bar_is_drawn_stands_above_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,9 +145,9 @@ def test_what_is_said_while_a_bar_is_drawn_stands_above_it(tmp_path: Path, monke
     )
     with terminal(monkeypatch) as seen:
         trainer_with_bar(tmp_path, talk, max_epochs=1).fit(Shown(), batches())
-    assert seen.screen[:4] == ["said 0", "said 1", "said 2", "said 3"]
-    assert len(seen.screen) == 5
-    assert "4/4" in seen.screen[4]
+    assert bars_in(seen.screen)[:4] == ["said 0", "said 1", "said 2", "said 3"]
+    assert len(bars_in(seen.screen)) == 5
+    assert "4/4" in bars_in(seen.screen)[4]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -115,9 +163,9 @@ def test_an_interrupted_bar_stays_where_it_was(
         with pytest.raises(error):
             trainer.fit(Shown(), batches())
         print("afterwards")
-    assert len(seen.screen) == 2
-    assert re.match(r"Epoch 0/1: .* 2/4 |Epoch 0/1: .* 3/4 ", seen.screen[0])
-    assert seen.screen[1] == "afterwards"
+    assert len(bars_in(seen.screen)) == 2
+    assert re.match(r"Epoch 0/1: .* 2/4 |Epoch 0/1: .* 3/4 ", bars_in(seen.screen)[0])
+    assert bars_in(seen.screen)[1] == "afterwards"
 
 
 def test_a_second_fit_draws_again_after_an_interrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,16 +179,16 @@ def test_a_second_fit_draws_again_after_an_interrupted_one(tmp_path: Path, monke
                 Shown(), batches(), batches(4)
             )
         trainer_with_bar(tmp_path, bar, max_epochs=1).fit(Shown(), batches())
-    assert len(seen.screen) == 2
-    assert "4/4" in seen.screen[1]
+    assert [line[:10] for line in bars_in(seen.screen)] == ["Epoch 0/1:", "Epoch 0/0:"]
+    assert all("4/4" in line for line in bars_in(seen.screen))
 
 
 def test_an_unknown_length_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with terminal(monkeypatch) as seen:
         loader = torch.utils.data.DataLoader(Endless(), batch_size=None)
         trainer_with_bar(tmp_path, max_epochs=1).fit(Shown(), loader)
-    assert len(seen.screen) == 1
-    assert "Epoch 0/0: 7it [" in seen.screen[0]
+    assert len(bars_in(seen.screen)) == 1
+    assert "Epoch 0/0: 7it [" in bars_in(seen.screen)[0]
 
 
 @pytest.mark.parametrize("task", ["validate", "fit"])
@@ -155,7 +203,7 @@ def test_loaders_of_unknown_length_are_counted_together(
         else:
             trainer.validate(Validated(), loaders)
     if task == "validate":
-        assert "Validating: 14it [" in seen.screen[0]
+        assert "Validating: 14it [" in bars_in(seen.screen)[0]
     assert "Validating" in seen.written
 
 
@@ -185,7 +233,7 @@ def test_users_change_the_look_of_bars(tmp_path: Path, monkeypatch: pytest.Monke
     assert (bar.refresh_rate, bar.is_enabled, bar.is_disabled) == (2, True, False)
     with terminal(monkeypatch) as seen:
         trainer_with_bar(tmp_path, bar, max_epochs=1).fit(Shown(), batches(), batches(4))
-    assert "step/s" in seen.screen[0]
+    assert "step/s" in bars_in(seen.screen)[0]
     assert "validating with my bar" in seen.written
     with pytest.raises(RunError, match=r"train_progress_bar is not shown, found None"):
         bar.train_progress_bar  # noqa: B018
@@ -225,7 +273,7 @@ def test_evaluations_leave_their_bar_and_predictions_too(tmp_path: Path, monkeyp
         trainer.validate(Scripted(), [batches(4), batches(8)])
         trainer.test(Shown(), batches(4))
         trainer.predict(Predicting(), batches(4))
-    bars = [line.split(":")[0] + line.split("|")[2].split("[")[0] for line in seen.screen if "%|" in line]
+    bars = [line.split(":")[0] + line.split("|")[2].split("[")[0] for line in bars_in(seen.screen) if "%|" in line]
     assert bars == ["Validating 6/6 ", "Testing 2/2 ", "Predicting 2/2 "]
 
 
@@ -256,8 +304,8 @@ def test_metrics_are_read_only_for_a_redraw(tmp_path: Path, monkeypatch: pytest.
         trainer_with_bar(tmp_path, bar, max_epochs=1).fit(Shown(), batches(1000))
     redraws = (time.monotonic() - began) / TqdmBar.interval
     assert 1 <= bar.reads <= redraws + 4
-    assert "500/500" in seen.screen[-1]
-    assert "own=metric" in seen.screen[-1]
+    assert "500/500" in bars_in(seen.screen)[-1]
+    assert "own=metric" in bars_in(seen.screen)[-1]
 
 
 def test_refresh_rate_is_a_multiple_of_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +327,7 @@ def test_refresh_rate_zero_shows_nothing(tmp_path: Path, monkeypatch: pytest.Mon
 def test_piped_output_has_a_line_an_epoch(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     trainer_with_bar(tmp_path, max_epochs=3, num_sanity_val_steps=1).fit(Shown(), batches(), batches(4))
     output = capfd.readouterr()
-    lines = output.out.splitlines()
+    lines = bars_in(output.out.splitlines())
     assert epochs_of(lines) == ["0/2", "1/2", "2/2"]
     assert all(re.match(r"Epoch ./2: 4/4 \[00:\d\d, [\d.]+it/s, shown=[\d.e-]+\]$", line) for line in lines)
     assert "\r" not in output.out
@@ -290,7 +338,7 @@ def test_piped_output_of_many_short_epochs_is_bounded(tmp_path: Path, capfd: pyt
     began = time.monotonic()
     trainer_with_bar(tmp_path, max_epochs=100).fit(Shown(), batches(2))
     allowed = 10 + (time.monotonic() - began) + 1
-    lines = capfd.readouterr().out.splitlines()
+    lines = bars_in(capfd.readouterr().out.splitlines())
     assert 10 <= len(lines) <= allowed
     assert lines[-1].startswith("Epoch 99/99: 1/1")
 
@@ -298,7 +346,7 @@ def test_piped_output_of_many_short_epochs_is_bounded(tmp_path: Path, capfd: pyt
 def test_a_long_epoch_has_a_line_now_and_then(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     bar = TQDMProgressBar(seconds_between_lines=0.0)
     trainer_with_bar(tmp_path, bar, max_epochs=1).fit(Shown(), batches())
-    lines = capfd.readouterr().out.splitlines()
+    lines = bars_in(capfd.readouterr().out.splitlines())
     assert [line.split(" ")[2] for line in lines] == ["1/4", "2/4", "3/4", "4/4"]
 
 

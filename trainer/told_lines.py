@@ -1,0 +1,51 @@
+"""Lines that a fit prints on rank 0: from where it starts, and where its results are."""
+
+from __future__ import annotations
+
+import logging
+
+from ..callbacks.helpers.console import say
+from ..callbacks.model_checkpoint import ModelCheckpoint
+from ..callbacks.progress_display import ProgressDisplay
+from .request import Request
+from .session.session import Session
+
+_log = logging.getLogger(__name__)
+
+
+def tell_start(session: Session, request: Request) -> None:
+    """Tell on which device it trains, and from which checkpoint, if any."""
+    strategy, found = session.strategy, session.resumed_from
+    num_processes = f" in {strategy.world_size} processes" if strategy.world_size > 1 else ""
+    if found is not None:
+        origin = f", resumed from {found} at step {session.state.global_step}"
+    elif request.ckpt_path is not None:
+        origin = f" from the beginning: no checkpoint found for ckpt_path={str(request.ckpt_path)!r}"
+    else:
+        origin = ""
+    device = strategy.device.type if num_processes else strategy.device
+    _tell(session, f"Training on {device}{num_processes}{origin}.")
+
+
+def tell_end(session: Session) -> None:
+    """Tell the step that was reached, the folder of the logs, and the best checkpoint."""
+    savers = [one for one in session.callbacks if isinstance(one, ModelCheckpoint)]
+    saver = next((one for one in savers if one.best_model_path), None)
+    parts = [f"Trained to step {session.state.global_step}"]
+    if session.loggers:
+        parts.append(f"logs: {session.run.log_dir}")
+    if saver is not None:
+        score = saver.best_model_score
+        rank = "" if score is None or saver.monitor is None else f" ({saver.monitor}={score:.4g})"
+        parts.append(f"{'best' if saver.monitor else 'last'} checkpoint: {saver.best_model_path}{rank}")
+    _tell(session, "; ".join(parts))
+
+
+def _tell(session: Session, line: str) -> None:
+    """Print a line beside the progress bar; without a bar, only log it."""
+    if not session.run.is_global_zero or session.strategy.collectives.is_rehearsed:
+        return
+    if any(isinstance(one, ProgressDisplay) and one.is_enabled for one in session.callbacks):
+        say(line)
+    else:
+        _log.info("%s", line)
