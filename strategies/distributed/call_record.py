@@ -17,6 +17,7 @@ _PACKAGE: Final = Path(__file__).parents[2]
 _PASSED: Final = (*(f"{_PACKAGE / name}/" for name in ("strategies", "callbacks", "trainer")), contextlib.__file__)
 _ECHELON: Final = "Echelon itself"
 _SEPARATOR: Final = "\t"
+_LACKS_A_CALL: Final = "(none)"
 
 _NUM_KEPT: Final = 64
 _WIDTH: Final = 256  # bytes per call; long paths lose their beginning
@@ -107,11 +108,14 @@ def _row(calls: Mapping[int, list[str]], number: int) -> Iterable[str]:
     if number in calls:
         return calls[number]
     last = calls.get(number - 1)
-    return ["(none)", "" if last is None else f"last: {last[0]}, {last[-1]}"]
+    return [_LACKS_A_CALL, "" if last is None else f"last: {last[0]}, {last[-1]}"]
 
 
 class StuckRanks:
     """Reports once, after a while without new calls, which ranks have diverged, as they may wait forever.
+
+    If every rank has made the call at which they diverged, none can go on: `deadlock` says so after another while. A
+    rank that has not made it may only be slow.
 
     Args:
         files: the record of each rank.
@@ -123,16 +127,24 @@ class StuckRanks:
         self._counts: list[int] = []
         self._since = time.monotonic()
         self._has_said = False
+        self._calls_differ = False
+        """Whether the calls of all ranks at the same place differ, and not only their number."""
 
     def look(self) -> str | None:
         """Return the message for the user, if it is time for one."""
-        if self._has_said:
-            return None
         counts = [_read(file)[0] for file in self._files.values()]
         if counts != self._counts:
-            self._counts, self._since = counts, time.monotonic()
-        if time.monotonic() - self._since < self._patience:
+            self._counts, self._since, self._calls_differ = counts, time.monotonic(), False
+        if self._has_said or time.monotonic() - self._since < self._patience:
             return None
         difference = describe_difference(self._files)
         self._has_said = difference is not None
-        return difference and f"No rank has called a collective for {self._patience:g} s. {difference}"
+        self._calls_differ = difference is not None and _LACKS_A_CALL not in difference
+        wait = f", and the run ends after {self._patience:g} more" if self._calls_differ else ""
+        return difference and f"No rank has called a collective for {self._patience:g} s{wait}. {difference}"
+
+    def deadlock(self) -> str | None:
+        """Return the difference if it keeps every rank from going on; call it after `look`."""
+        if not self._calls_differ or time.monotonic() - self._since < 2 * self._patience:
+            return None
+        return describe_difference(self._files)

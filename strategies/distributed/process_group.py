@@ -18,6 +18,7 @@ import torch
 
 from ..cluster.environment import LOOPBACK, Environment, set_defaults
 from ..cluster.network import loopback_variables, variables_towards
+from ..cluster.start_wait import StartWait, unknown_host
 from ..cluster.tcp_store import connect_store, host_store
 from ..cluster.torchrun import agent_hosts_store
 from ..errors import ConfigError, ProcessError, did_you_mean
@@ -34,6 +35,7 @@ _PARTS: Final[dict[tuple[Any, ...], tuple[Any, Any]]] = {}
 _FAREWELL: Final = 60.0  # seconds for which rank 0, at exit, keeps the store alive for slower ranks
 _FAREWELL_OF_FAILED: Final = 5.0  # the same, after a failure
 _LOOK: Final = 0.02
+_SHOWN: Final = 20
 
 
 class ProcessSettings(TypedDict, total=False):
@@ -207,16 +209,7 @@ class ProcessGroup:
         limit = self.settings.get("start_timeout", START_TIMEOUT)
         store = self._open_store(limit)
         store.set(f"echelon/start/{self.rank}", socket.gethostname())
-        keys = [f"echelon/start/{rank}" for rank in range(self.world_size)]
-        try:
-            store.wait(keys, limit)  # not a Noticeboard: thousands of ranks would poll it
-        except RuntimeError as error:
-            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            raise ProcessError(
-                f"Only {self.world_size - len(missing)} of {self.world_size} processes connected within "
-                f"{limit.total_seconds():.0f} s; missing: rank {', '.join(map(str, missing))}. Start them too, look at "
-                "their output to see why they ended, or raise the strategy's start_timeout."
-            ) from error
+        self._await_others(store, limit)
         is_one_machine = self.environment.num_nodes == 1
         set_defaults(loopback_variables() if is_one_machine else variables_towards(self.environment.main_address))
         dist.init_process_group(
@@ -229,6 +222,32 @@ class ProcessGroup:
         # a Finalize, unlike atexit, also runs in processes of multiprocessing, such as the workers of a launch
         Finalize(None, partial(self._say_farewell, store), exitpriority=0)
         atexit.register(_leave)
+
+    def _await_others(self, store: Any, limit: timedelta) -> None:
+        """Wait until every rank has posted its arrival; rank 0 says now and then who is missing."""
+        keys = [f"echelon/start/{rank}" for rank in range(self.world_size)]
+
+        def missing() -> str:
+            ranks = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+            return f"rank {', '.join(map(str, ranks[:_SHOWN]))}{more}"
+
+        wait = StartWait(limit, is_told=self.rank == 0)
+        while True:
+            try:
+                # not a Noticeboard: thousands of ranks would poll it
+                store.wait(keys, timedelta(seconds=wait.until_due()))
+                return
+            except RuntimeError as error:
+                if not wait.left():
+                    num_missing = sum(not store.check([key]) for key in keys)
+                    raise ProcessError(
+                        f"Only {self.world_size - num_missing} of {self.world_size} processes connected within "
+                        f"{limit.total_seconds():.0f} s; missing: {missing()}. Start them too, look at their output to "
+                        "see why they ended, or raise the strategy's start_timeout."
+                    ) from error
+            address = f"{self.environment.main_address}:{self.environment.main_port}"
+            wait.tell(lambda: f"{missing()} of {self.world_size} processes to connect to {address}")  # noqa: B023
 
     def _say_farewell(self, store: Any) -> None:
         """Tell rank 0 that this rank no longer needs the store; if rank 0 hosts it, rank 0 waits for the others."""
@@ -254,7 +273,9 @@ class ProcessGroup:
                 return next(rendezvous("env://", self.rank, self.world_size, timeout=limit))[0]
             if self._hosts_store:  # torch's own store would listen on all interfaces
                 return host_store(address, port or 0, limit)
-            return connect_store(address, port or 0, limit)
+            told = StartWait(limit, is_told=self.local_rank == 0)
+            with told.telling(lambda: f"rank 0, whose store is to be at {address}:{port}{unknown_host(address)}"):
+                return connect_store(address, port or 0, limit)
         except (RuntimeError, OSError) as error:  # torch's DistNetworkError is a RuntimeError
             raise ProcessError(
                 f"Rank {self.rank} cannot {'open' if self.rank == 0 else 'reach'} the store of the run at "

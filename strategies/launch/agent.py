@@ -65,6 +65,8 @@ class Agent(LocalElasticAgent):
         self.failed: list[WorkerExit] = []
         """The workers of this node that failed, without those that were stopped because another one failed."""
         self.failure_elsewhere: str | None = None
+        self.deadlock: str | None = None
+        """The calls that differ between ranks, none of which can go on, so that all were stopped."""
         """The failure of a worker on another node, if that ended the run."""
         self.report: str | None = None
         """A note on the run as a whole, for the error that ended it."""

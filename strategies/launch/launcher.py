@@ -266,6 +266,8 @@ def _called_differently(difference: str, error: BaseException) -> CollectiveErro
 
 
 def _raise_failure(agent: Agent, signals: _SignalForwarding) -> None:
+    if agent.deadlock is not None:
+        raise CollectiveError(agent.deadlock)
     if not agent.failed and agent.failure_elsewhere is None:
         return
     cause = min(agent.failed, key=lambda worker: worker.likelihood, default=None)

@@ -58,6 +58,11 @@ class StaticAgent(Agent):
         if self._running:
             if (stuck := self._stuck.look()) is not None:
                 _log.warning("%s", stuck)
+            self.deadlock = self._stuck.deadlock()
+            if self.deadlock is not None:
+                self._tell_others(f"Node {self.nodes.node_rank} stopped its workers. {self.deadlock}")
+                self._stop()
+                return RunResult(state=WorkerState.FAILED)
             return RunResult(state=WorkerState.HEALTHY)
         return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(self.ranks))
 
@@ -75,10 +80,14 @@ class StaticAgent(Agent):
             with contextlib.suppress(RuntimeError):  # node 0 is gone, which _read_failure() reports
                 self._board.wait_for([_FAILURE], _LINGER)
             self.failure_elsewhere = self._read_failure()
-        if self.failure_elsewhere is not None:
+        if self.failure_elsewhere is None:
+            self._tell_others(cause.describe())
+
+    def _tell_others(self, failure: str) -> None:
+        if not self._others:
             return
         with contextlib.suppress(RuntimeError):  # node 0 is gone, and no one can read it
-            self._board.post(_FAILURE, cause.describe())
+            self._board.post(_FAILURE, failure)
             if self.nodes.node_rank == 0:
                 self._board.wait_for([f"read/{node}" for node in self._others], _LINGER)
 

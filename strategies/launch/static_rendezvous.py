@@ -11,8 +11,9 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # as it
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from ..cluster.environment import LOOPBACK, Environment
+from ..cluster.start_wait import StartWait, unknown_host
 from ..cluster.tcp_store import connect_store, host_store
-from ..distributed.noticeboard import Noticeboard
+from ..distributed.noticeboard import Messages, Noticeboard
 from ..errors import ProcessError
 
 _ATTEMPT = 3.0  # seconds after which a waiting node reconnects: it may have reached the store of an earlier run
@@ -55,7 +56,13 @@ class Rendezvous(RendezvousHandler):
         store = PrefixStore(_PREFIX, self._open())
         board = _board(store)
         keys = {_arrival(node): node for node in range(1, self.num_nodes)}
-        ids = board.wait_for(list(keys), self.limit.total_seconds(), until=lambda _: self._is_cancelled)
+        wait = StartWait(self.limit)
+
+        def is_over(ids: Messages) -> bool:
+            wait.tell(lambda: self._awaited([node for key, node in keys.items() if key not in ids]))
+            return self._is_cancelled
+
+        ids = board.wait_for(list(keys), self.limit.total_seconds(), until=is_over)
         if len(ids) < len(keys):
             raise self._missing([node for key, node in keys.items() if key not in ids])
         for attempt in ids.values():
@@ -76,9 +83,9 @@ class Rendezvous(RendezvousHandler):
 
     def _join(self) -> Any:
         """Connect to the store of node 0 until it confirms that it belongs to this run."""
-        end = time.monotonic() + self.limit.total_seconds()
+        wait = StartWait(self.limit)
         missing = [0]
-        while (left := end - time.monotonic()) > 0 and not self._is_cancelled:
+        while (left := wait.left()) > 0 and not self._is_cancelled:
             limit = timedelta(seconds=min(left, _ATTEMPT))
             try:
                 connection = connect_store(self.address, self.port, limit)
@@ -89,6 +96,7 @@ class Rendezvous(RendezvousHandler):
                 missing = [node for node in range(1, self.num_nodes) if not board.has(_arrival(node))]
             except RuntimeError:  # not there yet, or just gone
                 pass
+            wait.tell(lambda: self._awaited(missing or [0]))  # noqa: B023
             time.sleep(_PAUSE)
         raise self._missing(missing or [0])
 
@@ -99,6 +107,10 @@ class Rendezvous(RendezvousHandler):
         attempt = uuid.uuid4().hex
         board.post(_arrival(self.node_rank), attempt)
         return bool(board.wait_for([_confirmation(attempt)], _ATTEMPT, until=lambda _: self._is_cancelled))
+
+    def _awaited(self, nodes: list[int]) -> str:
+        address = f"{self.address}:{self.port}{unknown_host(self.address)}"
+        return f"node {', '.join(map(str, nodes))} of {self.num_nodes} to connect to {address}"
 
     def _missing(self, nodes: list[int]) -> ProcessError:
         return ProcessError(

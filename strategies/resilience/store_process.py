@@ -13,6 +13,7 @@ from typing import Any, Final
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # as its documentation has it
 
 from ..cluster.network import is_this_machine
+from ..cluster.start_wait import StartWait
 from ..cluster.tcp_store import connect_store, connections_to, listen
 from ..errors import ProcessError
 
@@ -48,7 +49,7 @@ def reach_store(host: str, port: int, limit: timedelta) -> Any:
     Raises:
         ProcessError: if there is no store within `limit`.
     """
-    end = time.monotonic() + limit.total_seconds()
+    wait = StartWait(limit)
     is_to_start = is_this_machine(host)
     while True:
         is_to_start = is_to_start and not _start(host, port)
@@ -58,7 +59,7 @@ def reach_store(host: str, port: int, limit: timedelta) -> Any:
             store = connect_store(host, port, attempt)
             store.set_timeout(_TRY)
         except (OSError, RuntimeError) as error:  # torch's errors are RuntimeErrors
-            if time.monotonic() > end:
+            if not wait.left():
                 raise ProcessError(
                     f"There is no store for the rendezvous at {host}:{port} after "
                     f"start_timeout={limit.total_seconds():g} s ({error}); start the program on the machine with that "
@@ -68,6 +69,7 @@ def reach_store(host: str, port: int, limit: timedelta) -> Any:
         else:
             hang_up_on_silence(port)
             return store
+        wait.tell(lambda: f"the store of the rendezvous at {host}:{port}")
         time.sleep(_LOOK)
 
 

@@ -6,15 +6,22 @@ import faulthandler
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from echelon.strategies.cluster.launchers import detect_environment
 from echelon.strategies.distributed.call_record import CallRecord, StuckRanks, describe_difference
+from echelon.strategies.errors import CollectiveError
+from echelon.strategies.launch import static_agent
+from echelon.testing import run_ranks
 
 
 def record(folder: Path, *calls_of_ranks: Sequence[str]) -> dict[int, Path]:
+    folder.mkdir(exist_ok=True)
     files = {rank: folder / f"{rank}.calls" for rank in range(len(calls_of_ranks))}
     for rank, calls in enumerate(calls_of_ranks):
         own = CallRecord(files[rank])
@@ -91,9 +98,38 @@ def test_ranks_that_wait_for_each_other_are_pointed_out_once(tmp_path: Path) -> 
     assert stuck.look() is None
 
 
+def test_ranks_that_call_different_collectives_cannot_go_on(tmp_path: Path) -> None:
+    stuck = StuckRanks(record(tmp_path, ["barrier", "all_gather"], ["barrier", "broadcast(src=0)"]), patience=0.0)
+    assert stuck.deadlock() is None  # not before it was said
+    said = stuck.look()
+    assert said is not None and said.startswith(
+        "No rank has called a collective for 0 s, and the run ends after 0 more"
+    )
+    deadlock = stuck.deadlock()
+    assert deadlock is not None and deadlock.startswith("The ranks diverged at collective 2 of the run")
+    only_slow = StuckRanks(record(tmp_path / "slow", ["barrier", "all_gather"], ["barrier"]), patience=0.0)
+    assert only_slow.look() is not None
+    assert only_slow.deadlock() is None
+
+
 @pytest.mark.parametrize("patience", [0.0, 60.0])
 def test_ranks_that_only_compute_are_left_alone(tmp_path: Path, patience: float) -> None:
     alike = record(tmp_path, ["barrier"], ["barrier"])
     assert StuckRanks(alike, patience).look() is None
     ahead = record(tmp_path, ["barrier"], [])
     assert StuckRanks(ahead, 60.0).look() is None
+
+
+def call_differently_and_wait() -> None:
+    record = CallRecord.of_this_process()
+    assert record is not None
+    record.note("barrier")
+    record.note("all_gather" if detect_environment().rank else "broadcast(src=0)")
+    threading.Event().wait()
+
+
+def test_a_run_whose_ranks_cannot_go_on_ends(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(static_agent, "StuckRanks", partial(StuckRanks, patience=0.5))
+    with pytest.raises(CollectiveError, match="diverged at collective 2 of the run"):
+        run_ranks(call_differently_and_wait, 2, timeout=240.0)
+    assert "and the run ends after 0.5 more" in caplog.text

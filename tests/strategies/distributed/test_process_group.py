@@ -1,3 +1,5 @@
+import logging
+import re
 import socket
 from dataclasses import replace
 from datetime import timedelta
@@ -5,6 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 
+from echelon.strategies.cluster import start_wait
 from echelon.strategies.cluster.launchers import detect_environment
 from echelon.strategies.distributed.process_group import ProcessGroup
 from echelon.strategies.errors import ConfigError, ProcessError
@@ -73,3 +76,47 @@ def test_a_port_that_is_taken_is_named(taken_port):
     )
     with pytest.raises(ProcessError, match=f"Rank 0 cannot open the store of the run at 127.0.0.1:{taken_port}"):
         ProcessGroup(environment, CPU, start_timeout=timedelta(seconds=1)).join()
+
+
+def join_loudly():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(start_wait, "_FIRST", 0.2)
+        patch.setattr(start_wait, "_EVERY", 0.2)
+        told = []
+        handler = logging.Handler()
+        handler.emit = lambda record: told.append(record.getMessage())
+        logging.getLogger("echelon").addHandler(handler)
+        join_as_three()
+        return told
+
+
+def test_rank_0_says_whom_it_waits_for_and_how_long_it_still_will():
+    first, second = run_ranks(join_loudly, 2, timeout=240.0)
+    assert len(first) > 1 and second == []
+    pattern = (
+        r"Waiting for rank 2 of 3 processes to connect to 127.0.0.1:\d+; giving up in [12] s \(start_timeout is 2 s\)."
+    )
+    assert re.fullmatch(pattern, first[0])
+
+
+def test_a_rank_says_that_it_cannot_reach_the_store(unused_port, monkeypatch, caplog):
+    monkeypatch.setattr(start_wait, "_FIRST", 0.2)
+    for address, remark in (
+        ("127.0.0.1", ""),
+        ("no-such-host.invalid", r" \(.*: set MASTER_ADDR to a name or an address of the first machine\)"),
+    ):
+        environment = replace(
+            detect_environment({}),
+            launcher="srun",
+            rank=1,
+            world_size=2,
+            num_nodes=2,
+            node_rank=1,
+            main_address=address,
+            main_port=unused_port,
+        )
+        with pytest.raises(ProcessError, match=f"Rank 1 cannot reach the store of the run at {address}"):
+            ProcessGroup(environment, CPU, start_timeout=timedelta(seconds=2)).join()
+        expected = f"Waiting for rank 0, whose store is to be at {address}:{unused_port}{remark}; giving up in [12] s"
+        assert re.match(expected, caplog.messages[0])
+        caplog.clear()
