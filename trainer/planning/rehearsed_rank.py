@@ -202,10 +202,10 @@ class TakeNotes(Callback):
 
 
 def here(parameters: Any) -> Iterator[Tensor]:
-    """Yield the parameters that this rank really holds: if any are sharded, all that it holds are."""
+    """Yield the parameters that this rank really holds: if any are sharded, those and plain numbers."""
     own = list(parameters)
     is_sharded = any(is_dtensor(parameter) for parameter in own)
-    yield from (parameter for parameter in own if is_dtensor(parameter) or not is_sharded)
+    yield from (parameter for parameter in own if is_dtensor(parameter) or not (is_sharded and parameter.dim()))
 
 
 def _elements_here(parameter: Tensor) -> int:
