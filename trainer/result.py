@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +20,8 @@ from ..callbacks.callback import Callback
 from ..callbacks.dispatch import Hooks, callback_states, load_callback_states
 from ..callbacks.run import Logger
 from ..strategies.distributed.pickling import check_packs
-from ..strategies.errors import ConfigError, RunError
+from ..strategies.errors import ConfigError, ProcessError, RunError
+from ..strategies.launch.node_folder import NodeFolder
 from . import checkpoint
 from .checkpoint.manifest import Origin
 from .data.evaluation_data import EvaluationData
@@ -26,13 +31,16 @@ from .metrics.metrics import Metrics
 from .module.data_module import DataModule
 from .module.optimizers import LRSchedulerConfig
 from .module.train_module import TrainModule
-from .resume.run_state import module_state, shown_to_hooks
+from .resume.run_state import module_state, shown_to_hooks, training_state
 from .session.interruption import Interruption
 from .session.progress import Progress
 from .session.session import Session, Task
 from .session.train_state import TrainState
 from .tuning.attribute import set_attribute
 from .unplaced import load_trained, trained_weights
+
+_LEFT: Final = "left"
+_log = logging.getLogger(__name__)
 
 _PACKAGE: Final = __name__.partition(".")[0]
 
@@ -56,6 +64,8 @@ class Result:
     origin: Origin
     found: dict[str, float]
     """The attributes of module and data module that finders have set."""
+    left: Path | None
+    """The training state that `save_ended` needs, if no checkpoint of the run holds it."""
     lost: list[str]
     """Warnings of what could not be sent."""
 
@@ -64,9 +74,11 @@ def result_of(session: Session) -> Result:
     """Return the result of a run that ended without an error. Collective: every rank calls it."""
     is_fit, progress = session.task == "fit", session.progress
     lost: list[str] = []
+    left = None
     callbacks = _states_to_send(session.callbacks, lost)
     if is_fit:
         session.replicas.sync()
+        left = _leave_training_state(session)
         _make_room(session)
     model = session.strategy.full_model_state() if is_fit else None
     return Result(
@@ -82,8 +94,34 @@ def result_of(session: Session) -> Result:
         resumed_from=session.resumed_from,
         origin=session.origin,
         found=progress.found,
+        left=left,
         lost=lost,
     )
+
+
+def _leave_training_state(session: Session) -> Path | None:
+    """Write what `save_ended` needs into the folder of the run, unless its last checkpoint holds it. Collective."""
+    strategy = session.strategy
+    if session.saved_list is None or strategy.environment.num_nodes > 1:
+        return None
+    if strategy.collectives.on_first_rank(partial(_last_saved, session, ("loop",))) is not None:
+        return None
+    left = session.saved_list.parent / _LEFT
+    try:
+        state = training_state(session)
+        session.writer.save(left, state, mesh=strategy.mesh_axes, origin=session.origin)
+        session.writer.close()
+    except Exception as error:  # noqa: BLE001 - of the user's code, or a full disk: the fit itself has succeeded
+        _log.info("The training state was not kept for a save_checkpoint after the fit: %s", error)
+        return None
+    return left
+
+
+def _last_saved(run: Session | EndedRun, parts: Collection[str] | None = None) -> dict[str, Any] | None:
+    """Return the last checkpoint of a run, or some parts of it, if it is of the last step."""
+    last = run.progress.last_checkpoint
+    saved = checkpoint.load(last, parts=parts) if last is not None and last.exists() else None
+    return saved if saved is not None and saved["loop"]["global_step"] == run.state.global_step else None
 
 
 def _states_to_send(callbacks: Sequence[Callback], lost: list[str]) -> dict[str, dict[str, Any]]:
@@ -159,6 +197,21 @@ class EndedRun:
     evaluation_data: EvaluationData | None = None
     trained: Sequence[str] | None = None
     """The names of the weights that it has trained, if the module here has others."""
+    folder: NodeFolder | None = None
+    """The folder with the training state that its processes left; it lives as long as this."""
+
+    def keep(self, left: Path) -> None:
+        """Move the training state that the processes left into a folder that lives as long as this."""
+        with suppress(OSError, ProcessError):  # then there is none to save
+            self.folder = NodeFolder.create(left.parent.parent)
+            weakref.finalize(self, _remove, self.folder, os.getpid())
+            left.rename(self.folder.path / _LEFT)
+
+
+def _remove(folder: NodeFolder, owner: int) -> None:
+    """Remove the folder in the process that owns it, not in one forked from it."""
+    if os.getpid() == owner:
+        folder.remove()
 
 
 def take_over(run: EndedRun, result: Result, loggers: Sequence[Logger]) -> None:
@@ -174,6 +227,8 @@ def take_over(run: EndedRun, result: Result, loggers: Sequence[Logger]) -> None:
     run.progress.should_stop = result.should_stop
     run.progress.predictions = result.predictions
     run.progress.last_checkpoint = result.last_checkpoint
+    if result.left is not None:
+        run.keep(result.left)
     run.metrics.load_state_dict(result.metrics)
     run.metrics.logged = result.metrics["logged"]
     for callback in run.callbacks:
@@ -202,22 +257,25 @@ def save_ended(run: EndedRun, path: Path, *, weights_only: bool) -> None:
     """Write a checkpoint of a run whose processes have ended.
 
     Their optimizers are gone: a checkpoint to resume from gets the training state of the checkpoint that the run saved
-    last, if that is of its last step, and the weights of the caller's module.
+    last, if that is of its last step, else that which its processes left, and the weights of the caller's module.
 
     Raises:
-        RunError: if the run saved no checkpoint at its last step.
+        RunError: if there is neither, as after a fit on several nodes.
     """
     if weights_only or run.task != "fit":
         state = module_state(run.module, trained_weights(run.module, run.trained))
         checkpoint.save(path, shown_to_hooks(state, run.hooks, run.state))
         return
-    last = run.progress.last_checkpoint
-    saved = checkpoint.load(last) if last is not None and last.exists() else None
-    if saved is None or saved["loop"]["global_step"] != run.state.global_step:
+    weights = trained_weights(run.module, run.trained)  # the caller's current ones
+    left, saved = run.folder.path / _LEFT if run.folder is not None else None, _last_saved(run)
+    if saved is not None:
+        state = {**saved, "model": weights}
+    elif left is not None and left.is_dir():
+        state = shown_to_hooks({**module_state(run.module, weights), **checkpoint.load(left)}, run.hooks, run.state)
+    else:
         raise RunError(
             "The state of the optimizers is gone, as the processes of this fit have ended; its last checkpoint is "
-            f"{last} (the run ended at step {run.state.global_step}). Save it in on_train_end, fit with a "
-            "ModelCheckpoint, or pass weights_only=True."
+            f"{run.progress.last_checkpoint} (the run ended at step {run.state.global_step}). Save it in on_train_end, "
+            "fit with a ModelCheckpoint, or pass weights_only=True."
         )
-    state = {**saved, "model": trained_weights(run.module, run.trained)}  # the caller's current weights
     checkpoint.save(path, state, origin=run.origin.after())

@@ -1,5 +1,7 @@
 """The end of a fit in other processes: how room is made for whole weights there, and what hooks still find."""
 
+import gc
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,6 +59,30 @@ def test_a_checkpoint_that_the_last_hook_saves_is_whole(strategy: str, tmp_path:
     stopped.load_state_dict(whole.state_dict())
     quiet(max_epochs=2).fit(whole, loader(16, 4))
     quiet(max_epochs=1, callbacks=[SavesLast(path)], **settings).fit(stopped, loader(16, 2))
+    quiet(max_epochs=2, **settings).fit(resumed, loader(16, 2), ckpt_path=path)
+    for one, other in zip(resumed.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_checkpoint_saved_after_a_fit_without_checkpoints_resumes_as_one_of_the_fit_would(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, folder = tmp_path / "after.ckpt", tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    settings: dict[str, Any] = {"strategy": strategy, "devices": 2}
+    torch.manual_seed(0)
+    whole, stopped, resumed = Adapts(), Adapts(), Adapts()
+    stopped.load_state_dict(whole.state_dict())
+    quiet(max_epochs=2).fit(whole, loader(16, 4))
+    trainer = quiet(max_epochs=1, **settings)
+    trainer.fit(stopped, loader(16, 2))
+    trainer.save_checkpoint(path)
+    assert len(list(folder.iterdir())) == 1
+    del trainer, stopped
+    gc.collect()
+    assert list(folder.iterdir()) == []
     quiet(max_epochs=2, **settings).fit(resumed, loader(16, 2), ckpt_path=path)
     for one, other in zip(resumed.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(one, other)

@@ -50,7 +50,7 @@ def take_state(session: Session, *, weights_only: bool) -> dict[str, Any]:
     session.replicas.sync()
     state = module_state(session.module, session.strategy.model_state())
     if not weights_only:
-        state.update(_training_state(session))
+        state.update(training_state(session))
     return shown_to_hooks(state, session.hooks, session.state)
 
 
@@ -74,7 +74,8 @@ def shown_to_hooks(state: dict[str, Any], hooks: Hooks, counters: TrainState) ->
     return {_PARTS.get(name, name): value for name, value in state.items()}
 
 
-def _training_state(session: Session) -> dict[str, Any]:
+def training_state(session: Session) -> dict[str, Any]:
+    """Return what a resumed run needs beside the module, under Lightning's names. Collective: every rank calls it."""
     assert session.train_data is not None
     datamodule = session.datamodule
     strategy = session.strategy
