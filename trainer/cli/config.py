@@ -104,7 +104,8 @@ def build_config(config: Config, further: Sequence[Callback] = ()) -> Experiment
         error.add_note("This error is about the keys under trainer.")
         raise
     module = build_module(values)
-    data, winner = build(values.get("data"), "data"), config.values.get("optimizer_settings") or "saved"
+    data = build(values.get("data"), "data")
+    winner: Winner = config.values.get("optimizer_settings") or "saved"
     return Experiment(trainer, module, data, config.values.get("ckpt_path"), winner)
 
 
