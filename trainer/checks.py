@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
@@ -223,8 +224,9 @@ def check_loggers(loggers: Sequence[Logger]) -> None:
     """Check that each is a logger, and that no two write to the same folder.
 
     Raises:
-        ConfigError: for one that lacks a method, and if two write to the same folder.
+        ConfigError: for one that lacks a method, if two write to the same folder, and without a current folder.
     """
+    check_current_folder()
     seen: dict[tuple[type, str], Logger] = {}
     for logger in loggers:
         refuse_incomplete(logger)
@@ -305,6 +307,21 @@ def _check_micro_batches(
 
 def _find_in(owners: Sequence[Any], *names: str) -> str | None:
     return find_attribute(owners, names)
+
+
+def check_current_folder() -> None:
+    """Check that the current folder exists: relative paths, torch's compiler and new processes begin from it.
+
+    Raises:
+        ConfigError: if it was deleted.
+    """
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError(
+            f"The current folder must exist, but it was deleted ({error.strerror}); change to another folder (cd, or "
+            "os.chdir) before the run."
+        ) from None
 
 
 def check_writable(folder: Path) -> None:

@@ -9,15 +9,16 @@ from pathlib import Path
 from ..callbacks.callback import Callback
 from ..callbacks.helpers.loggers import tell
 from ..callbacks.run import Logger
-from .checks import check_writable
+from .checks import check_current_folder, check_writable
 
 
 def settle_folders(root: Path, callbacks: Iterable[Callback], loggers: Sequence[Logger], *, writes: bool) -> Path:
     """Make the folders of callbacks and loggers absolute, and return the root as an absolute path.
 
     Raises:
-        ConfigError: if the run `writes` to its root, and files cannot be created there.
+        ConfigError: if the run `writes` to its root, and files cannot be created there; without a current folder.
     """
+    check_current_folder()
     if writes:
         check_writable(root)
     settle_callbacks(callbacks)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import inspect
 import io
 import os
 import pickle
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
@@ -18,7 +20,7 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized
 from torch.storage import TypedStorage
 
-from ..errors import ConfigError
+from ..errors import ConfigError, ProcessError
 from ..torch_internals import memory_of
 
 PICKLING_ERRORS: Final = (pickle.PicklingError, AttributeError, TypeError)
@@ -59,6 +61,7 @@ def pack_into(
 
     Raises:
         ConfigError: if it cannot be pickled.
+        ProcessError: if the file has no room.
         MemoryError: if there is not enough memory.
     """
     try:
@@ -67,6 +70,11 @@ def pack_into(
     except MemoryError:
         raise  # not the fault of one value, and a search for a culprit would take even more memory
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise ProcessError(
+                f"{name} cannot be sent to other processes through the temporary folder {tempfile.gettempdir()!r} "
+                f"({error.strerror}); make room there, or set TMPDIR to another folder."
+            ) from error
         path, culprit = find_culprit({**(parts or {}), name: value}) or (name, value)
         raise ConfigError(
             f"{path} ({type(culprit).__name__}) cannot be sent to other processes: {error}; "

@@ -7,14 +7,19 @@ import functools
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import forkserver, resource_tracker
+from multiprocessing.util import Finalize
 from types import ModuleType
 from typing import Any, Final
 
+from ..errors import ConfigError, ProcessError
+from .proc_status import look_at
 from .worker import CULPRITS, NOT_FOR_THE_FORK_SERVER, preloading
 
 # the first optimizer imports torch._dynamo, which takes a second
@@ -27,6 +32,8 @@ PRELOADED = (
     f"{__package__}.forkserver_preload",
 )
 
+_LONGEST_FOLDER: Final = 75
+"""Bytes; multiprocessing adds 32, and the address of a socket has at most 107 on Linux."""
 _ONE_THREAD: Final = threading.RLock()
 """Guards temporary changes to global state, which another thread could otherwise take for the original."""
 
@@ -59,6 +66,7 @@ def _start_fork_server(server: Any, users: Iterable[str], own: Iterable[str], *,
     """Start the fork server, and return whether it was not running yet."""
     pid = server._forkserver_pid  # noqa: SLF001
     _forget_in_forks()
+    _keep_addresses_short()
     multiprocessing.set_forkserver_preload([*PRELOADED, *users])
     resource_tracker.ensure_running()  # otherwise the fork server would start it, which unblocks signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_THE_FORK_SERVER)  # inherited by the fork server
@@ -67,7 +75,34 @@ def _start_fork_server(server: Any, users: Iterable[str], own: Iterable[str], *,
             forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return bool(server._forkserver_pid != pid)  # noqa: SLF001
+    now = server._forkserver_pid  # noqa: SLF001
+    if look_at(now).state == "stopped":
+        raise ProcessError(
+            f"multiprocessing's fork server (process {now}), which starts the processes of a run, was stopped by a "
+            f"signal; let it go on with `kill -CONT {now}`, and start the run again."
+        )
+    return bool(now != pid)
+
+
+def _keep_addresses_short() -> None:
+    """Keep multiprocessing's sockets out of a temporary folder whose path is too long for the address of a socket.
+
+    Raises:
+        ConfigError: if there is no other folder.
+    """
+    config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001
+    folder = config.get("tempdir") or tempfile.gettempdir()
+    if len(os.fsencode(folder)) <= _LONGEST_FOLDER:
+        return
+    for parent in ("/tmp", "/var/tmp", "/dev/shm"):
+        with contextlib.suppress(OSError):
+            config["tempdir"] = own = tempfile.mkdtemp(prefix="pymp-", dir=parent)
+            Finalize(None, shutil.rmtree, args=(own,), kwargs={"ignore_errors": True}, exitpriority=-100)
+            return
+    raise ConfigError(
+        f"The path of the temporary folder must have at most {_LONGEST_FOLDER} bytes for the sockets in it, got "
+        f"{folder!r}; set TMPDIR to another folder."
+    )
 
 
 @functools.cache

@@ -129,9 +129,8 @@ def _unusable(path: Path, error: OSError, size: int | None = None) -> ProcessErr
     place = str(path) if size is None else f"{path} of {size} bytes"
     if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
         free = free_bytes(path if path.is_dir() else path.parent)
-        return ProcessError(
-            f"There is no room for the node's files in {place}, where {free} bytes are free: {_REMEDY}."
-        )
+        remedy = _REMEDY if _SHARED_MEMORY in (path, *path.parents) else "make room there, or set TMPDIR"
+        return ProcessError(f"There is no room for the node's files in {place}, where {free} bytes are free: {remedy}.")
     return ProcessError(
         f"{place} cannot be used for the node's files: {error}. Let user {os.geteuid()} write there, or set TMPDIR to "
         "a folder where it can."

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -21,6 +22,7 @@ from ..launch.worker import end_with_the_caller, makes_cuda_unusable
 from ..torch_internals import kill_with_parent
 
 _PATIENCE: Final = 10.0  # seconds for an answer from the nursery
+_LOOKS: Final = 5  # one a second, that find it stopped
 _FIRST: Final = 60.0  # for its first one, if it has to import torch before it
 
 _NURSERIES: Final[list[Nursery]] = []
@@ -60,14 +62,14 @@ class Nursery:
         with self._lock:
             try:
                 self._pipe.send((request, *arguments))
-                if self._pipe.poll(self._patience):
+                if self._answers():
                     self._patience = _PATIENCE
                     return self._pipe.recv()
                 self.process.kill()  # a late answer would be taken for the answer to the next request
                 raise ProcessError(
                     f"The process that starts the servers (process {self.process.pid}) does not answer within "
-                    f"{self._patience:g} s; it was stopped by a signal, or the machine is swapping. Start the run "
-                    "again."
+                    f"{self._patience:g} s, or was stopped by a signal for {_LOOKS} s; it may also be that the machine "
+                    "is swapping. Start the run again."
                 )
             except (EOFError, OSError) as error:
                 raise ProcessError(
@@ -75,6 +77,18 @@ class Nursery:
                     "servers with it; start the run again. dmesg shows whether it was the kernel's out-of-memory "
                     "killer."
                 ) from error
+
+    def _answers(self) -> bool:
+        """Wait for an answer; in vain if the process is slow, or found stopped by a signal too often in a row.
+
+        Looks count rather than time: whoever suspends the whole run and resumes it later stops this process as well.
+        """
+        end, num_stopped = time.monotonic() + self._patience, 0
+        while not self._pipe.poll(1.0):
+            num_stopped = num_stopped + 1 if look_at(self.process.pid).state == "stopped" else 0
+            if num_stopped >= _LOOKS or time.monotonic() > end:
+                return False
+        return True
 
     def stop(self) -> None:
         """End the process, and any servers that are left."""
