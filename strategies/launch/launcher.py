@@ -267,7 +267,9 @@ def _called_differently(difference: str, error: BaseException) -> CollectiveErro
 
 def _raise_failure(agent: Agent, signals: _SignalForwarding) -> None:
     if agent.deadlock is not None:
-        raise CollectiveError(agent.deadlock)
+        raise CollectiveError(
+            f"{agent.deadlock} No rank could go on, and all were stopped; resume with ckpt_path='last'."
+        )
     if not agent.failed and agent.failure_elsewhere is None:
         return
     cause = min(agent.failed, key=lambda worker: worker.likelihood, default=None)
