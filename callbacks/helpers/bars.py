@@ -115,6 +115,11 @@ class TqdmBar:
         self.tqdm.close()
         self.tqdm, self._has_ended = None, False
 
+    def abandon(self) -> None:
+        if self.tqdm is not None:
+            self.tqdm.disable = True
+            self.tqdm = None
+
 
 class FewLines:
     """Decision whether a count that is over stays on the screen: the first ones, then at most one per second."""
@@ -131,11 +136,6 @@ class FewLines:
     def count(self) -> None:
         """Note that a line was written."""
         self._lines, self._last = self._lines + 1, monotonic()
-
-    def abandon(self) -> None:
-        if self.tqdm is not None:
-            self.tqdm.disable = True
-            self.tqdm = None
 
 
 class LineBar:

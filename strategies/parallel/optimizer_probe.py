@@ -228,7 +228,7 @@ class _Operations(TorchDispatchMode):
     """Sees whether operations compute each element of tensors from those at the same place alone."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.are_elementwise = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
