@@ -19,9 +19,11 @@ from torch.optim import Optimizer
 from ..callbacks.callback import Callback
 from ..callbacks.dispatch import Hooks, callback_states, load_callback_states
 from ..callbacks.run import Logger
+from ..strategies.distributed.nested import iterate_tensors
 from ..strategies.distributed.pickling import check_packs
 from ..strategies.errors import ConfigError, ProcessError, RunError
 from ..strategies.launch.node_folder import NodeFolder
+from ..strategies.state.dtensor import local_shard
 from . import checkpoint
 from .checkpoint.manifest import Origin
 from .data.evaluation_data import EvaluationData
@@ -40,6 +42,8 @@ from .tuning.attribute import set_attribute
 from .unplaced import load_trained, trained_weights
 
 _LEFT: Final = "left"
+_LARGEST_LEFT: Final = 1 << 30
+"""Bytes of optimizer state per rank up to which it is written though nobody may ask for it."""
 _log = logging.getLogger(__name__)
 
 _PACKAGE: Final = __name__.partition(".")[0]
@@ -106,6 +110,8 @@ def _leave_training_state(session: Session) -> Path | None:
         return None
     if strategy.collectives.on_first_rank(partial(_last_saved, session, ("loop",))) is not None:
         return None
+    if strategy.collectives.all_reduce(float(_optimizer_bytes(session)), "max") > _LARGEST_LEFT:
+        return None
     left = session.saved_list.parent / _LEFT
     try:
         state = training_state(session)
@@ -115,6 +121,12 @@ def _leave_training_state(session: Session) -> Path | None:
         _log.info("The training state was not kept for a save_checkpoint after the fit: %s", error)
         return None
     return left
+
+
+def _optimizer_bytes(session: Session) -> int:
+    """Return the bytes of this rank's optimizer state."""
+    states = [dict(optimizer.state) for optimizer in session.optimizers]
+    return sum(local_shard(tensor).nbytes for tensor in iterate_tensors(states))
 
 
 def _last_saved(run: Session | EndedRun, parts: Collection[str] | None = None) -> dict[str, Any] | None:
@@ -260,7 +272,7 @@ def save_ended(run: EndedRun, path: Path, *, weights_only: bool) -> None:
     last, if that is of its last step, else that which its processes left, and the weights of the caller's module.
 
     Raises:
-        RunError: if there is neither, as after a fit on several nodes.
+        RunError: if there is neither, as after a fit on several nodes or with a gigabyte of optimizer state per rank.
     """
     if weights_only or run.task != "fit":
         state = module_state(run.module, trained_weights(run.module, run.trained))

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from small import Regression, loader, quiet
+from small import Regression, loader, quiet, raises
 
-from echelon import Callback, ModelCheckpoint
+from echelon import Callback, ModelCheckpoint, RunError
 from echelon.trainer.result import _make_room
 
 
@@ -86,3 +86,24 @@ def test_a_checkpoint_saved_after_a_fit_without_checkpoints_resumes_as_one_of_th
     quiet(max_epochs=2, **settings).fit(resumed, loader(16, 2), ckpt_path=path)
     for one, other in zip(resumed.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(one, other)
+
+
+class HoldsMuch(Adapts):
+    """Gives the optimizer a state of more than a gigabyte, which takes no memory."""
+
+    def on_train_end(self) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.state[self.net.weight]["much"] = torch.zeros(()).expand((1 << 28) + 1)
+
+
+def test_a_large_state_of_optimizers_is_not_written_unless_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    trainer = quiet(max_epochs=1, strategy="ddp", devices=2)
+    trainer.fit(HoldsMuch(), loader(16, 2))
+    assert list(folder.iterdir()) == []
+    with raises(RunError, "The state of the optimizers is gone", "pass weights_only=True"):
+        trainer.save_checkpoint(tmp_path / "after.ckpt")
+    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
