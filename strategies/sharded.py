@@ -41,6 +41,7 @@ from .state.random_shards import draw_whole
 from .state.sendable import check_sendable, check_shardable_dtypes
 from .state.shards import Holders
 from .state.shared_memory import check_unshared
+from .state.tied_names import as_tied, with_tied_names
 from .strategy import ClipAlgorithm, Strategy
 from .torch_internals import overflows_of
 from .units.gradient_hooks import GradientHooks
@@ -362,8 +363,10 @@ class ShardedStrategy(Strategy):
     def full_model_state(self) -> dict[str, Any]:
         if self._pipeline is not None and self._sharded is not None:
             self._sharded.reshard()
-            return gather_all(self._pipeline, self.collectives, is_kept=self.local_rank == 0)
-        return gather_whole(self.model_state(), is_kept=self.local_rank == 0)
+            state = gather_all(self._pipeline, self.collectives, is_kept=self.local_rank == 0)
+        else:
+            state = gather_whole(self.model_state(), is_kept=self.local_rank == 0)
+        return as_tied(self.module, state)
 
     def whole_tensors(self, named: Mapping[str, nn.Parameter], *, gradients: bool = False) -> dict[str, Tensor]:
         if self._pipeline is None or self._sharded is None:
@@ -372,7 +375,7 @@ class ShardedStrategy(Strategy):
         return whole_of_stages(self._pipeline, {name: p.grad if gradients else p for name, p in named.items()})
 
     def load_model_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        own = self.module.state_dict()
+        own, state = self.module.state_dict(), with_tied_names(self.module, state)
         if self._pipeline is not None:
             state = without_elsewhere(self._pipeline, state)
         sharded = {name: shard_like(value, own.get(name)) for name, value in state.items()}

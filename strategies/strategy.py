@@ -34,6 +34,7 @@ from .pipeline.timeline import WindowRecorder
 from .pipeline.work import WindowWork
 from .state.dtensor import multiply_all, whole_on_cpu
 from .state.optimizer_state import load_by_name, state_by_name
+from .state.tied_names import as_tied, with_tied_names
 
 T = TypeVar("T")
 ClipAlgorithm = Literal["norm", "value"]
@@ -416,15 +417,15 @@ class Strategy(ABC):
 
     def full_model_state(self) -> dict[str, Any]:
         """Return the unsharded `model_state` on the CPU, at least on the first rank of each node. Collective."""
-        return {name: v.cpu() if isinstance(v, Tensor) else v for name, v in self.model_state().items()}
+        return as_tied(self.module, {n: v.cpu() if isinstance(v, Tensor) else v for n, v in self.model_state().items()})
 
     def whole_tensors(self, named: Mapping[str, nn.Parameter], *, gradients: bool = False) -> dict[str, Tensor]:
         """Return unsharded copies of parameters, or of their gradients, on the CPU of every rank. Collective."""
         return whole_on_cpu({name: p.grad if gradients else p for name, p in named.items()})
 
     def load_model_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Load a state dict with the plain module's names. Collective: every rank calls it."""
-        self.module.load_state_dict(state, strict=strict)
+        """Load a state dict with the plain module's names, one or more of tied weights. Collective: all ranks."""
+        self.module.load_state_dict(with_tied_names(self.module, state), strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the optimizer's state, with parameters by name. Collective: every rank calls it."""

@@ -76,6 +76,10 @@ _ADVICE: Final = {
         "Evaluation runs under torch.inference_mode: clone() what training uses again, or set "
         "Trainer(inference_mode=False)."
     ),
+    "invalid python storage|data pointer (on|of)|Cannot access data pointer": (
+        "This rank has only shards of the weights: call state = trainer.strategy.full_model_state() on all ranks, and "
+        "save it on rank 0, as model.save_pretrained(folder, state_dict=state) does."
+    ),
     "^StopIteration$": (
         "An iterator that a step or hook reads with next() has ended, which does not end the epoch: give next() a "
         "default, or make the iterator again with iter()."
