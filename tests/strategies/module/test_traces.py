@@ -1,6 +1,7 @@
 """User code that runs in `Traceless` leaves everything as it was, whatever it writes to."""
 
 import array
+import copy
 import functools
 import random
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
@@ -426,3 +427,20 @@ def test_a_layer_that_is_made_by_its_first_forward_stays_made():
     assert type(net.lazy) is nn.Linear
     assert net.lazy.training
     assert net.lazy(torch.ones(2, 2)).shape == (2, 3)
+
+
+def test_a_library_that_adds_hooks_once_adds_them_again_after_a_rehearsal():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=12,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        pad_token_id=None,
+    )
+    model, tokens = transformers.LlamaForCausalLM(config).eval(), torch.arange(8).view(2, 4)
+    expected = copy.deepcopy(model)(tokens, output_hidden_states=True).hidden_states
+    with Untouched(model):
+        model(tokens, output_hidden_states=True)
+    torch.testing.assert_close(model(tokens, output_hidden_states=True).hidden_states, expected)
