@@ -245,7 +245,7 @@ class ParallelStrategy(ShardedStrategy):
                 "with False; return the loss, or use cp=1."
             )
         if self._sequences is not None:
-            self._sequences.begin()
+            self._sequences.begin(module)
         if self._pipeline is not None:
             self._pipeline.first_steps.begin()
         self._has_run = False

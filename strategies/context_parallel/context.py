@@ -33,7 +33,8 @@ class ContextParallel:
         self.sequence_cut = SequenceLayout(size, rank, is_balanced=exchange == "allgather")
         self._mode = AttentionMode(Exchange(group, self.sequence_cut), exchange)
         self._sequence_dim = sequence_dim
-        self._is_cut = False
+        self.is_cut = False
+        """Whether a step runs on this rank's part of a batch."""
 
     def cut(self, batch: Any, module: nn.Module) -> Any:
         """Return a batch with this rank's part of each sequence.
@@ -109,19 +110,19 @@ class ContextParallel:
 
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Return the positions of `length` tokens; inside `attention`, those of this rank's part of the sequence."""
-        if not self._is_cut:
+        if not self.is_cut:
             return torch.arange(length, device=device)
         return self.sequence_cut.positions(self.size * length, device)
 
     @contextmanager
     def attention(self) -> Iterator[None]:
         """Let attention inside the block exchange keys and values, for a batch that has been `cut`."""
-        self._is_cut = True
+        self.is_cut = True
         try:
             with self._mode:
                 yield
         finally:
-            self._is_cut = False
+            self.is_cut = False
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointError as RecomputationError
 from ..distributed.collectives import Collectives
 from .check import check_step
 from .context import ContextParallel
+from .positions import give_positions
 
 _CUT: Final = frozenset(("training_step", "validation_step", "test_step"))
 """The steps that get a part of each sequence; prediction uses whole sequences."""
@@ -31,9 +32,10 @@ class CutSteps:
         self._checked: dict[str, int] = {}
         """The kinds of steps that were checked, and for the longest sequence."""
 
-    def begin(self) -> None:
+    def begin(self, module: nn.Module) -> None:
         """Forget which steps were checked, for another module or another run."""
         self._checked.clear()
+        give_positions(module, self.context)
 
     def check(
         self,

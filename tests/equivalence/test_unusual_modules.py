@@ -21,7 +21,6 @@ REFUSED = {
     ("pp x 2", "early exit"): "blocks.1 of stage 1 was not called in the step",
     ("pp x 2", "gradient penalty"): "cannot compute a derivative",
     ("cp x 2", "gradient penalty"): "computes derivatives inside of its step",
-    ("cp x 2", "recorded outputs"): "Take positions from self.trainer.strategy.positions",
 }
 """What the errors say for modules that a layout does not train."""
 BOUND = {"mixed dtypes": 1e-6}
