@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from ..callbacks.early_stopping import EarlyStopping
 from ..callbacks.helpers.console import say
 from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.progress_display import ProgressDisplay
@@ -28,10 +29,14 @@ def tell_start(session: Session, request: Request) -> None:
 
 
 def tell_end(session: Session) -> None:
-    """Tell the step that was reached, the folder of the logs, and the best checkpoint."""
+    """Tell the step that was reached, what ended training early, the folder of the logs, and the best checkpoint."""
     savers = [one for one in session.callbacks if isinstance(one, ModelCheckpoint)]
     saver = next((one for one in savers if one.best_model_path), None)
     parts = [f"Trained to step {session.state.global_step}"]
+    stoppers = [one for one in session.callbacks if isinstance(one, EarlyStopping)]
+    reason = next((one.stopping_reason_message for one in stoppers if one.stopping_reason_message), None)
+    if reason is not None:
+        parts.append(reason[0].lower() + reason[1:].rstrip("."))
     if session.loggers:
         parts.append(f"logs: {session.run.log_dir}")
     if saver is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from scripted import Scripted, batches, trainer_in
 
-from echelon import Callback, CSVLogger, ModelCheckpoint
+from echelon import Callback, CSVLogger, EarlyStopping, ModelCheckpoint
 from echelon.testing import run_ranks
 
 
@@ -46,6 +46,9 @@ def test_a_fit_says_where_it_starts_and_what_it_leaves(tmp_path: Path, capsys: p
     ]
     fit(tmp_path, logger=False)
     assert lines() == ["Training on cpu.", "Trained to step 4"]
+    fit(tmp_path, EarlyStopping("loss", patience=1, mode="max"), logger=False, max_epochs=9)
+    end = lines()[1]
+    assert re.fullmatch(r"Trained to step \d+; stopping: loss has not improved on [\d.e-]+ in 1 checks", end), end
 
 
 def test_without_a_bar_it_is_only_logged(
