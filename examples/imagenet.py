@@ -108,6 +108,7 @@ if __name__ == "__main__":
     parser.add_argument("--momentum", type=float, default=0.9)
     parser.add_argument("--weight-decay", type=float, default=1e-4)
     parser.add_argument("--schedule", choices=("step", "cosine"), default="step")
+    parser.add_argument("--log-every", type=int, default=50, help="steps from one that is logged to the next")
     parser.add_argument("--workers", type=int, default=4, help="processes that load images, for each device")
     parser.add_argument("--size", type=int, default=224, help="pixels of an image's side")
     parser.add_argument("--resume", metavar="CKPT", help="a checkpoint to go on from, or 'last'")
@@ -133,6 +134,7 @@ if __name__ == "__main__":
         compile=options.compile,
         max_epochs=options.epochs,
         global_batch_size=options.batch_size,
+        log_every_n_steps=options.log_every,
         callbacks=[echelon.ModelCheckpoint(monitor="top1/val", mode="max", save_last=True)],
     )
     if options.evaluate:

@@ -17,7 +17,8 @@ COMMAND = "import sys; from echelon.trainer.cli.main import main; sys.exit(main(
 TRAIN_THEN_EVALUATE = f"""
 import runpy, sys
 for words in (["--epochs", "1"], ["--resume", "last", "--evaluate"]):
-    sys.argv = ["imagenet.py", "--data", "images", "--size", "32", "--workers", "0", "--batch-size", "4", *words]
+    small = ["--size", "32", "--workers", "0", "--batch-size", "4", "--log-every", "1"]
+    sys.argv = ["imagenet.py", "--data", "images", *small, *words]
     runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
 """
 
@@ -53,7 +54,12 @@ def test_folders_of_images_are_trained_on_and_the_newest_checkpoint_evaluated(im
 
 def test_two_processes_train_on_made_up_images(tmp_path):
     small = ("data.size=32", "data.batch_size=6", "data.workers=0", "trainer.strategy=ddp", "trainer.devices=2")
-    short = ("trainer.max_epochs=1", "trainer.limit_train_batches=2", "trainer.limit_val_batches=3")
+    short = (
+        "trainer.log_every_n_steps=1",
+        "trainer.max_epochs=1",
+        "trainer.limit_train_batches=2",
+        "trainer.limit_val_batches=3",
+    )
     output = run(tmp_path, "-c", COMMAND, "fit", str(SCRIPT.with_suffix(".yaml")), *small, *short)
     assert "2 processes" in output
     assert re.search(r"Epoch 0/0: 2/2 .*top5/val=", output)

@@ -230,12 +230,14 @@ class Logging(Regression):
         return loss
 
 
-def test_an_epoch_shorter_than_the_interval_of_logging_is_pointed_out(tmp_path: Path, caplog: Any) -> None:
-    fit(Logging(), logger=CSVLogger(tmp_path), log_every_n_steps=4)
+def test_a_fit_shorter_than_the_interval_of_logging_is_pointed_out(tmp_path: Path, caplog: Any) -> None:
+    fit(Logging(), logger=CSVLogger(tmp_path), log_every_n_steps=8)
     fit(Regression(), logger=CSVLogger(tmp_path))  # logs nothing by step
     assert "log_every_n_steps" not in caplog.text
-    fit(Logging(), logger=CSVLogger(tmp_path))
-    assert "An epoch has 4 steps, but loggers get the values of every 50th only" in caplog.text
+    for settings in ({}, {"max_epochs": -1, "max_steps": 8}):
+        caplog.clear()
+        fit(Logging(), logger=CSVLogger(tmp_path), **settings)
+        assert "The fit has 8 steps, but loggers get the values of every 50th only, so none of 'loss'" in caplog.text
 
 
 def test_the_end_by_a_value_that_is_not_finite_is_shown(caplog: Any) -> None:

@@ -196,16 +196,18 @@ def _end_epoch(session: Session, *, is_partial: bool, validates: bool) -> None:
 
 
 def _warn_if_unlogged(session: Session) -> None:
-    """Warn if the first epoch was shorter than the interval at which loggers get the values of steps."""
-    state, every = session.state, session.settings.log_every_n_steps
-    if state.epoch or not 0 < state.global_step < every or not session.loggers or session.strategy.rank:
+    """Warn if the whole fit is shorter than the interval at which loggers get the values of steps."""
+    state, settings = session.state, session.settings
+    is_last = state.epoch + 1 == settings.last_epoch or state.global_step == settings.last_step
+    is_short = 0 < state.global_step < settings.log_every_n_steps
+    if not (is_last and is_short and session.loggers) or session.strategy.rank:
         return
     logged = list(session.metrics.batch_values())
     if logged:
         _log.warning(
-            "An epoch has %d steps, but loggers get the values of every %dth only, so that %r has less than a point an "
-            "epoch; lower log_every_n_steps=%d.",
-            *(state.global_step, every, logged[0], every),
+            "The fit has %d steps, but loggers get the values of every %dth only, so none of %r; lower "
+            "log_every_n_steps=%d.",
+            *(state.global_step, settings.log_every_n_steps, logged[0], settings.log_every_n_steps),
         )
 
 

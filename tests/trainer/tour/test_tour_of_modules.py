@@ -273,7 +273,7 @@ def optimizers_that_are_not_returned() -> None:
     fit(Unreturned())
 
 
-@tour.answered_by(ModuleError, "type", "SGD", "return a torch optimizer")
+@tour.answered_by(ModuleError, "the class SGD", "return SGD(self.parameters())")
 def an_optimizer_class() -> None:
     class Class(Regression):
         def configure_optimizers(self) -> Any:

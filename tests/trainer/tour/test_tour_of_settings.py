@@ -287,9 +287,9 @@ def a_timer_in_words() -> None:
 # --- loggers ---
 
 
-@tour.answered_by(ConfigError, "logger='tensorboard'", "wrong type str", "Logger")
-def a_logger_by_name() -> None:
-    Trainer(logger="tensorboard")  # type: ignore[arg-type]
+@tour.answered_by(ConfigError, "logger='tensorbord'", "Did you mean 'tensorboard'?")
+def a_misspelt_logger() -> None:
+    Trainer(logger="tensorbord")
 
 
 @tour.answered_by(ConfigError, "got the class CSVLogger", "write logger=CSVLogger(...)")
