@@ -13,6 +13,7 @@ from torch import nn
 from ..distributed.collectives import Collectives
 from .idle_ranks import IdleRanks
 from .inner_backwards import InnerBackwards
+from .inner_calls import gather_for_inner_calls
 from .large_layers import LargeLayers
 from .parameter_writes import ParameterWrites
 from .unit_order import UnitOrder
@@ -45,6 +46,7 @@ class UnitRuns:
     ) -> None:
         # a step by hand changes parameters, of which every rank has a part
         by_all = ("training_step",) if is_manual else ()
+        gather_for_inner_calls(roots if is_manual else ())
         self.order = UnitOrder(roots, name_of, data_collectives, always=always_agrees)
         """The order in which ranks gather and reduce."""
         self.inner = InnerBackwards(roots)
