@@ -12,7 +12,8 @@ def gather_for_inner_calls(roots: Iterable[Any]) -> None:
     """Let calls of submodules gather the parameters of the unit that they are in, below ``fully_shard`` roots."""
     from torch.distributed.fsdp import FSDPModule
 
-    for unit in [part for root in roots for part in root.modules() if isinstance(part, FSDPModule)]:
+    units: list[Any] = [part for root in roots for part in root.modules() if isinstance(part, FSDPModule)]
+    for unit in units:
         InnerCalls(unit, [part for part in unit.modules() if isinstance(part, FSDPModule) and part is not unit])
 
 
