@@ -14,7 +14,8 @@ def gather_for_inner_calls(roots: Iterable[Any]) -> None:
 
     units: list[Any] = [part for root in roots for part in root.modules() if isinstance(part, FSDPModule)]
     for unit in units:
-        InnerCalls(unit, [part for part in unit.modules() if isinstance(part, FSDPModule) and part is not unit])
+        below = set(unit.modules())
+        InnerCalls(unit, [other for other in units if other in below and other is not unit])
 
 
 class InnerCalls:
