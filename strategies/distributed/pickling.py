@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import IO, Any, Final
 
 import torch
@@ -117,6 +117,8 @@ def _pack_into(file: IO[bytes], value: Any, modules: set[str]) -> None:
             if isinstance(obj, torch.nn.Module) and is_parametrized(obj):
                 # torch refuses, because of the class that it has made for this module; cloudpickle can send that
                 return _new, (type(obj),), vars(obj)
+            if isinstance(obj, CodeType):
+                return _with_file_name(self.dispatch_table[CodeType](obj), obj.co_filename)
             if isinstance(obj, ModuleType):
                 modules.add(obj.__name__)
             elif isinstance(obj, type | FunctionType):
@@ -124,6 +126,12 @@ def _pack_into(file: IO[bytes], value: Any, modules: set[str]) -> None:
             return super().reducer_override(obj)
 
     Packer(file).dump(value)
+
+
+def _with_file_name(reduced: tuple[Any, tuple[Any, ...]], name: str) -> tuple[Any, tuple[Any, ...]]:
+    """Return what makes code again, with the name of its file: from 3.1.3 on, cloudpickle writes another one."""
+    make, arguments = reduced
+    return make, tuple(name if isinstance(one, str) and one == "<dynamic-code>" else one for one in arguments)
 
 
 def _new(kind: Any) -> object:

@@ -158,3 +158,10 @@ def test_parametrized_layers_travel():
     layer.lock = threading.Lock()
     with pytest.raises(ConfigError, match=r"the function\.0\.lock \(lock\) cannot be sent"):
         pack(nn.Sequential(layer))
+
+
+def test_code_keeps_the_name_of_its_file_and_its_lines(tmp_path):
+    program, names = tmp_path / "program.py", {"__name__": "__main__"}
+    exec(compile("\n\ndef fail():\n    raise ValueError('here')\n", str(program), "exec"), names)  # noqa: S102 - as Python runs one
+    code = unpack(pack(names["fail"], "fail")).__code__
+    assert (code.co_filename, code.co_firstlineno) == (str(program), 3)
