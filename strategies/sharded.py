@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, Unpack
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -80,8 +79,8 @@ class ShardedStrategy(Strategy):
         """Those of the ranks that hold the same pipeline stages; without a pipeline, of all ranks."""
         self._deferred = DeferredInit()
         self._holders = Holders()
-        self._plain_only: WeakSet[Optimizer] = WeakSet()
-        """Optimizers whose operations fail on DTensors, and that update each element by itself."""
+        self._plain_only: set[int] = set()
+        """The ids of optimizers whose operations fail on DTensors, and that update each element by itself."""
 
     @abstractmethod
     def _find_degrees(self) -> Degrees:
@@ -211,8 +210,8 @@ class ShardedStrategy(Strategy):
                     f"shapes {foreign[:3]}: it was built before the module was sharded and would not train it; build "
                     "it in configure_optimizers from self.parameters()."
                 )
-            if check_can_be_sharded(optimizer, self.name, self.collectives):
-                self._plain_only.add(optimizer)
+            steps_on_plain = check_can_be_sharded(optimizer, self.name, self.collectives)
+            (self._plain_only.add if steps_on_plain else self._plain_only.discard)(id(optimizer))
 
     def _check_kinds(self, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in optimizers:
@@ -289,7 +288,7 @@ class ShardedStrategy(Strategy):
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
         # a closure computes the gradients of DTensors, and torch's scaler reads them
-        if optimizer in self._plain_only:
+        if id(optimizer) in self._plain_only:
             self.unscale(optimizer)
             with on_shards(optimizer):
                 super().step(optimizer, closure)

@@ -464,7 +464,7 @@ def test_a_rank_that_skips_a_batch_ends_the_run_with_its_error():
         ({"sync_batchnorm": True}, "sync_batchnorm=True needs GPUs.*got accelerator='cpu'"),
         ({"comm_hook": "fp8"}, "comm_hook='fp8' is not known; choose one of fp16, bf16, powersgd"),
         ({"static_graph": True, "find_unused_parameters": True}, "cannot be combined"),
-        ({"time": 3}, "'time' is not a setting .* Did you mean 'timeout'"),
+        ({"time": 3}, "DDPStrategy has no argument 'time' .* Did you mean 'timeout'"),
     ],
 )
 def test_options_that_cannot_be_are_refused_before_anything_starts(options, error):

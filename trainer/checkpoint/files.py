@@ -9,6 +9,7 @@ import os
 import stat
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -165,7 +166,8 @@ def while_it_stays(folder: Path, read: Callable[[int | None], T]) -> T:
             if _is_still(folder, held):
                 raise
         finally:
-            os.close(held)
+            with suppress(OSError):  # it was only read, and is closed all the same
+                os.close(held)
     return read(None)
 
 

@@ -85,7 +85,7 @@ def a_dict_that_is_read_by_position() -> None:
     fit(Regression(), DataLoader(Named(), 2))
 
 
-@tour.answered_by(TypeError, "not subscriptable", "The batch of micro-batch 0 of epoch 0 is NoneType")
+@tour.answered_by(TypeError, "not subscriptable", "The batch of micro-batch 0 of epoch 0 is None", "its collate_fn")
 def a_collate_function_that_returns_nothing() -> None:
     fit(Regression(), DataLoader(samples(), 2, collate_fn=lambda items: None))
 
