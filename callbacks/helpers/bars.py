@@ -234,12 +234,12 @@ def _fitted(
 
 
 def _width() -> dict[str, Any]:
-    """Return tqdm's arguments for the width: the terminal's, also when it changes; 80 if it has none."""
+    """Return tqdm's arguments for the size: the terminal's, also when it changes; 80 by 20 if it has none."""
     try:
-        columns = os.get_terminal_size(sys.stdout.fileno()).columns
+        columns, lines = os.get_terminal_size(sys.stdout.fileno())
     except (OSError, ValueError):  # a notebook, whose widget chooses the width
         return {"dynamic_ncols": True}
-    return {"dynamic_ncols": True} if columns else {"ncols": 80, "nrows": 20}
+    return {"dynamic_ncols": True} if columns and lines else {"ncols": columns or 80, "nrows": lines or 20}
 
 
 def _clock(seconds: float) -> str:
