@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from torch import nn
 from torch.utils.checkpoint import CheckpointError as RecomputationError
+from torch.utils.hooks import RemovableHandle
 
 from ..distributed.collectives import Collectives
 from .check import check_step
@@ -31,11 +32,14 @@ class CutSteps:
         self._peers = peers
         self._checked: dict[str, int] = {}
         """The kinds of steps that were checked, and for the longest sequence."""
+        self._hooks: list[RemovableHandle] = []
 
     def begin(self, module: nn.Module) -> None:
         """Forget which steps were checked, for another module or another run."""
         self._checked.clear()
-        give_positions(module, self.context)
+        for hook in self._hooks:  # each run begins, also with the same module
+            hook.remove()
+        self._hooks = give_positions(module, self.context)
 
     def check(
         self,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from .context import ContextParallel
 
@@ -51,12 +52,14 @@ class GivesPositions:
         return args, {**kwargs, **added}
 
 
-def give_positions(module: nn.Module, context: ContextParallel) -> None:
+def give_positions(module: nn.Module, context: ContextParallel) -> list[RemovableHandle]:
     """Let every model of transformers in a module that takes positions get those of its part of a sequence."""
+    handles = []
     for part in module.modules():
         is_model = any(
             (kind.__module__, kind.__name__) == ("transformers.modeling_utils", "PreTrainedModel")
             for kind in type(part).__mro__
         )
         if is_model and "position_ids" in inspect.signature(part.forward).parameters:
-            part.register_forward_pre_hook(GivesPositions(context, part), with_kwargs=True)
+            handles.append(part.register_forward_pre_hook(GivesPositions(context, part), with_kwargs=True))
+    return handles

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from as_rank import double_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from echelon import ParallelStrategy, Trainer, TrainModule
+from echelon import ParallelStrategy, TrainModule
+from echelon.strategies.context_parallel.cut_steps import CutSteps
 from echelon.strategies.context_parallel.positions import GivesPositions, give_positions
 from echelon.testing import run_ranks
 
@@ -66,18 +68,7 @@ PROGRAMS = [(config, "names") for config in CONFIGS] + [("llama without a cache"
 def train(config, call, strategy):
     warnings.simplefilter("ignore")
     module = Modeling(config, call)
-    trainer = Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=1 if strategy == "single" else "auto",
-        precision="64-true",
-        max_epochs=1,
-        global_batch_size=8,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = double_trainer(strategy=strategy, max_epochs=1, global_batch_size=8)
     tokens = torch.randint(12, (16, 9), generator=torch.Generator().manual_seed(3))
     loader = DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), 4)
     trainer.fit(module, loader, loader)
@@ -137,3 +128,11 @@ def test_what_is_given_stays_and_a_pickled_module_gets_nothing():
     again = pickle.loads(pickle.dumps(model))
     assert seen_by(again, input_ids=tokens).keys() == {"input_ids"}
     assert isinstance(next(iter(again.model._forward_pre_hooks.values())), GivesPositions)
+
+
+def test_another_run_of_the_same_module_leaves_one_hook():
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]())
+    steps = CutSteps(Parts(), None, None)
+    for _ in range(3):
+        steps.begin(model)
+    assert [len(part._forward_pre_hooks) for part in (model, model.model)] == [1, 1]
