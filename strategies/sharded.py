@@ -40,7 +40,7 @@ from .state.random_shards import draw_whole
 from .state.sendable import check_sendable, check_shardable_dtypes
 from .state.shards import Holders
 from .state.shared_memory import check_unshared
-from .state.tied_names import as_tied, with_tied_names
+from .state.tied_names import as_tied
 from .strategy import ClipAlgorithm, Strategy
 from .torch_internals import overflows_of
 from .units.gradient_hooks import GradientHooks
@@ -374,7 +374,7 @@ class ShardedStrategy(Strategy):
         return whole_of_stages(self._pipeline, {name: p.grad if gradients else p for name, p in named.items()})
 
     def load_model_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        own, state = self.module.state_dict(), with_tied_names(self.module, state)
+        own = self.module.state_dict()
         if self._pipeline is not None:
             state = without_elsewhere(self._pipeline, state)
         sharded = {name: shard_like(value, own.get(name)) for name, value in state.items()}
