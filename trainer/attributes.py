@@ -29,9 +29,12 @@ from .session.train_state import Status, TrainerState, TrainState
 _SETTINGS: Final = tuple(field.name for field in fields(Settings))
 _SET_IN_RUNS: Final = ("accumulate_grad_batches", "logger")
 """Settings whose attribute can be set in a run, or sets something else."""
-_PLACED: Final = ("strategy", "accelerator", "devices", "num_nodes", "precision", "sync_batchnorm", "callbacks")
-_MADE: Final = ("profiler", "default_root_dir", "fast_dev_run", "overfit_batches", "barebones")
-"""Settings by which a trainer is made, with `_PLACED`: its strategy, callbacks and folder are what they said."""
+_FIXED: Final = (
+    *("strategy", "accelerator", "devices", "num_nodes", "precision", "sync_batchnorm", "callbacks"),
+    *("profiler", "default_root_dir", "fast_dev_run", "overfit_batches", "barebones"),
+    *("enable_progress_bar", "enable_checkpointing", "enable_model_summary", "enable_autolog_hparams"),
+)
+"""Settings by which a trainer is made: its strategy, callbacks and folder are what they said."""
 
 
 class TrainerAttributes:
@@ -310,8 +313,7 @@ class TrainerAttributes:
 
 def _change(runner: Runner, name: str, value: Any) -> None:
     """Change a setting for the runs that follow."""
-    made = name in _PLACED or name in _MADE or name.startswith("enable_")
-    if made:
+    if name in _FIXED:
         raise ConfigError(f"trainer.{name} is fixed once the trainer is made, got {value!r:.80}; make another Trainer.")
     if runner.is_running:
         raise RunError(f"trainer.{name} was set while {runner.stage} runs, got {value!r:.80}; set it before the run.")
