@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from as_rank import step_by_hand_on
 from matrix import whole_state
 from residual import PLAN, Block
 from torch import nn
@@ -128,13 +129,7 @@ class Tracing(TrainModule):
         self.trained.update(batch[2])
         loss = self.errors(batch).mean()
         self.log("trained", self.trained, on_step=False, on_epoch=True)
-        if self.automatic_optimization:
-            return loss
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        return None
+        return step_by_hand_on(self, loss)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         stage = "validate"

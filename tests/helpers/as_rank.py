@@ -25,6 +25,17 @@ def double_trainer(**settings):
     return Trainer(**{**quiet, **settings})
 
 
+def step_by_hand_on(module, loss):
+    """Return the loss of a training step in automatic optimization; else step with it, and return None."""
+    if module.automatic_optimization:
+        return loss
+    optimizer = module.optimizers()
+    optimizer.zero_grad()
+    module.manual_backward(loss)
+    optimizer.step()
+    return None
+
+
 def calm_down():
     """Limit this rank to one core, and silence torch's warnings."""
     os.environ["OMP_NUM_THREADS"] = "1"

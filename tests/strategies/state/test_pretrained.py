@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from as_rank import double_trainer
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -59,18 +60,7 @@ class Finetuning(TrainModule):
 
 def finetune(source, destination, strategy):
     module = Finetuning(source, destination)
-    trainer = Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=1 if strategy == "single" else "auto",
-        precision="64-true",
-        max_epochs=1,
-        global_batch_size=4,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = double_trainer(strategy=strategy, max_epochs=1, global_batch_size=4)
     tokens = torch.randint(12, (12, 8), generator=torch.Generator().manual_seed(3))
     trainer.fit(module, DataLoader(TensorDataset(tokens), 2))
     return module, trainer

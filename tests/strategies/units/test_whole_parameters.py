@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from as_rank import calm_down, double_trainer, world_size
+from as_rank import calm_down, double_trainer, step_by_hand_on, world_size
 from once import once
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -45,13 +45,7 @@ class Scaled(TrainModule):
         if self.trainer.global_step == 0:
             predicted = predicted + self.early
         loss = nn.functional.mse_loss(predicted, y)
-        if self.automatic_optimization:
-            return loss
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        return None
+        return step_by_hand_on(self, loss)
 
     def configure_optimizers(self):
         return self.optimizer([p for p in self.parameters() if p.requires_grad], lr=0.05)

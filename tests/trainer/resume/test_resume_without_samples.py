@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from as_rank import calm_down, double_trainer, world_size
+from as_rank import calm_down, double_trainer, step_by_hand_on, world_size
 from once import once
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -31,13 +31,7 @@ class Small(TrainModule):
 
     def training_step(self, batch, batch_idx):
         loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
-        if self.automatic_optimization:
-            return loss
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        return None
+        return step_by_hand_on(self, loss)
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
