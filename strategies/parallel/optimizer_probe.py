@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..distributed.collectives import Collectives
 from ..errors import ConfigError
-from ..state.dtensor import local_shard, shard_like
+from ..state.dtensor import local_shard, shard_like, with_even_shards
 from ..state.optimizer_state import attributes_of, needs_closure, remake
 from ..torch_internals import TorchDispatchMode, tree_leaves
 from .shard_update import ELEMENTWISE
@@ -23,7 +23,8 @@ _MOST: Final = 4
 """The parameters that are imitated: more would show nothing new."""
 _LARGEST: Final = 1 << 20
 """The most elements of one of them."""
-_NUM_STEPS: Final = 3
+_OF_STEPS: Final = (1.0, 0.03, 20.0)
+"""The sizes of the gradients of each step: some optimizers' updates are the same for gradients all scaled alike."""
 _SCALES: Final = (1.0, 1e5)
 """The sizes of gradients that are tried: many optimizers limit only those whose norm is above 1."""
 _FAILURES: Final = (ArithmeticError, AttributeError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
@@ -66,9 +67,18 @@ class OptimizerProbe:
                     return True
         return False
 
-    def differs_if_sharded(self) -> bool:
-        """Return whether DTensors are updated otherwise than whole parameters, or not at all. Collective."""
-        return self._differs(shard_like)
+    def differs_if_sharded(self, collectives: Collectives) -> bool:
+        """Return whether a rank updates DTensors otherwise than whole parameters, or not at all. Collective.
+
+        Even shards come first: an optimizer that fails on an empty shard fails on some ranks while the others wait.
+        """
+
+        def differs(chosen: Sequence[tuple[int, Any]]) -> bool:
+            return bool(collectives.all_reduce(float(self._differs(shard_like, chosen)), "max"))
+
+        even = [(index, with_even_shards(parameter)) for index, parameter in self._chosen]
+        is_uneven = any(one[1].shape != other[1].shape for one, other in zip(even, self._chosen, strict=True))
+        return differs(even) or (is_uneven and differs(self._chosen))
 
     def is_elementwise(self) -> bool:
         """Return whether each element is updated by itself, so that shards can be updated as plain tensors."""
@@ -78,29 +88,33 @@ class OptimizerProbe:
             self._operations = None
             if whole is None or not operations.are_elementwise or self.draws or self._has_other_state:
                 return False
-        return bool(self._chosen) and not self._differs(_plain_shard)
+        return bool(self._chosen) and not self._differs(_plain_shard, self._chosen)
 
-    def _differs(self, shard: Callable[[Tensor, Any], Tensor]) -> bool:
-        for scale in _SCALES:
-            whole = self._updated(self._chosen, scale, _same)
-            sharded = None if whole is None else self._updated(self._chosen, scale, shard)
-            if whole is not None and sharded is None:
-                return True
-            for (_, parameter), one, other in zip(self._chosen, whole or (), sharded or (), strict=False):
-                if _differ(_shards(one, parameter), (local_shard(other[0]), local_shard(other[1]))):
-                    return True
-        return False
+    def _differs(self, shard: Callable[[Tensor, Any], Tensor], chosen: Sequence[tuple[int, Any]]) -> bool:
+        differs = False
+        for scale in _SCALES:  # all of them on every rank, which may see differences that others do not
+            whole = self._updated(chosen, scale, _same)
+            sharded = None if whole is None else self._updated(chosen, scale, shard)
+            differs |= whole is not None and sharded is None
+            for (_, parameter), one, other in zip(chosen, whole or (), sharded or (), strict=False):
+                differs |= _differ(_shards(one, parameter), (local_shard(other[0]), local_shard(other[1])))
+        return differs
 
     def _updated(
         self, chosen: Sequence[tuple[int, Any]], scale: float, shard: Callable[[Tensor, Any], Tensor]
     ) -> list[tuple[Tensor, Tensor]] | None:
         """Return each imitation before and after some steps; None if they failed."""
         held: dict[int, list[Parameter]] = {}
-        before, gradients, stand_ins = [], [], []
+        before, stand_ins, gradients = [], [], []
         for index, parameter in chosen:
             values = _numbers(parameter, seed=parameter.dim() + 7 * index)
             before.append(shard(values, parameter))
-            gradients.append(shard(_numbers(parameter, seed=100 + parameter.dim()) * scale, parameter))
+            gradients.append(
+                [
+                    shard(_numbers(parameter, seed=100 * step + parameter.dim()) * size * scale, parameter)
+                    for step, size in enumerate(_OF_STEPS, 1)
+                ]
+            )
             stand_ins.append(Parameter(shard(values.clone(), parameter)))
             held.setdefault(index, []).append(stand_ins[-1])
         devices = [one.device for one in before if one.device.type == "cuda"]
@@ -112,7 +126,7 @@ class OptimizerProbe:
                 return None
         return list(zip(before, (parameter.detach() for parameter in stand_ins), strict=True))
 
-    def _step(self, held: dict[int, list[Parameter]], pairs: Sequence[tuple[Parameter, Tensor]]) -> None:
+    def _step(self, held: dict[int, list[Parameter]], pairs: Sequence[tuple[Parameter, list[Tensor]]]) -> None:
         optimizer = self._optimizer
         settings = [
             {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
@@ -120,9 +134,9 @@ class OptimizerProbe:
         groups = [copy.deepcopy(settings[index]) | {"params": parameters} for index, parameters in held.items()]
         twin = remake(type(optimizer), copy.deepcopy(attributes_of(optimizer)), groups)
         drawn = torch.get_rng_state()
-        for _ in range(_NUM_STEPS):
-            for parameter, gradient in pairs:
-                parameter.grad = gradient.clone()
+        for step in range(len(_OF_STEPS)):
+            for parameter, gradients in pairs:
+                parameter.grad = gradients[step].clone()
             with self._operations or nullcontext():
                 type(optimizer).step(twin)
         self.draws |= not torch.equal(drawn, torch.get_rng_state())
@@ -165,13 +179,11 @@ def check_can_be_sharded(optimizer: Optimizer, strategy: str, collectives: Colle
     if type(optimizer) in ELEMENTWISE or needs_closure(optimizer) or collectives.is_rehearsed:
         return False
     probe, kind = OptimizerProbe(optimizer), type(optimizer).__name__
-    differs = probe.differs_if_sharded()
-    failures = collectives.all_gather_object((differs, probe.failure))
-    if not any(has for has, _ in failures):
+    if not probe.differs_if_sharded(collectives):
         return False
+    failure = next(filter(None, collectives.all_gather_object(probe.failure)), "")
     if not collectives.all_reduce(float(not probe.is_elementwise()), "max"):
         return True
-    failure = next((text for _, text in failures if text), "")
     raise ConfigError(
         f"strategy={strategy!r} shards parameters, but {kind} "
         + (f"fails on shards ({failure})" if failure else "updates shards otherwise than whole parameters")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
@@ -98,6 +99,25 @@ def with_local_shard(like: Any, local: Tensor) -> Tensor:
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def with_even_shards(tensor: Any) -> Any:
+    """Return zeros sharded like a DTensor, of its sizes or the next that all shards divide; another tensor as is."""
+    if not is_dtensor(tensor):
+        return tensor
+    from torch.distributed.tensor import DTensor
+
+    local, whole = [], []
+    for dim, size in enumerate(tensor.shape):
+        cuts = cuts_of(tensor, dim)
+        shards = math.prod(tensor.device_mesh.shape[cut.axis] for cut in cuts)
+        unit = shards * math.prod(cut.split_factor for cut in cuts)
+        whole.append(-(-size // unit) * unit)
+        local.append(whole[-1] // shards)
+    zeros = torch.zeros(local, dtype=tensor.dtype, device=tensor.device)
+    shape = torch.Size(whole)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(zeros, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
 
 
 def shard_like(value: Any, like: Any) -> Any:

@@ -126,3 +126,21 @@ class RowSums(Published):
         rows = gradient.reshape(gradient.shape[0], -1).square().mean(1)
         state["rows"] = state.get("rows", 0) + rows
         return gradient / state["rows"].sqrt().add(1e-8).reshape(-1, *[1] * (gradient.dim() - 1))
+
+
+class Lamb(torch.optim.Optimizer):
+    """Adam on gradients whose norm over all parameters is limited, as timm's Lamb is (arXiv 1904.00962)."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.square().sum() for p in held]).sum().sqrt().clamp(min=1.0)
+        for parameter in held:
+            gradient, state = parameter.grad / norm, self.state[parameter]
+            first = state.setdefault("first", torch.zeros_like(parameter)).lerp_(gradient, 0.1)
+            second = state.setdefault("second", torch.zeros_like(parameter)).lerp_(gradient.square(), 0.01)
+            update = first / (second.sqrt() + 1e-8)
+            parameter.sub_(update * self.param_groups[0]["lr"] * parameter.norm() / update.norm())

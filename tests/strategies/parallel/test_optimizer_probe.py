@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from as_rank import calm_down, double_trainer
-from published_optimizers import SGDP, AdamP, CAdamW, Kron, Lion, Mars, NovoGrad, PlainState, RowSums
+from published_optimizers import SGDP, AdamP, CAdamW, Kron, Lamb, Lion, Mars, NovoGrad, PlainState, RowSums
 from torch import nn
 from torch.optim import Adafactor, Muon
 from torch.utils.data import DataLoader, TensorDataset
@@ -89,7 +89,8 @@ class Net(TrainModule):
         super().__init__()
         torch.manual_seed(0)
         has_bias = optimizer is not Muon  # which takes matrices only
-        layers = nn.Linear(3, 4, bias=has_bias), nn.Tanh(), nn.Linear(4, 2, bias=has_bias)
+        rows = 2 if optimizer is RowSums else 1  # else rank 1 has nothing of the last layer
+        layers = nn.Linear(3, 4, bias=has_bias), nn.Tanh(), nn.Linear(4, rows, bias=has_bias)
         self.layers, self.optimizer = nn.Sequential(*layers), optimizer
 
     def training_step(self, batch, batch_idx):
@@ -115,6 +116,7 @@ def fit(optimizer, strategy, ckpt_path=None, **settings):
 REFUSED = [
     (ClipsAll, "zero", "otherwise if it has no others, as with a norm over all gradients; use strategy='ddp'"),
     (SharesAStepSize, "zero", "otherwise if it has no others"),
+    (Lamb, "zero", "otherwise if it has no others"),
     (Draws, "zero", "draws random numbers when it updates them, which would be others on each rank"),
     (OfShards, "fsdp", "updates shards otherwise than whole parameters; use strategy='zero' or 'ddp'"),
     *((kind, "fsdp", "fails on shards (RuntimeError: aten.") for kind in (AdamP, SGDP, CAdamW, Kron)),
@@ -124,7 +126,7 @@ REFUSED = [
 ]
 ACCEPTED = [
     *((kind, "zero") for kind in (Base, TrustsNorms, Orthogonal, OfShards)),
-    *((kind, "fsdp") for kind in (Base, ClipsAll, TrustsNorms, Mars, Lion, PlainState, RowSums)),
+    *((kind, "fsdp") for kind in (Base, ClipsAll, Lamb, TrustsNorms, Mars, Lion, PlainState, RowSums)),
     *((kind, "zero") for kind in (AdamP, SGDP, CAdamW, Kron, NovoGrad, Adafactor, Muon, PlainState)),
 ]
 
