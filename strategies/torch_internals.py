@@ -70,6 +70,26 @@ def read_by_placements(tensor: Any) -> None:
         spec.use_strided_shard_as_shard_order, spec.shard_order = False, order
 
 
+def tell_compiled_shards_apart() -> None:
+    """Have torch.compile keep a compiled function on disk for each shape of a DTensor's shard.
+
+    By itself, it looks only at the whole shape and the device: ranks on CPUs, or on nodes that share a cache, whose
+    shards are uneven would get each other's functions, which read and write beyond their memory (torch 2.14).
+    """
+    from torch.distributed.tensor import DTensor
+
+    of_the_whole: Any = getattr(DTensor, "_stable_hash_for_caching", None)  # torch 2.11 has none
+    if of_the_whole is None or hasattr(of_the_whole, "knows_shards"):
+        return
+
+    def of_the_shard(tensor: Any) -> str:
+        shard = tensor._local_tensor  # noqa: SLF001
+        return f"{of_the_whole(tensor)} {tuple(shard.shape)} {shard.stride()}"
+
+    of_the_shard.knows_shards = True  # type: ignore[attr-defined]
+    DTensor._stable_hash_for_caching = of_the_shard  # type: ignore[method-assign] # noqa: SLF001
+
+
 def root_mesh(mesh: Any) -> Any:
     """Return the DeviceMesh that a mesh is part of."""
     with names_of_torch:
