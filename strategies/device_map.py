@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar, Literal
@@ -95,7 +96,10 @@ class DeviceMapStrategy(Strategy):
         """Move a submodule's own tensors, not those of its children."""
         device = device_of(f"{name}.tensor" if name else "tensor", self.layout)
         assert device is not None
-        submodule._apply(lambda tensor: tensor.to(device), recurse=False)  # noqa: SLF001 - what `to` calls
+        apply: Any = submodule._apply  # noqa: SLF001 - what `to` calls
+        # a metric of torchmetrics moves as a whole, with its states
+        only_own = {"recurse": False} if "recurse" in inspect.signature(apply).parameters else {}
+        apply(lambda tensor: tensor.to(device), **only_own)
 
     def _follow_parts(self) -> None:
         """Register hooks that move a part's inputs to its device, and the children's outputs to the first device."""

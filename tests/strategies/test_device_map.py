@@ -7,6 +7,7 @@ import torch
 from small import quiet
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanSquaredError
 
 from echelon import ConfigError, TrainModule, seed_everything
 from echelon.strategies import DeviceMapStrategy, Hardware, Precision
@@ -42,6 +43,27 @@ class Net(TrainModule):
 def loader():
     x = torch.randn(22, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
+
+
+class Measured(Net):
+    """Has a metric of torchmetrics as a child, which moves as a whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.error = MeanSquaredError()
+
+    def training_step(self, batch, batch_idx):
+        self.error(self(batch[0]).detach(), batch[1])
+        self.log("error", self.error, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_metric_in_the_module_counts():
+    trainer = quiet(strategy=DeviceMapStrategy({"": "cpu"}), max_epochs=1)
+    module = Measured()
+    trainer.fit(module, DataLoader(TensorDataset(torch.randn(8, 4), torch.ones(8, 1)), 4))
+    assert trainer.callback_metrics["error"] > 0
+    assert module.error.device == torch.device("cpu")
 
 
 def trained(strategy, **settings):
