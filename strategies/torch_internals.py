@@ -87,7 +87,7 @@ def tell_compiled_shards_apart() -> None:
         return f"{of_the_whole(tensor)} {tuple(shard.shape)} {shard.stride()}"
 
     of_the_shard.knows_shards = True  # type: ignore[attr-defined]
-    DTensor._stable_hash_for_caching = of_the_shard  # type: ignore[method-assign] # noqa: SLF001
+    DTensor._stable_hash_for_caching = of_the_shard  # type: ignore[assignment, method-assign] # noqa: SLF001
 
 
 def root_mesh(mesh: Any) -> Any:
