@@ -42,13 +42,13 @@ class StartWait:
         return max(1e-3, min(self._end, self._due) - time.monotonic())
 
     def tell(self, what: Callable[[], str]) -> None:
-        """Say what is waited for, if it is time."""
+        """Say what is waited for, if it is time and there is something."""
         if time.monotonic() < self._due or not self.left():
             return
         self._due = time.monotonic() + _EVERY
-        if self._is_told:
+        if self._is_told and (missing := what()):
             _log.warning(
-                "Waiting for %s; giving up in %.0f s (start_timeout is %g s).", what(), self.left(), self._limit
+                "Waiting for %s; giving up in %.0f s (start_timeout is %g s).", missing, self.left(), self._limit
             )
 
     @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import logging
-import math
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,31 +20,27 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStateError,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousSettings,
     RendezvousTimeout,
-    Token,
     _BackendRendezvousStateHolder,
-    _NodeDesc,
     _RendezvousExitOp,
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from ..cluster.environment import DEFAULT_PORT, LOOPBACK, Environment, set_defaults
 from ..cluster.network import address_towards
+from ..cluster.start_wait import StartWait
 from ..cluster.tcp_store import host_store
 from ..distributed.noticeboard import Noticeboard
 from ..errors import ConfigError, ProcessError, RunError
 from ..launch.static_rendezvous import Rendezvous
+from .rendezvous_link import KEEP_ALIVE, MISSED, Link
 from .rounds import StoreAddress
-from .store_process import CLOCK, CLOSED, KEPT, LIFE, reach_store
-from .torch_rendezvous import QuickSteps, check_state, set_time_of, shift_times, takes_part
+from .store_process import CLOSED, KEPT, reach_store
+from .torch_rendezvous import QuickSteps
 
-_KEEP_ALIVE: Final = timedelta(seconds=1)  # between two keep-alive messages of an agent
-_MISSED: Final = 3  # consecutive keep-alive messages that a node misses before it counts as dead
-_LIFE: Final = _MISSED * _KEEP_ALIVE.total_seconds()
 _AFTER_A_RUN: Final = 30.0  # seconds within which the store of the previous run ends
 _OVER: Final = "over"
 
@@ -85,7 +80,7 @@ def meeting(
     address = StoreAddress(host, port, f"echelon/{run_id}")
     _await_end_of_last_run(address, start_timeout)
     timeout = RendezvousTimeout(join=start_timeout, last_call=last_call)
-    return ManyNodes(address, RendezvousSettings(run_id, *nodes, timeout, _KEEP_ALIVE, _MISSED))
+    return ManyNodes(address, RendezvousSettings(run_id, *nodes, timeout, KEEP_ALIVE, MISSED))
 
 
 def _parse(endpoint: str) -> tuple[str, int]:
@@ -189,7 +184,7 @@ class ManyNodes(DynamicRendezvousHandler):
         self.node_rank = self.num_nodes = 0
         """As of the last rendezvous."""
         node = self._node_desc_generator.generate(self.address)
-        self._link = _Link(node, state, settings.run_id)
+        self._link = Link(node, state, settings.run_id)
         holder = _BackendRendezvousStateHolder(self._link, settings, cache_duration=0)
         super().__init__(node, settings, "c10d", rounds, holder)
         self._op_executor = self._steps = QuickSteps(node, holder, settings)
@@ -203,7 +198,8 @@ class ManyNodes(DynamicRendezvousHandler):
         """
         self._link.is_waited_for = True
         try:
-            info = self._meet()
+            with StartWait(self.settings.timeout.join).telling(self._missing):
+                info = self._meet()
         except RendezvousClosedError as error:
             raise _over(self.notices_at) from error
         except RendezvousGracefulExitError as error:
@@ -309,6 +305,12 @@ class ManyNodes(DynamicRendezvousHandler):
     def _record(self, *_: Any, **__: Any) -> None:
         """Do nothing, as `QuickSteps` does."""
 
+    def _missing(self) -> str:
+        """Return what this node waits for; nothing on standby, and while enough nodes are there."""
+        state, least = self._state_holder.state, self.settings.min_nodes
+        came = len({*state.participants, self._this_node})
+        return f"{least - came} more of at least {least} nodes to connect to {self._endpoint}" if came < least else ""
+
     def _too_few(self) -> ProcessError:
         came = len(self._state_holder.state.participants) + 1  # plus this one, which has left again
         least, limit = self.settings.min_nodes, self.settings.timeout.join.total_seconds()
@@ -331,70 +333,3 @@ class ManyNodes(DynamicRendezvousHandler):
     @property
     def _endpoint(self) -> str:
         return f"{self.notices_at.host}:{self.notices_at.port}"
-
-
-class _Link(C10dRendezvousBackend):
-    """The state of the rendezvous in the store; each write counts as a sign of life of this agent.
-
-    torch compares the times at which nodes were last heard from with this node's time of day, which may be wrong, and
-    may jump. In the store, these times are on the store's clock.
-    """
-
-    _loss: BaseException | None = None
-    """The error with which the store was lost."""
-
-    def __init__(self, node: _NodeDesc, store: Any, run_id: str) -> None:
-        super().__init__(store, run_id)
-        self.store = store
-        self._node = node
-        self._ahead = 0.0  # seconds by which this node's time of day was ahead of the store's clock when last read
-        self.is_cancelled = self.is_waited_for = False
-        self.counts_until = -math.inf  # the time at which this node counts as dead, on the monotonic clock
-        self.allow_until: Callable[[float], None] | None = None
-
-    def _call_store(self, store_op: str, *args: Any, **kwargs: Any) -> Any:
-        if self._loss is not None:  # an answer that arrived now would belong to an earlier request
-            raise RendezvousConnectionError("The store is lost") from self._loss
-        try:
-            return super()._call_store(store_op, *args, **kwargs)
-        except RendezvousConnectionError as error:
-            self._loss = error.__cause__
-            raise
-
-    def get_state(self) -> tuple[bytes, Token] | None:
-        self._check()
-        state_and_token = super().get_state()
-        self._ahead = time.time() - self._clock()
-        if state_and_token is None:
-            return None
-        state, token = state_and_token
-        return self._by_day(state), token
-
-    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        self._check()
-        now = time.monotonic()
-        self._call_store("add", LIFE, 1)
-        # shifted back by as much as when they were read: the time of day may have jumped in between
-        state = shift_times(state, -self._ahead)
-        result = super().set_state(set_time_of(self._node, state, self._clock()), token)
-        if result is None:
-            return None
-        written, new_token, has_set = result
-        if has_set and takes_part(self._node, written):
-            self.counts_until = now + _LIFE
-            if self.allow_until is not None:
-                self.allow_until(self.counts_until)
-        self._ahead = time.time() - self._clock()
-        return self._by_day(written), new_token, has_set
-
-    def _by_day(self, state: bytes) -> bytes:
-        check_state(state)
-        return shift_times(state, self._ahead)
-
-    def _clock(self) -> float:
-        """Return the time on the store's clock, in seconds, or on this node's if the store does not have one yet."""
-        return self._call_store("add", CLOCK, 0) / 1000 or time.time() - self._ahead
-
-    def _check(self) -> None:
-        if self.is_cancelled and self.is_waited_for:
-            raise RendezvousConnectionError("cancelled")

@@ -19,6 +19,7 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousJoinOp
 from two_nodes import run_together, two_nodes
 
+from echelon.strategies.cluster import start_wait
 from echelon.strategies.errors import ConfigError, ProcessError
 from echelon.strategies.resilience.elastic_rendezvous import ManyNodes, OneNode, SpareError, meeting
 from echelon.strategies.resilience.store_process import KEPT, reach_store
@@ -159,10 +160,13 @@ def test_a_node_that_is_lost_while_all_meet(node):
         assert coming.result().world_size == 1
 
 
-def test_too_few_nodes(node, endpoint):
+def test_too_few_nodes(node, endpoint, monkeypatch, caplog):
+    monkeypatch.setattr(start_wait, "_FIRST", 0.2)
     told = f"1 of at least 2 nodes connected to {endpoint} within start_timeout=0.5 s; start the program on 1 more"
     with pytest.raises(ProcessError, match=told):
         node(nodes=(2, 4), start_timeout=timedelta(seconds=0.5)).next_rendezvous()
+    waited_for = f"Waiting for 1 more of at least 2 nodes to connect to {endpoint}; giving up in 0 s"
+    assert caplog.messages[0].startswith(waited_for)
 
 
 def test_a_wait_that_is_cancelled(node, endpoint):
