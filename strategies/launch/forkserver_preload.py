@@ -6,6 +6,7 @@ of workers would be lost; so it is started with these signals blocked. Its child
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -28,3 +29,4 @@ def _import_all(names: str) -> None:
 
 _import_all(take_preload())
 gc.freeze()  # garbage collections in workers neither search what was imported nor copy its pages
+atexit.register(gc.unfreeze)  # otherwise triton 3.9 reports what it finds frozen as leaks when this server ends
