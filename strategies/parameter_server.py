@@ -23,6 +23,7 @@ from .estimate.served import ServedStep
 from .module.memory_estimate import MemoryShare
 from .module.precision import Precision
 from .parallel.equal_ranks import overrides
+from .parallel.optimizer_probe import check_can_be_dealt
 from .parallel.replica import DDPOptions, Replica, copy_from_first
 from .parallel.sharding_policy import sparse_layers
 from .servers.choices import ServerChoices
@@ -220,6 +221,8 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
                     f"strategy='ps' does not work with {type(optimizer).__name__}, which evaluates the loss itself; "
                     "use strategy='ddp', or an optimizer that updates each parameter by itself."
                 )
+            if self._num_servers > 1 or self._tables is not None:
+                check_can_be_dealt(optimizer, self.name, self.collectives)
         owners = [name for optimizer in optimizers for name in self._names(optimizer)]
         twice = sorted({name for name in owners if owners.count(name) > 1})
         if twice:

@@ -26,7 +26,7 @@ from .module.memory_estimate import MemoryShare
 from .module.precision import Precision
 from .parallel.equal_ranks import configure
 from .parallel.mesh import Degrees, make_mesh
-from .parallel.optimizer_probe import check_can_be_sharded
+from .parallel.optimizer_probe import check_can_be_dealt, check_can_be_sharded
 from .parallel.replica_check import ReplicaCheck, ReplicaDifference
 from .parallel.shard_update import STEPPED, on_shards, step_on_shards
 from .parallel.sharded_module import ShardedModule
@@ -210,6 +210,8 @@ class ShardedStrategy(Strategy):
                     f"shapes {foreign[:3]}: it was built before the module was sharded and would not train it; build "
                     "it in configure_optimizers from self.parameters()."
                 )
+            if self._pipeline is not None:  # each stage has parameters of its own
+                check_can_be_dealt(optimizer, self.name, self.collectives)
             steps_on_plain = check_can_be_sharded(optimizer, self.name, self.collectives)
             (self._plain_only.add if steps_on_plain else self._plain_only.discard)(id(optimizer))
 

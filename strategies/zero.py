@@ -70,7 +70,7 @@ class ZeroStrategy(ReplicaStrategy):
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         if self.group is not None:
             for optimizer in optimizers:
-                check_can_be_dealt(optimizer, self.name)
+                check_can_be_dealt(optimizer, self.name, self.collectives)
         self._sharded = (
             {} if self.group is None else {optimizer: ShardedOptimizer(optimizer) for optimizer in optimizers}
         )

@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 
 from ..distributed.collectives import Collectives
 from ..errors import ConfigError
-from ..state.dtensor import local_shard, shard_like, with_even_shards
+from ..state.dtensor import is_dtensor, local_shard, shard_like, with_even_shards
 from ..state.optimizer_state import attributes_of, needs_closure, remake
 from ..torch_internals import TorchDispatchMode, tree_leaves
 from .shard_update import ELEMENTWISE
 
-_MOST: Final = 4
+_MOST: Final = 8
 """The parameters that are imitated: more would show nothing new."""
 _LARGEST: Final = 1 << 20
 """The most elements of one of them."""
@@ -122,7 +122,8 @@ class OptimizerProbe:
             try:
                 self._step(held, list(zip(stand_ins, gradients, strict=True)))
             except _FAILURES as error:  # of one that needs other parameters, or fails in its first step as well
-                self.failure = f"{type(error).__name__}: {str(error).partition('. ')[0]:.150}".rstrip(": .")
+                said = str(error).partition("\n")[0].partition(". ")[0]
+                self.failure = f"{type(error).__name__}: {said:.150}".rstrip(": .")
                 return None
         return list(zip(before, (parameter.detach() for parameter in stand_ins), strict=True))
 
@@ -144,17 +145,20 @@ class OptimizerProbe:
         self._has_other_state |= any(_is_other(value, parameter.shape) for value, parameter in states)
 
 
-def check_can_be_dealt(optimizer: Optimizer, strategy: str) -> None:
-    """Check that an optimizer updates each parameter by itself, as far as a few small ones show that.
+def check_can_be_dealt(optimizer: Optimizer, strategy: str, collectives: Collectives) -> None:
+    """Check that an optimizer updates each parameter by itself, as far as a few of them show that.
+
+    Collective: every rank calls it, with all parameters or with those that are its own.
 
     Raises:
         ConfigError: if it does not, or if it draws random numbers.
     """
-    if _is_known(optimizer):
+    if _is_known(optimizer) or collectives.is_rehearsed:
         return
     probe, kind = OptimizerProbe(optimizer), type(optimizer).__name__
     differs = probe.differs_if_dealt()
-    if probe.draws:
+    draws, differs = (any(seen) for seen in zip(*collectives.all_gather_object((probe.draws, differs)), strict=True))
+    if draws:
         raise ConfigError(
             f"strategy={strategy!r} deals parameters out to ranks, but {kind} draws random numbers when it updates "
             "them, which would be others on each rank; use strategy='ddp', or an optimizer without random numbers."
@@ -196,7 +200,10 @@ def _is_known(optimizer: Optimizer) -> bool:
 
 
 def _choose(optimizer: Optimizer) -> list[tuple[int, Any]]:
-    """Return small parameters, each with its group: the smallest of each number of dimensions, then others."""
+    """Return parameters, each with its group: the smallest and the largest of each kind, then others.
+
+    Some optimizers treat matrices from a certain size on in another way.
+    """
     if any(_has_parameters(value) for value in attributes_of(optimizer).values()):
         return []  # a copy could change them
     held = [
@@ -206,9 +213,16 @@ def _choose(optimizer: Optimizer) -> list[tuple[int, Any]]:
         if parameter.requires_grad and not parameter.is_meta and 0 < parameter.numel() <= _LARGEST
     ]
     held.sort(key=lambda each: each[1].numel())
-    first = {(index, parameter.dim()): (index, parameter) for index, parameter in reversed(held)}
-    chosen = {id(parameter): (index, parameter) for index, parameter in [*first.values(), *held]}
+    smallest = {(index, _kind(parameter)): (index, parameter) for index, parameter in reversed(held)}
+    largest = {(index, _kind(parameter)): (index, parameter) for index, parameter in held}
+    chosen = {id(each[1]): each for each in (*smallest.values(), *largest.values(), *held)}
     return list(chosen.values())[:_MOST]
+
+
+def _kind(parameter: Any) -> tuple[Any, ...]:
+    """Return what optimizers tell parameters apart by: the dimensions, those above 1, and how it is sharded."""
+    layout = (parameter.device_mesh, parameter.placements) if is_dtensor(parameter) else ()
+    return parameter.dim(), sum(size > 1 for size in parameter.shape), layout
 
 
 def _has_parameters(value: Any) -> bool:

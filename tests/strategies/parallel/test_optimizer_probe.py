@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Adafactor, Muon
 from torch.utils.data import DataLoader, TensorDataset
 
-from echelon import ModelCheckpoint, TrainModule
+from echelon import ModelCheckpoint, ParallelStrategy, ParameterServerStrategy, TrainModule
 from echelon.strategies.errors import ConfigError
 from echelon.testing import run_ranks
 
@@ -102,7 +102,10 @@ class Net(TrainModule):
 
 def fit(optimizer, strategy, ckpt_path=None, **settings):
     torch.set_default_dtype(torch.float64)
-    trainer = double_trainer(**{"max_epochs": 2, "strategy": strategy, "global_batch_size": 4, **settings})
+    made = {"pp": lambda: ParallelStrategy(pp=2), "ps": lambda: ParameterServerStrategy(2)}.get(
+        strategy, lambda: strategy
+    )()
+    trainer = double_trainer(**{"max_epochs": 2, "strategy": made, "global_batch_size": 4, **settings})
     data = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
     try:
         trainer.fit(Net(optimizer), DataLoader(TensorDataset(data), 2), ckpt_path=ckpt_path)
@@ -116,7 +119,7 @@ def fit(optimizer, strategy, ckpt_path=None, **settings):
 REFUSED = [
     (ClipsAll, "zero", "otherwise if it has no others, as with a norm over all gradients; use strategy='ddp'"),
     (SharesAStepSize, "zero", "otherwise if it has no others"),
-    (Lamb, "zero", "otherwise if it has no others"),
+    *((Lamb, strategy, "otherwise if it has no others") for strategy in ("zero", "pp", "ps")),
     (Draws, "zero", "draws random numbers when it updates them, which would be others on each rank"),
     (OfShards, "fsdp", "updates shards otherwise than whole parameters; use strategy='zero' or 'ddp'"),
     *((kind, "fsdp", "fails on shards (RuntimeError: aten.") for kind in (AdamP, SGDP, CAdamW, Kron)),
@@ -125,6 +128,8 @@ REFUSED = [
     (Muon, "fsdp", "; use strategy='zero' or 'ddp', or an optimizer whose operations know DTensors"),
 ]
 ACCEPTED = [
+    (TrustsNorms, "pp"),
+    (AdamP, "ps"),
     *((kind, "zero") for kind in (Base, TrustsNorms, Orthogonal, OfShards)),
     *((kind, "fsdp") for kind in (Base, ClipsAll, Lamb, TrustsNorms, Mars, Lion, PlainState, RowSums)),
     *((kind, "zero") for kind in (AdamP, SGDP, CAdamW, Kron, NovoGrad, Adafactor, Muon, PlainState)),
