@@ -11,6 +11,8 @@ from torch import Tensor
 from ...strategies.errors import CheckpointError, EchelonError
 from ...strategies.state.schema import COUNT, INTEGER, NUMBER, TEXT, check, shown
 
+NAMES_FOR_HOOKS: Final = {"model": "state_dict", "optimizers": "optimizer_states"}
+"""The parts that hooks see under Lightning's names."""
 _REDUCTIONS: Final = ("mean", "sum", "min", "max")
 _METRIC: Final = {
     "name": TEXT,

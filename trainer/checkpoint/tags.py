@@ -26,6 +26,13 @@ TENSOR_TAGS: Final = ("$tensor", "$array", "$number")
 COLLECTIONS: Final[Mapping[type, str]] = {list: "", tuple: "$tuple", torch.Size: "$size"}
 """The tag of each ordered collection; "" for JSON's own."""
 
+
+class ClassName(str):
+    """A class by reference: the module and the name with which `imported_class` finds it."""
+
+    __slots__ = ()
+
+
 SCALARS: Final[Mapping[type, tuple[str, Callable[[Any], Any]]]] = {
     bytes: ("$bytes", lambda value: base64.b64encode(value).decode()),
     complex: ("$complex", lambda value: [repr(value.real), repr(value.imag)]),
@@ -37,6 +44,7 @@ SCALARS: Final[Mapping[type, tuple[str, Callable[[Any], Any]]]] = {
     torch.dtype: ("$dtype", lambda value: str(value).removeprefix("torch.")),
     torch.device: ("$device", str),
     FromEnvironment: ("$environment", attrgetter("interpolation")),
+    ClassName: ("$class", str),
 }
 """The tag of each type without items, and the conversion of its values to JSON's types."""
 
@@ -175,4 +183,5 @@ _READERS: Final[Readers] = {
     "$dtype": _dtype,
     "$device": torch.device,
     "$environment": lambda text: FromEnvironment(text, text),
+    "$class": ClassName,
 }

@@ -9,25 +9,29 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from enum import Enum
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from ...strategies.errors import CheckpointError
 from ...strategies.state.from_environment import FromEnvironment
+from ...strategies.state.schema import shown
 from ..checkpoint.encoding import encode, is_found
-from ..checkpoint.tags import decode
+from ..checkpoint.tags import ClassName, decode, imported_class, name_of
 from .hparams import AttributeDict, is_omegaconf
 from .unresolved import marked_container
+
+_OF_TORCH: Final = ("torch.nn.", "torch.optim.")
+_BASES_OF_TORCH: Final = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 
 
 def jsonable(hparams: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the hyper-parameters as strict JSON values, and the names of those that cannot be converted.
 
     None, bool, numbers, strings, paths, enum members, ``torch.dtype`` and ``torch.device`` are stored, as are dicts,
-    lists, tuples, sets, Namespaces, dataclasses and OmegaConf containers of them, all encoded as in a checkpoint.
-    Modules, tensors and functions are omitted, and so is the whole of a container that holds one: half a list would be
-    a different list.
+    lists, tuples, sets, Namespaces, dataclasses and OmegaConf containers of them, all encoded as in a checkpoint. A
+    class is stored by its name, if that finds it. Modules, tensors and functions are omitted, and so is the whole of a
+    container that holds one: half a list would be a different list.
     """
     stored: dict[str, Any] = {}
     omitted: list[str] = []
@@ -39,16 +43,26 @@ def jsonable(hparams: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return stored, omitted
 
 
-def from_jsonable(stored: Mapping[str, Any]) -> AttributeDict:
+def from_jsonable(stored: Mapping[str, Any], *, owner: type = object) -> AttributeDict:
     """Return the hyper-parameters that `jsonable` stored, without importing or calling anything that they name.
 
     An enum member whose class is not imported becomes its value, an unknown ``torch.dtype`` its name, a dataclass or
     Namespace an `AttributeDict`.
 
+    Args:
+        stored: what `jsonable` returned, by name.
+        owner: the class to build with them. They may name a class of its package, of torch's modules and optimizers,
+            or of those that ``torch.serialization.add_safe_globals`` was given.
+
     Raises:
-        CheckpointError: for a value that `jsonable` does not write.
+        CheckpointError: for a value that `jsonable` does not write, and a class that they may not name.
     """
-    return AttributeDict({name: decode(value, namespace=AttributeDict, dtype=_dtype) for name, value in stored.items()})
+    readers: dict[str, Any] = {
+        "namespace": AttributeDict,
+        "dtype": _dtype,
+        "class": lambda where: _class(where, owner),
+    }
+    return AttributeDict({name: decode(value, **readers) for name, value in stored.items()})
 
 
 def _plain(value: Any) -> Any:
@@ -59,6 +73,8 @@ def _plain(value: Any) -> Any:
     """
     if value is None or isinstance(value, bool | torch.dtype | torch.device):
         return value
+    if isinstance(value, type) and imported_class(name_of(value)) is value:
+        return ClassName(name_of(value))
     if isinstance(value, Enum):
         content = _plain(value.value)
         return value if is_found(value) else content
@@ -87,6 +103,26 @@ def _plain_container(value: Any) -> Any:
         if isinstance(value, kind) and not isinstance(value, bytes | bytearray | memoryview):
             return plain(_plain(item) for item in value)
     raise TypeError(f"{type(value).__name__} is not kept")
+
+
+def _class(where: str, owner: type) -> type:
+    """Return a class that hyper-parameters name; see `from_jsonable`."""
+    found = imported_class(where)
+    package = where.partition(":")[0].partition(".")[0]
+    is_of_torch = where.startswith(_OF_TORCH) and found is not None and issubclass(found, _BASES_OF_TORCH)
+    is_known = package == owner.__module__.partition(".")[0] or is_of_torch
+    if found is not None and (is_known or found in _declared_safe()):
+        return found
+    raise CheckpointError(
+        f"A hyper-parameter of {owner.__name__} names the class {shown(where)}, which "
+        f"{'is not imported' if found is None else 'a checkpoint may not name'}; import it, and if you trust the "
+        "checkpoint, call torch.serialization.add_safe_globals([...]) with it, or pass the argument yourself."
+    )
+
+
+def _declared_safe() -> list[Any]:
+    """Return what ``torch.serialization.add_safe_globals`` was given; an item may be a pair with a name."""
+    return [one[0] if isinstance(one, tuple) else one for one in torch.serialization.get_safe_globals()]
 
 
 def _dtype(name: str) -> Any:

@@ -17,7 +17,7 @@ from ...strategies.errors import CheckpointError, ConfigError, ModuleError
 from ...strategies.state.regular_file import read_regular
 from ...strategies.state.schema import shown
 from .. import checkpoint
-from ..checkpoint.saved_state import check_saved
+from ..checkpoint.saved_state import NAMES_FOR_HOOKS, check_saved
 from .hparams import init_arguments
 from .hparams_json import from_jsonable
 from .unresolved import escaped, is_from_environment, with_marks
@@ -49,8 +49,6 @@ else:
             return refuse
 
 
-NAMES_FOR_HOOKS: Final = {"model": "state_dict", "optimizers": "optimizer_states"}
-"""The entries of a checkpoint that hooks see under Lightning's names."""
 _LARGEST_HPARAMS: Final = 8 << 20
 """Bytes of an `hparams_file`."""
 _MOST_HPARAMS: Final = 1_000_000
@@ -121,7 +119,10 @@ def _build(
 ) -> M:
     """Call the constructor with the hyper-parameters saved under this prefix."""
     key = f"{prefix}hyper_parameters"
-    saved: Any = from_jsonable(state.get(key, {})) if hparams_file is None else _read_hparams(Path(hparams_file))
+    stored = state.get(key, {})
+    if state.get(f"{key}_argument") is None:
+        stored = {name: value for name, value in stored.items() if name not in given}
+    saved: Any = from_jsonable(stored, owner=cls) if hparams_file is None else _read_hparams(Path(hparams_file))
     unknown = [name for name, value in saved.items() if is_from_environment(value)]
     saved = {name: value for name, value in saved.items() if name not in unknown}
     if state.get(f"{key}_type") == "omegaconf":

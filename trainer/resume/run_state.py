@@ -18,13 +18,13 @@ from ...strategies.errors import CheckpointError, EchelonError
 from ...strategies.state.optimizer_groups import Sources
 from ...strategies.state.optimizer_state import group_sources, match_optimizers
 from ..checkpoint import difference
-from ..checkpoint.saved_state import FORGED, reading, unfit
+from ..checkpoint.saved_state import FORGED, NAMES_FOR_HOOKS, reading, unfit
 from ..data.seed import derive, restore_rng, seed_devices, seed_generators
 from ..loggers.tracker import tracker_runs
 from ..loop.schedule import num_steps
 from ..module.hparams import is_omegaconf, saved_hparams
 from ..module.hparams_json import jsonable
-from ..module.load import NAMES_FOR_HOOKS, as_hooks_see
+from ..module.load import as_hooks_see
 from ..module.optimizers import LRSchedulerConfig
 from ..module.train_module import TrainModule
 from ..session.session import Session

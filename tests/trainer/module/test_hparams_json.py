@@ -14,6 +14,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
+from echelon.strategies.errors import CheckpointError
 from echelon.trainer.module.hparams_json import from_jsonable, jsonable
 
 
@@ -95,14 +96,13 @@ def test_what_json_cannot_hold_is_omitted_by_name_with_the_container_around_it()
             "lr": 0.1,
             "net": nn.Linear(1, 1),
             "function": len,
-            "kind": nn.ReLU,
             "weight": torch.ones(2),
             "layers": [1, {"act": nn.ReLU()}],
             "raw": b"bytes",
         }
     )
     assert stored == {"lr": 0.1}
-    assert omitted == ["net", "function", "kind", "weight", "layers", "raw"]
+    assert omitted == ["net", "function", "weight", "layers", "raw"]
 
 
 def test_an_enum_that_is_not_imported_comes_back_as_its_value():
@@ -118,3 +118,46 @@ def test_a_stored_name_imports_nothing_and_reaches_nothing_but_enums():
         assert from_jsonable({"mode": {"$enum": [where, "FAST", "fast"]}}) == {"mode": "fast"}
     assert from_jsonable({"dtype": {"$dtype": "load"}}) == {"dtype": "load"}
     assert set(sys.modules) == loaded
+
+
+class Encoder(nn.Linear):
+    pass
+
+
+def test_a_class_is_stored_by_name_and_comes_back_where_it_may_be_named():
+    stored, omitted = jsonable({"net": {"cls": Encoder, "width": 3}, "act": nn.ReLU, "mode": Mode, "array": np.ndarray})
+    assert omitted == []
+    assert stored["act"] == {"$class": "torch.nn.modules.activation:ReLU"}
+    stored = json.loads(json.dumps(stored))
+    array = {"array": stored.pop("array")}
+    assert from_jsonable(stored, owner=Encoder) == {"net": {"cls": Encoder, "width": 3}, "act": nn.ReLU, "mode": Mode}
+    with pytest.raises(CheckpointError, match=r"of Encoder names the class 'numpy:ndarray'.*add_safe_globals"):
+        from_jsonable(array, owner=Encoder)
+    with torch.serialization.safe_globals([np.ndarray]):
+        assert from_jsonable(array, owner=Encoder) == {"array": np.ndarray}
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "subprocess:Popen",
+        "torch.nn.parallel:DistributedDataParallel.__init__",
+        "torch.nn.modules.module:warnings",
+        "not_imported:Encoder",
+        "builtins:eval",
+        "",
+        None,
+        ["torch.nn:Linear"],
+    ],
+    ids=repr,
+)
+def test_a_forged_class_is_refused(where):
+    with pytest.raises(CheckpointError):
+        from_jsonable({"cls": {"$class": where}}, owner=Encoder)
+
+
+def test_a_local_class_is_omitted():
+    class Local:
+        pass
+
+    assert jsonable({"cls": Local}) == ({}, ["cls"])
