@@ -304,7 +304,7 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path, capsys: Any, monkeypatch
     torch.save({"state_dict": {"w": torch.zeros(2)}, "pytorch-lightning_version": "2.6.6"}, "lightning.ckpt")
     torch.save({"w": torch.zeros(2)}, "plain.pt")
     for path, text in (
-        ("lightning.ckpt", "'lightning.ckpt' is a file of Lightning's, but an Echelon checkpoint is a folder"),
+        ("lightning.ckpt", "'lightning.ckpt' is a file of Lightning's, not a checkpoint of Echelon's"),
         ("plain.pt", "'plain.pt' is a file, but"),
         ("all", "'all' is a folder of checkpoints; give one of them: a.ckpt"),
     ):

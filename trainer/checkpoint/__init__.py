@@ -1,9 +1,8 @@
 """Checkpoints: safetensors and JSON in a folder that is committed atomically. Imports strategies and callbacks."""
 
 from .atomic_folder import point
-from .export import export
 from .finding import list_checkpoints, newest_valid, remove, resolve
-from .load_weights import Difference, difference, load_into, load_weights
+from .load_weights import Difference, difference, export, load_into, load_weights
 from .loading import load, verify
 from .saving import save
 from .saving_by_ranks import SavingGroup

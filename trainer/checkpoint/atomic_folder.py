@@ -1,4 +1,4 @@
-"""Atomic commit of a folder, which appears under its name whole or not at all; only then is the old one removed."""
+"""Atomic commit of a folder or a file, which appears under its name whole or not at all; then the old one goes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Final
 from ...strategies.errors import CheckpointError
 from ...strategies.launch.proc_status import host_id
 from .files import explain
-from .manifest import MANIFEST, read_manifest
+from .manifest import is_checkpoint, is_torch_file, read_manifest
 
 _TEMPORARY: Final = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]+)\.(?P<pid>\d+)\.[0-9a-f]{8}\.(?P<kind>new|old|gone)")
 _SILENCE: Final = 24 * 3600.0
@@ -26,10 +26,12 @@ _RENAME_EXCHANGE: Final = 2
 
 
 @contextmanager
-def committed(path: Path) -> Iterator[Path]:
+def committed(path: Path, *, is_file: bool = False) -> Iterator[Path]:
     """Yield a new folder to write to, and make it appear as `path` when the block ends without an error.
 
     A checkpoint or link of that name is replaced in one step. The block must flush everything that it writes to disk.
+    With `is_file` the block gets the name of a new file, which it must create; it also replaces a file of
+    ``torch.save``, and an empty one.
 
     Raises:
         CheckpointError: if it cannot be written, or if `path` is not a checkpoint.
@@ -37,15 +39,29 @@ def committed(path: Path) -> Iterator[Path]:
     path = path.absolute()
     temporary = _temporary(path, "new")
     try:
-        _check_replaceable(path)
+        if not (is_file and is_torch_file(path)):
+            _check_replaceable(path)
         _make_folders(path.parent)
         sweep(path.parent)
-        temporary.mkdir()
+        if not is_file:
+            temporary.mkdir()
         yield temporary
-        sync(temporary)
+        if not is_file:
+            sync(temporary)
         _move(temporary, path)
     except OSError as error:
         raise refused(path, error) from error
+    finally:
+        _delete(temporary)
+
+
+@contextmanager
+def working_folder(path: Path) -> Iterator[Path]:
+    """Yield a new folder beside `path`, which is deleted afterwards, or by the next save if this process is killed."""
+    temporary = _temporary(path.absolute(), "new")
+    try:
+        temporary.mkdir()
+        yield temporary
     finally:
         _delete(temporary)
 
@@ -58,7 +74,7 @@ def refused(path: Path, error: OSError) -> CheckpointError:
 
 
 def discard(path: Path) -> None:
-    """Delete a checkpoint folder: its name is gone at once, its files follow.
+    """Delete a checkpoint: its name is gone at once, its files follow.
 
     Raises:
         CheckpointError: if it cannot be deleted.
@@ -81,7 +97,7 @@ def point(link: str | Path, path: str | Path) -> None:
     link, path = Path(link).absolute(), Path(path).absolute()
     temporary = _temporary(link, "new")
     try:
-        if not (path / MANIFEST).is_file():
+        if not is_checkpoint(path):
             raise CheckpointError(f"{link} cannot point to {path}, which is not a checkpoint; save it first.")
         _check_replaceable(link)
         temporary.symlink_to(os.path.relpath(path.resolve(), link.parent.resolve()))
@@ -105,11 +121,11 @@ def sweep(folder: Path) -> None:
 
 
 def is_stranded(path: Path) -> bool:
-    """Return whether a folder is a complete checkpoint that lost its name because its writer died replacing it."""
+    """Return whether this is a complete checkpoint that lost its name because its writer died replacing it."""
     name = _TEMPORARY.fullmatch(path.name)
     if name is None or name["kind"] != "old":
         return False
-    return (path / MANIFEST).is_file() and not os.path.lexists(path.with_name(name["name"]))
+    return is_checkpoint(path) and not os.path.lexists(path.with_name(name["name"]))
 
 
 def unfinished(folder: Path) -> list[Path]:
@@ -132,7 +148,7 @@ def _check_replaceable(path: Path) -> None:
     try:
         read_manifest(path)
     except CheckpointError as error:
-        if not (path / MANIFEST).is_file():
+        if not is_checkpoint(path):
             raise CheckpointError(
                 f"{path} exists and is not a checkpoint, so it is not overwritten; choose another name."
             ) from error

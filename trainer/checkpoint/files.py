@@ -22,6 +22,8 @@ HASH_NAME: Final = "sha256"
 
 _BLOCK: Final = 8 << 20
 _TRIES: Final = 20
+# O_NONBLOCK: opening a named pipe must not wait for a writer that never comes
+_READING: Final = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
 
 
 @dataclass(frozen=True)
@@ -105,11 +107,11 @@ def write_bytes(path: Path, data: bytes) -> FileRecord:
         return file.finish()
 
 
-def digests(files: Mapping[str, MappedFile]) -> dict[str, str]:
+def digests(files: Mapping[str, MappedFile | FilePiece]) -> dict[str, str]:
     """Return the hash of the contents of each file in hex, computed in four threads if there are any."""
     try:
         with ThreadPoolExecutor(4, thread_name_prefix="echelon-hash") as pool:
-            return dict(zip(files, pool.map(MappedFile.digest, files.values()), strict=True))
+            return dict(zip(files, pool.map(lambda file: file.digest(), files.values()), strict=True))
     except RuntimeError:  # the limit on processes and threads
         return {name: file.digest() for name, file in files.items()}
 
@@ -118,15 +120,17 @@ class MappedFile:
     """A memory-mapped file of a checkpoint: private, so that writing to it does not change the file, or read-only.
 
     A read-only one does not count as memory of this process, however large it is. If only the header of a file is
-    available, `whole_size` is greater than `size`. The file is looked up in the folder `held`, see `while_it_stays`.
+    available, `whole_size` is greater than `size`. The file is looked up in the folder `held`, or is the file that is
+    `held`; see `while_it_stays`.
     """
 
     def __init__(self, path: Path, *, is_private: bool = True, held: int | None = None) -> None:
         self.path = path
         access = mmap.ACCESS_COPY if is_private else mmap.ACCESS_READ
-        # O_NONBLOCK: opening a named pipe must not wait for a writer that never comes
-        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
-        descriptor = os.open(path, flags) if held is None else os.open(path.name, flags, dir_fd=held)
+        if held is not None and stat.S_ISREG(os.fstat(held).st_mode):
+            descriptor = os.dup(held)
+        else:
+            descriptor = os.open(path if held is None else path.name, _READING, dir_fd=held)
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
@@ -146,24 +150,53 @@ class MappedFile:
             return hashlib.new(HASH_NAME, view).hexdigest()
 
 
+@dataclass(frozen=True)
+class FilePiece:
+    """Consecutive bytes of a file, which has a record of its own in the manifest of a checkpoint in one file."""
+
+    file: MappedFile
+    begin: int
+    size: int
+
+    @property
+    def path(self) -> Path:
+        """The path of the file."""
+        return self.file.path
+
+    def content(self) -> bytes:
+        """Return all bytes."""
+        return self.file.data[self.begin : self.begin + self.size]
+
+    def digest(self) -> str:
+        """Return the hash of the bytes in hex."""
+        with memoryview(self.file.data)[self.begin : self.begin + self.size] as view:
+            return hashlib.new(HASH_NAME, view).hexdigest()
+
+
+def is_one_file(path: Path, held: int | None) -> bool:
+    """Return whether a checkpoint, which may be `held` open, is a file and not a folder."""
+    return path.is_file() if held is None else stat.S_ISREG(os.fstat(held).st_mode)
+
+
 T = TypeVar("T")
 
 
-def while_it_stays(folder: Path, read: Callable[[int | None], T]) -> T:
-    """Return what `read` returns for a folder that is held open, which it gets as a file descriptor.
+def while_it_stays(path: Path, read: Callable[[int | None], T]) -> T:
+    """Return what `read` returns for a folder, or a file, that is held open, which it gets as a file descriptor.
 
     A run moves its links, and replaces and deletes checkpoints, while others read: a reader sees the files of one
     checkpoint, and reads again, from what has the name then, if the one that it reads is deleted.
     """
     for _ in range(_TRIES):
         try:
-            held = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+            held = os.open(path, _READING)
         except OSError:
             return read(None)  # which says what is wrong with it
         try:
-            return read(held)
+            mode = os.fstat(held).st_mode
+            return read(held if stat.S_ISDIR(mode) or stat.S_ISREG(mode) else None)
         except CheckpointError:
-            if _is_still(folder, held):
+            if _is_still(path, held):
                 raise
         finally:
             with suppress(OSError):  # it was only read, and is closed all the same
@@ -171,10 +204,10 @@ def while_it_stays(folder: Path, read: Callable[[int | None], T]) -> T:
     return read(None)
 
 
-def _is_still(folder: Path, held: int) -> bool:
-    """Return whether a name is that of the folder that is held open, or of none."""
+def _is_still(path: Path, held: int) -> bool:
+    """Return whether a name is that of what is held open, or of nothing."""
     try:
-        return os.path.samestat(os.stat(folder), os.fstat(held))
+        return os.path.samestat(os.stat(path), os.fstat(held))
     except OSError:
         return True
 

@@ -16,7 +16,7 @@ from ...strategies.state.schema import time_text
 from .atomic_folder import discard, is_stranded
 from .files import explain
 from .loading import verify
-from .manifest import MANIFEST, Manifest, read_manifest
+from .manifest import MANIFEST, Manifest, is_checkpoint, is_checkpoint_file, read_manifest
 
 _LARGEST_PICKLE: Final = 1 << 24
 """Bytes of the part of a file that is searched for the name of the program that wrote it."""
@@ -27,7 +27,7 @@ _logger = logging.getLogger("echelon")
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A folder that is, or was intended to be, a checkpoint."""
+    """A folder or file that is, or was intended to be, a checkpoint."""
 
     path: Path
     saved_at: str
@@ -111,7 +111,7 @@ def resolve(ckpt_path: str | Path, *folders: str | Path, part: str | None = None
 
 
 def _checkpoint_at(path: Path) -> Path:
-    if (path / MANIFEST).is_file():
+    if is_checkpoint(path):
         return path.absolute()  # a hook may change directory before it is read
     if path.is_symlink() and not path.exists():
         raise CheckpointError(
@@ -120,8 +120,8 @@ def _checkpoint_at(path: Path) -> Path:
     if path.is_file():
         maker = " of Lightning's" if is_of_lightning(path) else ""
         raise CheckpointError(
-            f"ckpt_path={str(path)!r} is a file{maker}, but an Echelon checkpoint is a folder; to load the weights in "
-            "a file, call echelon.load_weights."
+            f"ckpt_path={str(path)!r} is a file{maker}, not a checkpoint of Echelon's; to load the weights in a file, "
+            "call echelon.load_weights."
         )
     if not path.exists():
         raise CheckpointError(f"ckpt_path={str(path)!r} does not exist; give another path.{_nearest(path)}")
@@ -144,13 +144,13 @@ def remove(path: str | Path, lineage: str | None = None) -> bool:
     A newer one counts as valid if its files have the right sizes: reading all bytes at every save would take too long.
 
     Raises:
-        CheckpointError: if `path` is not a checkpoint folder, or cannot be deleted.
+        CheckpointError: if `path` is not a checkpoint, or cannot be deleted.
     """
     path = Path(path).absolute()
     siblings = list_checkpoints(path.parent)
     index = next((index for index, checkpoint in enumerate(siblings) if checkpoint.path == path), None)
     if index is None:
-        raise CheckpointError(f"{path} is not a checkpoint folder, so it is not deleted; delete it by hand.")
+        raise CheckpointError(f"{path} is not a checkpoint, so it is not deleted; delete it by hand.")
     manifest = siblings[index].manifest
     if lineage is not None and (manifest is None or manifest.lineage != lineage):
         owner = "a damaged checkpoint" if manifest is None else "a checkpoint of another run"
@@ -168,7 +168,7 @@ def remove(path: str | Path, lineage: str | None = None) -> bool:
 
 
 def _look(path: Path) -> FoundCheckpoint | None:
-    """Return a folder as a checkpoint; None if another run has just deleted it."""
+    """Return a folder or file as a checkpoint; None if another run has just deleted it."""
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
@@ -194,7 +194,8 @@ def _is_complete(checkpoint: FoundCheckpoint) -> bool:
     if checkpoint.manifest is None:
         return False
     try:
-        return all(
+        # a file whose manifest can be read has the right size
+        return checkpoint.path.is_file() or all(
             (checkpoint.path / name).stat().st_size == file.size for name, file in checkpoint.manifest.files.items()
         )
     except OSError:
@@ -211,8 +212,10 @@ def _candidates(folder: Path) -> list[Path]:
 def _is_candidate(path: Path) -> bool:
     if path.name.startswith("."):  # being written or removed
         return is_stranded(path)
-    if path.is_symlink() or not path.is_dir():
+    if path.is_symlink():
         return False
+    if not path.is_dir():
+        return is_checkpoint_file(path)
     return path.suffix == ".ckpt" or (path / MANIFEST).is_file()
 
 

@@ -1,8 +1,9 @@
-"""Weights only: read from any file that is safe to read into any module, with a list of the differences."""
+"""Weights only: read from any file that is safe to read, into any module or a safetensors file for other libraries."""
 
 from __future__ import annotations
 
 import json
+import secrets
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,15 +19,18 @@ from ...strategies.state.dtensor import shard_like
 from ...strategies.state.lazy_tensor import Block
 from ...strategies.state.regular_file import open_regular, read_regular
 from ...strategies.state.schema import TEXT, check, shown
+from .atomic_folder import sync
+from .encoding import encode
 from .files import MappedFile, explain
 from .loading import load
-from .manifest import LARGEST_JSON, MANIFEST
-from .safetensors_file import read_tensors
+from .manifest import LARGEST_JSON, MANIFEST, is_checkpoint
+from .safetensors_file import read_tensors, write_tensors
 from .saving import MODEL
 
 _INDEX: Final = "model.safetensors.index.json"
 _SINGLE: Final = "model.safetensors"
 _SHOWN: Final = 10
+_TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt")
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ def load_weights(
     """Return the weights in a file or folder by name, on the CPU. Nothing in it is executed.
 
     Args:
-        path: An Echelon checkpoint folder; a ``.safetensors`` file, or a Hugging Face folder of them; a file with a
+        path: An Echelon checkpoint; a ``.safetensors`` file, or a Hugging Face folder of them; a file with a
             plain state dict from ``torch.save``; a Lightning ``.ckpt``.
         include: Patterns (``"encoder.*"``) of the names to return.
         exclude: Patterns of the names to leave out.
@@ -120,6 +124,44 @@ def load_into(module: nn.Module, weights: Mapping[str, Tensor], *, strict: bool 
     return differences
 
 
+def export(path: str | Path, destination: str | Path) -> Path:
+    """Write the weights of a checkpoint as one ``model.safetensors``, for ``from_pretrained`` and the like.
+
+    Args:
+        path: Anything that `load_weights` reads.
+        destination: A folder, or a file name ending in ``.safetensors``; an existing file is replaced atomically.
+
+    Returns:
+        The written file.
+
+    Raises:
+        CheckpointError: if the checkpoint cannot be read, the file cannot be written, or `destination` has a suffix of
+            ``torch.save``.
+    """
+    destination = Path(destination)
+    if destination.suffix in _TORCH_SUFFIXES:
+        raise CheckpointError(
+            f"destination={str(destination)!r} names a torch.save file, which would be pickled; give a folder or a "
+            f"'.safetensors' file, or call torch.save(echelon.load_weights({str(path)!r}), {str(destination)!r})."
+        )
+    file = destination if destination.suffix == ".safetensors" else destination / _SINGLE
+    weights = read_weights(Path(path), lazily=True)  # only one tensor at a time is in memory
+    encoded, blocks = encode(weights, "weights", "")
+    # as in safetensors.torch.save_model, a tied name is noted with the name that holds its tensor
+    tied = {name: value["$tensor"] for name, value in encoded.items() if value["$tensor"] != name}
+    temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_tensors(temporary, blocks, tied)
+        temporary.replace(file)
+        sync(file.parent)
+    except OSError as error:
+        raise CheckpointError(f"{file} could not be written: {explain(error)}.") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return file
+
+
 def _section(title: str, names: Sequence[str]) -> list[str]:
     if not names:
         return []
@@ -134,8 +176,10 @@ def _matches(name: str, patterns: str | Iterable[str]) -> bool:
 def read_weights(path: Path, *, lazily: bool = False) -> dict[str, Tensor]:
     """Return all weights in a file or folder by name; with `lazily`, no tensor of a checkpoint is read."""
     try:
+        if is_checkpoint(path):
+            return _read_checkpoint(path, lazily=lazily)
         if path.is_dir():
-            return _read_folder(path, lazily=lazily)
+            return _read_folder(path)
         if path.suffix == ".safetensors":
             return _plain(read_tensors(MappedFile(path)))
         return _read_torch_file(path)
@@ -143,11 +187,13 @@ def read_weights(path: Path, *, lazily: bool = False) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} cannot be read: {explain(error)}.") from error
 
 
-def _read_folder(folder: Path, *, lazily: bool) -> dict[str, Tensor]:
-    if (folder / MANIFEST).is_file():
-        state = load(folder, parts=[MODEL], lazy=[MODEL] if lazily else ())[MODEL]
-        check(state, {TEXT: object}, f"The part {MODEL!r} of {folder}")
-        return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+def _read_checkpoint(path: Path, *, lazily: bool) -> dict[str, Tensor]:
+    state = load(path, parts=[MODEL], lazy=[MODEL] if lazily else ())[MODEL]
+    check(state, {TEXT: object}, f"The part {MODEL!r} of {path}")
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def _read_folder(folder: Path) -> dict[str, Tensor]:
     if (folder / _SINGLE).is_file():
         return _plain(read_tensors(MappedFile(folder / _SINGLE)))
     if not (folder / _INDEX).is_file():

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...strategies.errors import CheckpointError, did_you_mean
 from ...strategies.state.lazy_tensor import OUTLINE, Block
-from .files import FileRecord, MappedFile, digests, explain, while_it_stays
-from .manifest import LARGEST_JSON, Manifest, read_manifest
-from .safetensors_file import collect, read_tensors
-from .saving import STATE
+from .files import FilePiece, FileRecord, MappedFile, digests, explain, is_one_file, while_it_stays
+from .manifest import LARGEST_JSON, STATE, TENSORS, Manifest, member, read_manifest
+from .safetensors_file import MALFORMED, block_of, collect, read_tensors
 from .tags import decode
 
 
@@ -30,7 +30,7 @@ def load(
     lazy, and writing to it does not change the file. Clone what must outlive the file on a network file system.
 
     Args:
-        path: A checkpoint folder.
+        path: A checkpoint folder, or a checkpoint in one file.
         parts: Top-level keys of the state; None for all.
         lazy: Parts whose large tensors are not read until they are used: each is a `StoredTensor`.
         verify: Compare the hash of every file that is read. False only for a checkpoint that was just verified.
@@ -39,29 +39,56 @@ def load(
     Raises:
         CheckpointError: if the checkpoint is missing, damaged, not Echelon's, or has no such part.
     """
-    folder = Path(path)
+    stored = read_stored(Path(path), parts=parts, lazy=lazy, verify=verify, share=share)
+    return {
+        part: decode(stored.values.get(part), collect(blocks, lazily=part in lazy))
+        for part, blocks in stored.blocks.items()
+    }
 
-    def read(held: int | None) -> tuple[Manifest, list[str], dict[str, MappedFile]]:
-        manifest = read_manifest(folder, held)
+
+@dataclass(frozen=True)
+class StoredParts:
+    """Parts of a checkpoint as they are in its files."""
+
+    manifest: Manifest
+    values: Mapping[str, Any]
+    """The JSON values of all parts."""
+    blocks: Mapping[str, Mapping[str, Sequence[Block]]]
+    """The blocks of each tensor of these parts, by key."""
+
+
+def read_stored(
+    path: Path,
+    *,
+    parts: Collection[str] | None = None,
+    lazy: Collection[str] = (),
+    verify: bool = True,
+    share: tuple[int, int] = (0, 1),
+) -> StoredParts:
+    """Return parts of a checkpoint without decoding them; the arguments are those of `load`."""
+
+    def read(held: int | None) -> tuple[Manifest, list[str], dict[str, MappedFile | FilePiece]]:
+        manifest = read_manifest(path, held)
         wanted = list(manifest.parts) if parts is None else list(parts)
         for part in wanted:
             if part not in manifest.parts:
-                raise CheckpointError(f"{folder} has no part {part!r}.{did_you_mean(part, manifest.parts)}")
-        names = [STATE, *(name for part in wanted for name in manifest.parts[part])]
+                raise CheckpointError(f"{path} has no part {part!r}.{did_you_mean(part, manifest.parts)}")
+        common = (STATE, TENSORS) if is_one_file(path, held) else (STATE,)
+        names = [*common, *(name for part in wanted for name in manifest.parts[part])]
         constant = {name for part in wanted if part in lazy for name in manifest.parts[part]}
         compared = names[share[0] :: share[1]] if verify else ()
-        return manifest, wanted, _open_files(folder, manifest, names, verify=compared, constant=constant, held=held)
+        return manifest, wanted, _open_files(path, manifest, names, verify=compared, constant=constant, held=held)
 
-    manifest, wanted, files = while_it_stays(folder, read)
-    encoded = _read_state(files[STATE])
-    state: dict[str, Any] = {}
+    manifest, wanted, files = while_it_stays(path, read)
+    index = _read_object(files[TENSORS]) if isinstance(files[STATE], FilePiece) else {}
+    blocks: dict[str, dict[str, list[Block]]] = {part: {} for part in wanted}
     for part in wanted:
-        blocks: dict[str, list[Block]] = {}
         for name in manifest.parts[part]:
-            for key, block in read_tensors(files[name])[0].items():
-                blocks.setdefault(key, []).append(block)
-        state[part] = decode(encoded.get(part), collect(blocks, lazily=part in lazy))
-    return state
+            file = files[name]
+            found = read_tensors(file)[0] if isinstance(file, MappedFile) else _tensors_in(file, index.get(name))
+            for key, block in found.items():
+                blocks[part].setdefault(key, []).append(block)
+    return StoredParts(manifest, _read_object(files[STATE]), blocks)
 
 
 def verify(path: str | Path) -> Manifest:
@@ -88,8 +115,8 @@ def _open_files(
     verify: Collection[str],
     constant: Collection[str] = (),
     held: int | None = None,
-) -> dict[str, MappedFile]:
-    """Map files of a checkpoint, which may be `held` open, and compare them with the manifest.
+) -> dict[str, MappedFile | FilePiece]:
+    """Map files of a checkpoint, which may be `held` open, or pieces of one file, and compare them with the manifest.
 
     The sizes are compared, and for those in `verify` the hashes.
 
@@ -99,12 +126,17 @@ def _open_files(
         CheckpointError: with each damaged file and what is wrong with it.
     """
     faults: list[str] = []
-    files: dict[str, MappedFile] = {}
+    pieces = _pieces_of(folder, manifest, constant, held) if is_one_file(folder, held) else None
+    files: dict[str, MappedFile | FilePiece] = {}
     for name in names:
         try:
             if name not in manifest.files:
                 raise CheckpointError(f"{name} is not in the manifest")
-            files[name] = _open(folder / name, manifest.files[name], is_private=name not in constant, held=held)
+            files[name] = (
+                _open(folder / name, manifest.files[name], is_private=name not in constant, held=held)
+                if pieces is None
+                else pieces[name]
+            )
         except CheckpointError as error:
             faults.append(str(error))
     if verify:
@@ -135,15 +167,46 @@ def _open(path: Path, record: FileRecord, *, is_private: bool, held: int | None)
     return file
 
 
-def _read_state(file: MappedFile) -> dict[str, Any]:
+def _pieces_of(path: Path, manifest: Manifest, constant: Collection[str], held: int | None) -> dict[str, FilePiece]:
+    """Return the pieces of a checkpoint in one file, which follow each other; those in `constant` are read-only."""
+    try:
+        files = {is_private: MappedFile(path, is_private=is_private, held=held) for is_private in (False, True)}
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {explain(error)}.") from error
+    pieces: dict[str, FilePiece] = {}
+    end = 0
+    for name, record in manifest.files.items():
+        pieces[name] = FilePiece(files[name not in constant], end, record.size)
+        end += record.size
+    if end > files[True].size:
+        raise CheckpointError(f"{path} has {files[True].size} bytes, not {end} or more; use another checkpoint.")
+    return pieces
+
+
+def _tensors_in(piece: FilePiece, entries: Any) -> dict[str, Block]:
+    """Return the tensors in a piece of a file, as views of its mapped memory; `entries` says where they are."""
+    try:
+        spans = sorted(tuple(entry["data_offsets"]) for entry in entries.values())
+        ends = [0, *(stop for _, stop in spans)]
+        if any(not end <= start <= stop <= piece.size for end, (start, stop) in zip(ends, spans, strict=False)):
+            raise ValueError("tensors that overlap or are outside")
+        return {name: block_of(entry, piece.file, piece.begin) for name, entry in entries.items()}
+    except MALFORMED as error:
+        raise CheckpointError(
+            f"{piece.path} does not describe its tensors as Echelon does ({error}); use another checkpoint."
+        ) from None
+
+
+def _read_object(file: MappedFile | FilePiece) -> dict[str, Any]:
+    """Return the JSON object in a file, or in a member of one file."""
     if file.size > LARGEST_JSON:
         raise CheckpointError(f"{file.path} has {file.size} bytes, more than Echelon writes; use another checkpoint.")
     try:
-        state = json.loads(file.content())
+        content = json.loads(file.content() if isinstance(file, MappedFile) else member(file.content()))
     except (ValueError, RecursionError, MemoryError) as error:
         raise CheckpointError(
             f"{file.path} is not JSON as Echelon writes it ({error}); use another checkpoint."
         ) from None
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{file.path} holds a {type(state).__name__}, not an object; use another checkpoint.")
-    return state
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file.path} holds a {type(content).__name__}, not an object; use another checkpoint.")
+    return content

@@ -1,17 +1,20 @@
-"""Manifest: the list of a checkpoint's files, written last and protected by its own hash."""
+"""Manifest: the list of a checkpoint's files, or of the pieces of its one file; written last, with its own hash."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
+import re
 import stat
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, BinaryIO, Final, Self
 
 from ...strategies.errors import CheckpointError
 from ...strategies.state.schema import (
@@ -26,14 +29,27 @@ from ...strategies.state.schema import (
     text_like,
     time_text,
 )
-from .files import HASH_NAME, FileRecord, explain
+from .files import HASH_NAME, FileRecord, explain, is_one_file
 
 MANIFEST: Final = "manifest.json"
+STATE: Final = "state.json"
+"""The file with every value that is not a tensor."""
+TENSORS: Final = "tensors.json"
+"""The piece of a checkpoint in one file that has the place, shape and dtype of each tensor."""
 FORMAT: Final = "echelon-checkpoint"
 FORMAT_VERSION: Final = 1
 
 LARGEST_JSON: Final = 256 << 20
 """Bytes; a larger file is not parsed."""
+
+ROOT: Final = "echelon"
+"""The folder in which a checkpoint in one file, a zip file, has its members."""
+_HEAD: Final = b"PK\x03\x04"
+_HEADER: Final = struct.Struct("<4s5H3L2H")
+"""The header before a member: among others its size (the field before the last three), and the lengths of its name and
+of a field after that."""
+_TRAILER: Final = re.compile(rb"echelon-checkpoint (\d{20}) ([0-9a-f]{64})")
+NO_HASH: Final = "0" * 64
 
 _BEFORE_HASH: Final = b',\n "sha256": "'
 _AFTER_HASH: Final = b'"\n}\n'
@@ -119,13 +135,15 @@ class Manifest:
 
 
 def read_manifest(folder: Path, held: int | None = None) -> Manifest:
-    """Return the manifest of a checkpoint folder, which may be `held` open; see `while_it_stays`.
+    """Return the manifest of a checkpoint, which may be `held` open; see `while_it_stays`.
 
     Raises:
         CheckpointError: if it is missing, damaged, or of an unknown format version.
     """
     path = folder / MANIFEST
     try:
+        if is_one_file(folder, held):
+            return _read_in_file(folder, held)
         if held is None and not folder.is_dir():
             raise CheckpointError(
                 f"{folder} is not a checkpoint folder{'' if folder.exists() else ': it does not exist'}; give another "
@@ -144,12 +162,109 @@ def read_manifest(folder: Path, held: int | None = None) -> Manifest:
             raw = file.read()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {explain(error)}.") from error
+    return _from_bytes(raw, str(path))
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether there is a checkpoint folder with a manifest, or a checkpoint in one file, perhaps damaged."""
+    return (path / MANIFEST).is_file() or is_checkpoint_file(path)
+
+
+def is_checkpoint_file(path: Path) -> bool:
+    """Return whether a file begins or ends as a checkpoint in one file does, without reading the rest."""
+    if not path.is_file():  # before it is opened: a named pipe has no end
+        return False
+    try:
+        with path.open("rb") as file:
+            return _is_begun(file) or _end_of(file) is not None
+    except OSError:
+        return False
+
+
+def is_torch_file(path: Path) -> bool:
+    """Return whether a file is empty, or is one of ``torch.save`` by its first bytes."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        head = file.read(_HEADER.size + 256)
+    if len(head) < _HEADER.size:
+        return not head
+    length = _HEADER.unpack(head[: _HEADER.size])[-2]
+    return head.startswith(_HEAD) and head[_HEADER.size :][:length].endswith(b"/data.pkl")
+
+
+def trailer(begin: int, digest: str = NO_HASH) -> bytes:
+    """Return the last bytes of a checkpoint in one file, the comment of the zip file.
+
+    Args:
+        begin: the first byte of the member with the manifest.
+        digest: the hash of all bytes from there to the hash itself.
+    """
+    return f"{FORMAT} {begin:020d} {digest}".encode()
+
+
+def member(content: bytes) -> bytes:
+    """Return what follows the header of a stored member of a zip file.
+
+    Raises:
+        ValueError: if there is no header.
+    """
+    if len(content) < _HEADER.size:
+        raise ValueError(f"a header of {len(content)} bytes")
+    signature, *_, size, length, extra = _HEADER.unpack(content[: _HEADER.size])
+    begin = _HEADER.size + length + extra
+    if signature != _HEAD or len(content) < begin + size:
+        raise ValueError(f"{size} bytes announced by a header {signature!r} of {begin}")
+    return content[begin : begin + size]
+
+
+def _is_begun(file: BinaryIO) -> bool:
+    file.seek(0)
+    head = file.read(_HEADER.size + len(ROOT) + 1)
+    return head.startswith(_HEAD) and head.endswith(f"{ROOT}/".encode())
+
+
+def _end_of(file: BinaryIO) -> re.Match[bytes] | None:
+    size, length = file.seek(0, os.SEEK_END), len(trailer(0))
+    file.seek(max(0, size - length))
+    return _TRAILER.fullmatch(file.read(length))
+
+
+def _read_in_file(path: Path, held: int | None) -> Manifest:
+    """Return the manifest of a checkpoint in one file, after checking all that follows its pieces."""
+    with open(os.open(path, os.O_RDONLY) if held is None else os.dup(held), "rb") as file:
+        end = _end_of(file)
+        if end is None:
+            raise CheckpointError(
+                f"{path} is damaged: its end is missing; use another checkpoint."
+                if _is_begun(file)
+                else f"{path} is not a checkpoint folder, nor a file that Echelon has saved; give another one."
+            )
+        begin, size = int(end[1]), file.seek(0, os.SEEK_END)
+        if not 0 <= size - begin <= 2 * LARGEST_JSON:
+            raise CheckpointError(f"{path} is damaged: it has {size} bytes, not {begin}; use another checkpoint.")
+        file.seek(begin)
+        rest = file.read(size - begin)
+    if hashlib.new(HASH_NAME, rest[:-64]).hexdigest().encode() != end[2]:
+        raise CheckpointError(f"{path} is damaged: its end does not match its own {HASH_NAME}; use another checkpoint.")
+    place = f"{MANIFEST} in {path}"
+    try:
+        raw = member(rest)
+    except ValueError as error:
+        raise CheckpointError(f"{place} is damaged ({error}); use another checkpoint.") from None
+    manifest = _from_bytes(raw, place)
+    if sum(piece.size for piece in manifest.files.values()) != begin:
+        raise CheckpointError(f"{place} lists pieces that do not end at byte {begin}; use another checkpoint.")
+    return manifest
+
+
+def _from_bytes(raw: bytes, path: str) -> Manifest:
     head, hash_ = _split(raw)
     if head is None or hashlib.new(HASH_NAME, head).hexdigest() != hash_:
         raise CheckpointError(
             f"{path} is damaged: its content does not match its own {HASH_NAME}; use another checkpoint."
         )
-    return _parse(parse_json(head + b"\n}", str(path)), str(path))
+    return _parse(parse_json(head + b"\n}", path), path)
 
 
 def _split(raw: bytes) -> tuple[bytes | None, str]:
@@ -175,3 +290,15 @@ def _parse(content: Any, path: str) -> Manifest:
     fields = {name: content[name] for name in _SCHEMA}
     files = {name: FileRecord(file["size"], file["sha256"]) for name, file in content["files"].items()}
     return Manifest(**{**fields, "files": files})
+
+
+def stems_of(parts: Iterable[str]) -> dict[str, str]:
+    """Return the stem of each part's file names, in characters that every file system accepts."""
+    stems: dict[str, str] = {}
+    known: set[str] = set()
+    for part in parts:
+        stem = re.sub(r"[^A-Za-z0-9_]", "_", part)[:100] or "_"
+        names = (f"{stem}{number or ''}" for number in itertools.count())
+        stems[part] = next(name for name in names if name.lower() not in known)
+        known.add(stems[part].lower())
+    return stems

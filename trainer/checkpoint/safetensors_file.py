@@ -30,6 +30,8 @@ _ALIGNMENT: Final = 64
 _LONGEST_HEADER: Final = 100_000_000
 _SMALL: Final = 64 << 10
 """Bytes up to which a tensor is read at once: a generator's state, say, which code without torch's dispatch uses."""
+MALFORMED: Final = (*(ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError, RuntimeError),)
+"""The errors of reading a header that is not well-formed."""
 _DTYPES: Final = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 
@@ -108,8 +110,8 @@ def read_tensors(file: MappedFile) -> tuple[dict[str, Block], dict[str, str]]:
             raise ValueError("metadata that is not text")
         sharding = json.loads(notes.get(SHARDING_KEY, "{}"))
         _check_coverage([entry["data_offsets"] for entry in header.values()], file.whole_size - start)
-        return {name: _block(entry, file, start, sharding.get(name)) for name, entry in header.items()}, notes
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError, RuntimeError) as error:
+        return {name: block_of(entry, file, start, sharding.get(name)) for name, entry in header.items()}, notes
+    except MALFORMED as error:
         raise CheckpointError(
             f"{file.path} is not a valid safetensors file ({error}); use another checkpoint."
         ) from None
@@ -135,7 +137,13 @@ def _check_coverage(spans: Sequence[Sequence[int]], size: int) -> None:
         raise ValueError(f"tensors of {end} bytes in total, but there are {size}")
 
 
-def _block(entry: Mapping[str, Any], file: MappedFile, begin: int, sharding: Mapping[str, Any] | None) -> Block:
+def block_of(
+    entry: Mapping[str, Any], file: MappedFile, begin: int, sharding: Mapping[str, Any] | None = None
+) -> Block:
+    """Return the block that an entry of a header describes; `begin` is the byte from which its offsets count.
+
+    The caller has checked that the offsets are inside the file. Raises one of `MALFORMED` for any other fault.
+    """
     dtype, shape, (start, stop) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
     offsets = [0] * len(shape) if sharding is None else sharding["saved_offsets"]
     if not all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, *offsets)) or len(offsets) != len(shape):

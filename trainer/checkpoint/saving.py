@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -16,14 +15,15 @@ import torch
 from ...strategies.cluster.version import VERSION
 from ...strategies.errors import CheckpointError
 from ...strategies.state.lazy_tensor import Block
-from .atomic_folder import committed
+from .atomic_folder import committed, working_folder
 from .encoding import Encoder
 from .files import FileRecord, write_bytes
-from .manifest import LARGEST_JSON, MANIFEST, NO_RUN, Manifest, Origin
-from .safetensors_file import write_tensors
+from .loading import read_stored
+from .manifest import LARGEST_JSON, MANIFEST, NO_RUN, STATE, Manifest, Origin, read_manifest, stems_of
+from .safetensors_file import collect, write_tensors
+from .single_file import write_file
 from .tags import TENSOR_TAGS
 
-STATE: Final = "state.json"
 MODEL: Final = "model"
 """The part whose tensors keep their plain names, so that other programs can read ``model.safetensors``."""
 
@@ -55,6 +55,8 @@ class EncodedState:
         return [files[number] for number in sorted(files)]
 
     origin: Origin = NO_RUN
+    is_single_file: bool = False
+    """Whether it is written as one file."""
 
     @property
     def is_distributed(self) -> bool:
@@ -88,9 +90,14 @@ class WrittenFiles:
 
 
 def save(
-    path: str | Path, state: Mapping[str, Any], *, mesh: Mapping[str, int] | None = None, origin: Origin = NO_RUN
+    path: str | Path,
+    state: Mapping[str, Any],
+    *,
+    mesh: Mapping[str, int] | None = None,
+    origin: Origin = NO_RUN,
+    single_file: bool = False,
 ) -> None:
-    """Write `state` as a checkpoint folder at `path`, atomically.
+    """Write `state` as a checkpoint folder at `path`, atomically; with `single_file`, as one file.
 
     Top-level keys are parts, which can be loaded separately. The tensors of the part ``model`` keep their names. An
     older checkpoint at `path` is replaced once the new one is complete.
@@ -98,7 +105,7 @@ def save(
     Raises:
         CheckpointError: before anything is written, for a value that a checkpoint cannot hold; or for a disk error.
     """
-    write(Path(path), replace(encode_state(state, mesh), origin=origin))
+    write(Path(path), replace(encode_state(state, mesh), origin=origin, is_single_file=single_file))
 
 
 def encode_state(
@@ -147,10 +154,34 @@ def _layout(encoders: Iterable[Encoder], world_size: int) -> dict[str, int]:
 
 
 def write(path: Path, encoded: EncodedState) -> None:
-    """Write a state as the checkpoint folder `path`."""
+    """Write a state that this process holds alone as the checkpoint `path`, a folder or one file."""
     text = to_json(encoded.values)
-    with committed(path) as folder:
-        finish(folder, encoded, [write_own(folder, encoded)], text)
+    if not encoded.is_single_file:
+        with committed(path) as folder:
+            finish(folder, encoded, [write_own(folder, encoded)], text)
+        return
+    tensors = {part: {key: block.tensor for key, block in blocks.items()} for part, blocks in encoded.blocks.items()}
+    with committed(path, is_file=True) as file:
+        write_file(file, text, encoded.values, tensors, manifest_of(encoded, {}, {}))
+
+
+@contextmanager
+def folder_to_fill(path: Path, *, is_single_file: bool) -> Iterator[Path]:
+    """Yield a folder to write to, and commit it as the checkpoint `path`; with `is_single_file`, as one file.
+
+    Other processes may write to it. Of the tensors that they have written, one at a time is read to make one file.
+    """
+    if not is_single_file:
+        with committed(path) as folder:
+            yield folder
+        return
+    with committed(path, is_file=True) as file, working_folder(path) as folder:
+        yield folder
+        stored = read_stored(folder, lazy=read_manifest(folder).parts, verify=False)
+        tensors = {
+            part: {key: collect(blocks, lazily=True)(key) for key in blocks} for part, blocks in stored.blocks.items()
+        }
+        write_file(file, to_json(stored.values), stored.values, tensors, stored.manifest)
 
 
 def write_own(folder: Path, encoded: EncodedState, rank: int = 0, world_size: int = 1) -> WrittenFiles:
@@ -229,15 +260,3 @@ def file_name(stem: str, rank: int | None = None, world_size: int = 1, number: i
     """Return the name of a part's file, of one rank or the only one; `number` counts additional files of a part."""
     of_rank = "" if rank is None else f"-{rank + 1:05d}-of-{world_size:05d}"
     return f"{stem}{of_rank}{f'.{number}' if number else ''}.safetensors"
-
-
-def stems_of(parts: Iterable[str]) -> dict[str, str]:
-    """Return the stem of each part's file names, in characters that every file system accepts."""
-    stems: dict[str, str] = {}
-    known: set[str] = set()
-    for part in parts:
-        stem = re.sub(r"[^A-Za-z0-9_]", "_", part)[:100] or "_"
-        names = (f"{stem}{number or ''}" for number in itertools.count())
-        stems[part] = next(name for name in names if name.lower() not in known)
-        known.add(stems[part].lower())
-    return stems

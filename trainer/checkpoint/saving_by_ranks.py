@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from ...strategies.distributed.noticeboard import Noticeboard
 from ...strategies.errors import CheckpointError
-from .atomic_folder import committed, refused
+from .atomic_folder import refused
 from .files import FileRecord
-from .saving import EncodedState, WrittenFiles, encode_state, finish, write_own
+from .saving import EncodedState, WrittenFiles, encode_state, finish, folder_to_fill, write, write_own
 
 TIMEOUT: Final = timedelta(minutes=30)
 """The time that a rank may take to write while the run continues."""
@@ -62,7 +62,7 @@ class SavingGroup:
             raise
 
     def write(self, path: Path, encoded: EncodedState) -> None:
-        """Write the state of all ranks as the checkpoint folder `path`; return when it is committed.
+        """Write the state of all ranks as the checkpoint `path`; return when it is committed.
 
         Collective: every rank calls it, in any thread. If only rank 0 has something to write, it does not wait.
 
@@ -86,7 +86,11 @@ class SavingGroup:
 
     def _lead(self, path: Path, encoded: EncodedState) -> None:
         others = range(1, self.world_size) if encoded.is_distributed else ()
-        with committed(path) as folder, self._telling_first(path):
+        if encoded.is_single_file and not others:
+            write(path, encoded)
+            self._post("end")
+            return
+        with folder_to_fill(path, is_single_file=encoded.is_single_file) as folder, self._telling_first(path):
             if others:
                 self._post("folder", folder.name)
             written = [write_own(folder, encoded, 0, self.world_size)]

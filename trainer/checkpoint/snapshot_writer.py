@@ -20,9 +20,9 @@ from ...strategies.snapshots.shared_file import MemoryFile, checksum
 from ...strategies.snapshots.snapshots import Contribution, Draft, MemorySnapshots, SnapshotCost
 from ...strategies.state.lazy_tensor import Block
 from .files import FileRecord
-from .manifest import MANIFEST, NO_RUN, Origin
+from .manifest import MANIFEST, NO_RUN, STATE, Origin, stems_of
 from .safetensors_file import lay_out
-from .saving import STATE, EncodedState, encode_state, file_name, manifest_of, stems_of, to_json
+from .saving import EncodedState, encode_state, file_name, manifest_of, to_json
 from .staging import Copies, Marks, copy_all, mark
 
 _PATIENCE: Final = 0.5

@@ -20,9 +20,9 @@ from ...strategies.state.lazy_tensor import Block
 from .atomic_folder import point
 from .files import FileRecord, write_bytes
 from .finding import remove
-from .manifest import MANIFEST, NO_RUN, Origin
+from .manifest import MANIFEST, NO_RUN, STATE, Origin
 from .safetensors_file import lay_out
-from .saving import STATE, EncodedState, encode_state, manifest_of, own_files, to_json, write
+from .saving import EncodedState, encode_state, manifest_of, own_files, to_json, write
 from .saving_by_ranks import SavingGroup
 from .staging import Copies, Marks, copy_all, mark
 
@@ -52,13 +52,16 @@ class Writer:
         mesh: Mapping[str, int] | None = None,
         still: Collection[str] = (),
         origin: Origin = NO_RUN,
+        single_file: bool = False,
     ) -> None:
         """Save `state` as it is now; the `still` parts do not change before the caller calls `wait_for_copy`.
+
+        With `single_file` the checkpoint is one file instead of a folder.
 
         Raises:
             CheckpointError: for a value that a checkpoint cannot hold, or if a write failed.
         """
-        self._write(path, replace(self._encode(state, mesh), origin=origin))
+        self._write(path, replace(self._encode(state, mesh), origin=origin, is_single_file=single_file))
 
     def wait_for_copy(self) -> None:
         """Wait until the `still` parts of the last `save` may change; call it before the optimizers step."""
@@ -126,9 +129,10 @@ class AsyncWriter(Writer):
         mesh: Mapping[str, int] | None = None,
         still: Collection[str] = (),
         origin: Origin = NO_RUN,
+        single_file: bool = False,
     ) -> None:
         self.close()
-        encoded = replace(self._encode(state, mesh), origin=origin)
+        encoded = replace(self._encode(state, mesh), origin=origin, is_single_file=single_file)
         staged = self._allocate(encoded)
         copies = [
             (part, staged[part][key].tensor, block.tensor)
@@ -241,6 +245,7 @@ class RehearsedWriter(Writer):
         mesh: Mapping[str, int] | None = None,
         still: Collection[str] = (),
         origin: Origin = NO_RUN,
+        single_file: bool = False,
     ) -> None:
         encoded = replace(encode_state(state, mesh, rank=self._rank, world_size=self._world_size), origin=origin)
         files: dict[str, FileRecord] = {}

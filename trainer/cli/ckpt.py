@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ...strategies.errors import CheckpointError
 from ..checkpoint.atomic_folder import unfinished
-from ..checkpoint.export import export
 from ..checkpoint.finding import FoundCheckpoint, is_gone, list_checkpoints, resolve
+from ..checkpoint.load_weights import export
 from ..checkpoint.loading import load, verify
 from ..checkpoint.manifest import read_manifest
 from .output import printable

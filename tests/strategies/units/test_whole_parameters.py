@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import FSDPStrategy, ModelCheckpoint, TrainModule, load_weights, seed_everything
 from echelon.testing import run_ranks
-from echelon.trainer.checkpoint.export import export
+from echelon.trainer.checkpoint import export
 
 SAMPLES, GLOBAL_BATCH, EPOCHS = 17, 8, 2  # the third step of an epoch has one sample
 

@@ -1,7 +1,8 @@
 """A program that forks a writer for each system call of a save, kills it there, and checks what is left.
 
 Run by test_ckpt_commit.py in a process of its own: forking wants a process without threads.
-Usage: killed_everywhere.py FOLDER fresh|replace|remove|replace-without-exchange|random|rank-0|rank-1
+Usage: killed_everywhere.py FOLDER fresh|replace|remove|replace-without-exchange|random|rank-0|rank-1, or one of the
+first four with -file, or rank-0-file: for checkpoints in one file.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ def state(step: int) -> dict[str, Any]:
         "optimizers": {"m": torch.full((10,), float(step))},
         "trainer": {"step": step},
     }
+
+
+IS_FILE = sys.argv[2].endswith("-file")
+save = functools.partial(save, single_file=IS_FILE)
 
 
 def in_child(work: Callable[[], None], kill_at: int) -> bool:
@@ -148,7 +153,7 @@ def one_of_two_ranks(folder: Path, victim: int) -> int:
         group = SavingGroup(FileStore(str(store), 2), rank, 2)
         whole = state(2)
         whole["optimizers"] = Sharded(m=whole["optimizers"]["m"]) if rank else Sharded()
-        Writer(group).save(folder / "b.ckpt", whole)
+        Writer(group).save(folder / "b.ckpt", whole, single_file=IS_FILE)
 
     kill_at, was_killed = 0, True
     while was_killed:
@@ -203,4 +208,4 @@ if __name__ == "__main__":
         "rank-0": functools.partial(one_of_two_ranks, victim=0),
         "rank-1": functools.partial(one_of_two_ranks, victim=1),
     }
-    print(modes[sys.argv[2]](Path(sys.argv[1])))
+    print(modes[sys.argv[2].removesuffix("-file")](Path(sys.argv[1])))

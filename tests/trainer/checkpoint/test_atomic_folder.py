@@ -39,6 +39,9 @@ def state(step: int = 0, size: int = 100) -> dict[str, Any]:
         ("random", 40),
         ("rank-0", 20),
         ("rank-1", 4),
+        ("replace-file", 30),
+        ("replace-without-exchange-file", 30),
+        ("rank-0-file", 40),
     ],
 )
 def test_a_kill_anywhere_leaves_every_earlier_checkpoint_valid(mode: str, at_least: int, tmp_path: Path) -> None:
@@ -166,14 +169,17 @@ def file_size_limit(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.parametrize("single_file", [False, True])
 @pytest.mark.parametrize("limit", [0, 1, 300, 1000, 200_000])
-def test_a_disk_that_refuses_at_any_byte_leaves_the_earlier_checkpoint(limit: int, tmp_path: Path) -> None:
-    save(tmp_path / "a.ckpt", state(1, 100_000))
+def test_a_disk_that_refuses_at_any_byte_leaves_the_earlier_checkpoint(
+    limit: int, single_file: bool, tmp_path: Path
+) -> None:
+    save(tmp_path / "a.ckpt", state(1, 100_000), single_file=single_file)
     with (
         file_size_limit(limit),
         pytest.raises(CheckpointError, match=r"File too large \(EFBIG\).*Earlier.*untouched") as info,
     ):
-        save(tmp_path / "a.ckpt", state(2, 100_000))
+        save(tmp_path / "a.ckpt", state(2, 100_000), single_file=single_file)
     assert str(tmp_path / "a.ckpt") in str(info.value)
     assert load(tmp_path / "a.ckpt")["trainer"]["step"] == 1
     assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]

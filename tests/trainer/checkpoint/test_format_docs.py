@@ -25,12 +25,13 @@ def folder(tmp_path: Path) -> Path:
     state = {"model": module.state_dict(), "optimizers": [{"m": torch.ones(3)}], "trainer": {"global_step": 400}}
     save(tmp_path / "a.ckpt", state)
     point(tmp_path / "last.ckpt", tmp_path / "a.ckpt")
+    save(tmp_path / "one.ckpt", state, single_file=True)
     return tmp_path
 
 
 def test_the_code_on_the_page_reads_a_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     snippets = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
-    assert len(snippets) == 2
+    assert len(snippets) == 3
     monkeypatch.chdir(folder)
     for code in snippets:
         (folder / "snippet.py").write_text(code)

@@ -123,7 +123,7 @@ def test_a_link_or_a_removal_that_is_not_possible_is_logged_and_ends_nothing(
     writer.remove(tmp_path / "gone.ckpt")
     writer.close()  # rank 0 alone would raise here, after the last step
     assert "gone.ckpt, which is not a checkpoint; save it first. Training continues." in caplog.text
-    left_alone = "gone.ckpt is not a checkpoint folder, so it is not deleted; delete it by hand. Training continues."
+    left_alone = "gone.ckpt is not a checkpoint, so it is not deleted; delete it by hand. Training continues."
     assert left_alone in caplog.text
 
 
