@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from ..strategies import Strategy
-from ..strategies.errors import CheckpointError, ConfigError
+from ..strategies.errors import CheckpointError
 from ..strategies.state.schema import check
 from .callback import Callback
 from .helpers.checkpoint_name import EXTENSION, CheckpointName, free_name
 from .helpers.folder_lock import FolderLock
-from .helpers.kept_checkpoints import STATE, KeptCheckpoints, is_own_checkpoint, own_names
+from .helpers.kept_checkpoints import STATE, KeptCheckpoints, check_kept, is_own_checkpoint, own_names
 from .helpers.local_path import local_path
 from .helpers.loggers import tell
 from .helpers.monitored import Mode, MonitoredMetric, check_mode, describe_logged
@@ -60,6 +60,8 @@ class ModelCheckpoint(Callback):
             checkpoint is kept, the save of an epoch that ends within a second of the last save is postponed.
         save_on_train_epoch_end: True: save when the epoch ends; False: after each validation; None: after each
             validation if the run has any, else when the epoch ends.
+        single_file: save each checkpoint as one file, which ``torch.load`` and Lightning read, instead of a folder; by
+            default as the trainer does, whose checkpoints are folders.
 
     Raises:
         ConfigError: for an invalid argument, and during training if `monitor` is never logged.
@@ -89,21 +91,15 @@ class ModelCheckpoint(Callback):
         train_time_interval: timedelta | None = None,
         every_n_epochs: int | None = None,
         save_on_train_epoch_end: bool | None = None,
+        single_file: bool | None = None,
     ) -> None:
-        if save_top_k < -1:
-            raise ConfigError(f"save_top_k must be a number >= 1, 0 for none or -1 for all, got {save_top_k}.")
-        if monitor is None and save_top_k > 1:
-            raise ConfigError(
-                f"save_top_k={save_top_k} needs a metric to rank checkpoints by, got monitor=None; set monitor, or "
-                "keep the newest with monitor='step', mode='max'."
-            )
-        if save_last not in (None, True, False, "link"):
-            raise ConfigError(f"save_last must be True, False or 'link', got {save_last!r}.")
+        check_kept(save_top_k, monitor, save_last)
         check_mode("ModelCheckpoint", mode)
         self.dirpath = "" if dirpath is None else str(local_path("dirpath", dirpath))
         self.monitor, self.mode = monitor, mode
         self.verbose, self.save_last, self.save_top_k = verbose, save_last, save_top_k
         self.save_weights_only, self.save_on_exception = save_weights_only, save_on_exception
+        self.single_file = single_file
         # without a top k, there is nothing to link to except a save of its own
         self._saves_last = save_last is True or (save_last == "link" and save_top_k == 0)
         self.is_dirpath_given, self._is_dirpath_chosen = dirpath is not None, False
@@ -245,7 +241,7 @@ class ModelCheckpoint(Callback):
         """Lock rank 0's folder, and forget checkpoints that are gone or of another run. Collective."""
         if self.save_top_k != 0 or self.save_last or self.save_on_exception:
             trainer.strategy.collectives.on_first_rank(lambda: self._lock.take_for(trainer, Path(self.dirpath)))
-        best = self._saved_best if Path(self._saved_best).is_dir() else ""
+        best = self._saved_best if self._saved_best and os.path.exists(self._saved_best) else ""
         kept = self._kept.of_this_run(trainer, self.dirpath)
         self._kept, self._saved_best = trainer.strategy.collectives.broadcast((kept, best))
         # a kill may have come between a save and its link, or before the save deleted what it replaces
@@ -322,7 +318,7 @@ class ModelCheckpoint(Callback):
     def teardown(self, trainer: Run, module: nn.Module, stage: str) -> None:
         """Forget the last save if writing it failed; ranks other than 0 learn that at the next `fit`."""
         name, before = self._unconfirmed
-        if name and trainer.is_global_zero and not os.path.isdir(self._path(name)):  # a failing disk means no
+        if name and trainer.is_global_zero and not os.path.exists(self._path(name)):  # a failing disk means no
             self._kept = before
         self._unconfirmed = ("", KeptCheckpoints())
         self._lock.release()
@@ -374,7 +370,7 @@ class ModelCheckpoint(Callback):
         before, self._kept, self._assigned_best = self._kept, kept, ""
         self._replaced = [replaced for replaced in before.names if replaced not in kept.names]
         try:
-            trainer.save_checkpoint(self._path(name), self.save_weights_only, wait=wait)
+            trainer.save_checkpoint(self._path(name), self.save_weights_only, wait=wait, single_file=self.single_file)
         except BaseException:
             self._kept = before
             raise

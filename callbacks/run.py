@@ -238,18 +238,21 @@ class Run(Protocol):
         None without one, and for ``last`` and ``last.ckpt``: such a run continues its own checkpoints.
         """
 
-    def save_checkpoint(self, path: str | Path, weights_only: bool = False, *, wait: bool = True) -> None:
-        """Write a checkpoint folder at `path`, atomically. Collective: every rank calls it.
+    def save_checkpoint(
+        self, path: str | Path, weights_only: bool = False, *, wait: bool = True, single_file: bool | None = None
+    ) -> None:
+        """Write a checkpoint at `path`, atomically. Collective: every rank calls it.
 
+        It is a folder, or with `single_file` one file, which ``torch.load`` reads; by default as the trainer does.
         With ``wait=False`` this returns once the state is copied; it is written while training continues, and a write
         error is raised after a later step.
         """
 
     def wrote_checkpoint(self, path: str | Path) -> bool:
-        """Return whether this run, or one that it resumes, has written the checkpoint folder at `path`."""
+        """Return whether this run, or one that it resumes, has written the checkpoint at `path`."""
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Delete a checkpoint folder that this run wrote, on rank 0; leave anything else alone."""
+        """Delete a checkpoint that this run wrote, on rank 0; leave anything else alone."""
 
     def point_to_checkpoint(self, link: str | Path, path: str | Path) -> None:
         """Make `link` (``last.ckpt``) a link to the checkpoint at `path`, atomically, on rank 0."""

@@ -14,7 +14,7 @@ from ..trainer.module.load import as_hooks_see
 
 
 class CheckpointFiles:
-    """An fsspec file system on which a checkpoint, which is a folder, opens as a file that ``torch.load`` reads."""
+    """An fsspec file system on which a checkpoint that is a folder opens as a file that ``torch.load`` reads, too."""
 
     def __init__(self, files: Any) -> None:
         self._files = files

@@ -35,7 +35,8 @@ class Departure:
 DEPARTURES: Final = (
     Departure(
         "A checkpoint",
-        "a checkpoint is a folder of safetensors and JSON, not a pickled file; objects of your own classes are refused",
+        "a checkpoint is a folder of safetensors and JSON, or with single_file=True one file for torch.load; objects "
+        "of your own classes are refused",
         calls=("save_checkpoint",),
         methods=("on_save_checkpoint",),
     ),
@@ -163,8 +164,8 @@ DEPARTURES: Final = (
         is_missing=True,
     ),
     Departure(
-        "torch.load of a checkpoint",
-        "if it is a checkpoint of the trainer's: echelon.load_weights(path)",
+        "torch.load of a checkpoint that is a folder",
+        "if it is a checkpoint of the trainer's: save it with single_file=True, or call echelon.load_weights(path)",
         calls=("torch_load",),
         is_missing=True,
     ),

@@ -16,14 +16,18 @@ from .parts import CheckpointIO, ProgressBar, TorchCheckpointIO
 class LightningTrainer(Trainer):
     """The `Trainer` for libraries built on Lightning; further arguments are those of `Trainer`.
 
+    Its checkpoints are single files, since libraries open them with ``torch.load``.
+
     Args:
-        plugins: checkpoint plugins are ignored with a warning, since an Echelon checkpoint is a folder without pickles;
-            others are refused.
+        plugins: checkpoint plugins are ignored with a warning, since Echelon writes its checkpoints itself; others are
+            refused.
         suggest_integrations: ignored; nothing is advertised.
 
     Raises:
         ConfigError: for other plugins, and as in `Trainer`.
     """
+
+    saves_single_files = True
 
     def __init__(self, *, plugins: Any = None, suggest_integrations: bool = True, **settings: Any) -> None:
         plugins = _as_list(plugins)
@@ -53,8 +57,8 @@ def _check_plugins(plugins: Iterable[Any]) -> None:
                 "start the processes with `echelon launch` or torchrun."
             )
         warnings.warn(
-            f"{type(plugin).__name__} is left out: checkpoints are folders of safetensors and JSON, which Echelon "
-            "reads and writes itself.",
+            f"{type(plugin).__name__} is left out: Echelon reads and writes its checkpoints itself, without pickled "
+            "objects.",
             stacklevel=3,
         )
 

@@ -7,7 +7,6 @@ import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from operator import attrgetter
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -18,8 +17,7 @@ from ..callbacks.helpers.loggers import run_folder
 from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.progress_display import ProgressDisplay
 from ..callbacks.run import Logger
-from ..strategies.errors import CheckpointError, ConfigError, RunError
-from .checkpoint.manifest import read_manifest
+from ..strategies.errors import ConfigError, RunError
 from .module.data_module import DataModule
 from .module.train_module import TrainModule
 from .runner import Runner
@@ -110,15 +108,6 @@ class TrainerAttributes:
     def counters(self) -> TrainState:
         """The counters of the current or last fit."""
         return self._runner.state
-
-    def wrote_checkpoint(self, path: str | Path) -> bool:
-        """Return whether this run, or one that it resumes, has written the checkpoint at `path`."""
-        try:
-            return (
-                not Path(path).is_symlink() and read_manifest(Path(path)).lineage == self._runner.session.origin.lineage
-            )
-        except (CheckpointError, OSError):  # an unreadable checkpoint is not deleted
-            return False
 
     @property
     def ckpt_path(self) -> str | None:

@@ -265,7 +265,7 @@ def _keeping_the_rest(what: str, lost: list[str]) -> Iterator[None]:
         lost.append(_not_back(what, error))
 
 
-def save_ended(run: EndedRun, path: Path, *, weights_only: bool) -> None:
+def save_ended(run: EndedRun, path: Path, *, weights_only: bool, single_file: bool) -> None:
     """Write a checkpoint of a run whose processes have ended.
 
     Their optimizers are gone: a checkpoint to resume from gets the training state of the checkpoint that the run saved
@@ -276,7 +276,7 @@ def save_ended(run: EndedRun, path: Path, *, weights_only: bool) -> None:
     """
     if weights_only or run.task != "fit":
         state = module_state(run.module, trained_weights(run.module, run.trained))
-        checkpoint.save(path, shown_to_hooks(state, run.hooks, run.state))
+        checkpoint.save(path, shown_to_hooks(state, run.hooks, run.state), single_file=single_file)
         return
     weights = trained_weights(run.module, run.trained)  # the caller's current ones
     left, saved = run.folder.path / _LEFT if run.folder is not None else None, _last_saved(run)
@@ -290,4 +290,4 @@ def save_ended(run: EndedRun, path: Path, *, weights_only: bool) -> None:
             f"{run.progress.last_checkpoint} (the run ended at step {run.state.global_step}). Save it in on_train_end, "
             "fit with a ModelCheckpoint, or pass weights_only=True."
         )
-    checkpoint.save(path, state, origin=run.origin.after())
+    checkpoint.save(path, state, origin=run.origin.after(), single_file=single_file)

@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 
 from ..callbacks.callback import Callback
 from ..callbacks.helpers.console import say
-from ..callbacks.helpers.local_path import local_path
 from ..callbacks.helpers.table import render_table
 from ..callbacks.run import Logger, Run, Stage
 from ..strategies import Strategy
-from ..strategies.errors import ConfigError, RunError
+from ..strategies.errors import RunError
 from .attributes import TrainerAttributes
+from .checkpoints import Checkpoints
 from .fit import fit, run_evaluation
 from .loop.evaluate import Results
 from .loop.schedule import num_steps
@@ -26,10 +26,8 @@ from .module.data_module import DataModule
 from .module.optimizers import LRSchedulerConfig
 from .module.train_module import TrainModule
 from .request import Request, evaluation_request, unwrapped
-from .result import EndedRun, save_ended
+from .result import EndedRun
 from .resume.changed_settings import Winner
-from .resume.rollback import roll_back
-from .resume.save import save_checkpoint
 from .resume.take_snapshot import take_snapshot
 from .runner import Runner
 from .session.profiler import Profiler
@@ -39,7 +37,7 @@ from .session.trained_samples import TrainedSamples
 from .trials import Trials
 
 
-class Trainer(TrainerAttributes, Trials):
+class Trainer(TrainerAttributes, Checkpoints, Trials):
     """Trains, evaluates and predicts with a `TrainModule`. Its arguments are the fields of `Settings`, by keyword.
 
     Hooks see it as a `callbacks.run.Run`, which documents each property.
@@ -141,47 +139,6 @@ class Trainer(TrainerAttributes, Trials):
         request = evaluation_request("predict", module, dataloaders, datamodule, ckpt_path, last=self._runner.current)
         self._runner.execute(run_evaluation, replace(request, keeps_predictions=return_predictions))
         return list(self.predictions) if self.predictions is not None else None
-
-    def save_checkpoint(
-        self, filepath: str | Path, weights_only: bool | None = None, storage_options: None = None, *, wait: bool = True
-    ) -> None:
-        """Write a checkpoint directory at `filepath`, atomically. Collective: every rank calls it.
-
-        With ``wait=False`` this returns once the state is copied; it is written while training continues, and a write
-        error is raised at the next step boundary.
-
-        Raises:
-            ConfigError: for a URL, and for `storage_options`, which only Lightning's plugins use.
-            RunError: if there is no run to save.
-            CheckpointError: if it cannot be written, or its state holds something that is neither a tensor nor JSON.
-        """
-        if storage_options is not None:
-            raise ConfigError(f"storage_options must be None, got {storage_options!r}; write to a local path.")
-        path, current = local_path("filepath", filepath).absolute(), self._runner.current
-        if isinstance(current, EndedRun):
-            save_ended(current, path, weights_only=bool(weights_only))
-        else:
-            save_checkpoint(self.session, path, weights_only=bool(weights_only), wait=wait)
-
-    def remove_checkpoint(self, path: str | Path) -> None:
-        """Delete a checkpoint directory of this run or of a run it resumes; leave anything else alone."""
-        if self.is_global_zero:
-            self.session.writer.remove(Path(path).absolute(), self.session.origin.lineage)
-
-    def point_to_checkpoint(self, link: str | Path, path: str | Path) -> None:
-        """Make `link` point to the checkpoint at `path`, atomically."""
-        if self.is_global_zero:
-            self.session.writer.point(Path(link).absolute(), Path(path).absolute())
-
-    def roll_back(self) -> Path | None:
-        """Go back to this run's newest checkpoint, skip the data read since, and return its path; None without one.
-
-        Call it only in ``on_train_step_end``. Collective: every rank calls it.
-        """
-        path = self.session.progress.last_checkpoint
-        if path is not None:
-            roll_back(self.session, path)
-        return path
 
     def _evaluate(
         self, task: Task, model: TrainModule | None, loaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any
@@ -328,10 +285,6 @@ class Trainer(TrainerAttributes, Trials):
     @loggers.setter
     def loggers(self, loggers: Sequence[Logger] | None) -> None:
         self._runner.set_loggers(list(loggers or ()))
-
-    @property
-    def named_checkpoint(self) -> Path | None:
-        return self.session.named_checkpoint
 
     def follow_samples(self) -> TrainedSamples:
         return TrainedSamples(self.session)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Final, Self
 
+from ...strategies.errors import ConfigError
 from ...strategies.state.schema import NUMBER, TEXT
 from ..run import Run
 from .checkpoint_name import EXTENSION
@@ -64,6 +65,23 @@ class KeptCheckpoints:
         if not metric.is_better(score, self.scores[worst]):
             return None
         return {name: kept for name, kept in self.scores.items() if name != worst}
+
+
+def check_kept(save_top_k: int, monitor: str | None, save_last: object) -> None:
+    """Check the arguments that say which checkpoints are kept.
+
+    Raises:
+        ConfigError: for an invalid one.
+    """
+    if save_top_k < -1:
+        raise ConfigError(f"save_top_k must be a number >= 1, 0 for none or -1 for all, got {save_top_k}.")
+    if monitor is None and save_top_k > 1:
+        raise ConfigError(
+            f"save_top_k={save_top_k} needs a metric to rank checkpoints by, got monitor=None; set monitor, or "
+            "keep the newest with monitor='step', mode='max'."
+        )
+    if save_last not in (None, True, False, "link"):
+        raise ConfigError(f"save_last must be True, False or 'link', got {save_last!r}.")
 
 
 def is_own_checkpoint(trainer: Run, folder: str, name: str) -> bool:

@@ -52,6 +52,7 @@ def save_last_checkpoint(folder):
     saving = echelon.ModelCheckpoint(folder, save_last=True)
     trainer = echelon.Trainer(max_epochs=1, logger=False, enable_progress_bar=False, callbacks=saving)
     trainer.fit(Net(), torch.utils.data.DataLoader(torch.ones(4, 2)))
+    trainer.save_checkpoint(folder / "one.ckpt", single_file=True)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -65,7 +65,7 @@ class Note:
     """An object that a program puts into a checkpoint."""
 
 
-@shows("A checkpoint", "torch.load of a checkpoint", "save_checkpoint(storage_options=)")
+@shows("A checkpoint", "torch.load of a checkpoint that is a folder", "save_checkpoint(storage_options=)")
 def a_checkpoint_with_an_object(pl: Any) -> Observed:
     def on_save_checkpoint(self: Any, checkpoint: Any) -> None:
         if self.current_epoch == 2:

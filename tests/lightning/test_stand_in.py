@@ -139,6 +139,20 @@ assert torch.equal(restored.layer.weight, model.layer.weight) and restored.hpara
 with library.get_filesystem("a.ckpt").open("a.ckpt", "rb") as file:
     opened = torch.load(file, weights_only=True)
 assert torch.equal(opened["state_dict"]["layer.weight"], model.layer.weight)
+import os, shutil, tempfile
+best = trainer.checkpoint_callback.best_model_path
+assert os.path.isfile(best) and os.path.isfile("a.ckpt")
+shutil.copy(best, "copy.ckpt")
+for path in (best, "copy.ckpt"):
+    opened = torch.load(path)
+    assert torch.equal(opened["state_dict"]["layer.weight"], model.layer.weight)
+    assert opened["hyper_parameters"] == {"width": 3, "shift": True} and opened["global_step"] == 4, opened
+with tempfile.NamedTemporaryFile() as named, warnings.catch_warnings(record=True):
+    trainer.save_checkpoint(named.name)
+    assert torch.equal(library.Model.load_from_checkpoint(named.name).layer.weight, model.layer.weight)
+    further = library.Trainer(max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    further.fit(library.Model(3), loader, ckpt_path=named.name)
+assert further.global_step == 8
 try:
     library.LightningCLI(library.Model)
 except echelon.ConfigError as error:

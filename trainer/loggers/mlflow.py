@@ -267,12 +267,15 @@ class MLFlowLogger(TrackerLogger):
             self._client.set_terminated(str(self._run_id), ended)
 
     def upload(self, checkpoint: LoggedCheckpoint) -> None:
-        """Copy a checkpoint folder to the run's artifacts, with the files that Lightning writes beside it."""
+        """Copy a checkpoint to the run's artifacts, with the files that Lightning writes beside it."""
         import yaml
 
         client, place = self.experiment, checkpoint.path.stem
         with as_os_error(), tempfile.TemporaryDirectory() as folder:
-            client.log_artifacts(str(self._run_id), str(checkpoint.path), f"{place}/{checkpoint.path.name}")
+            if checkpoint.path.is_dir():
+                client.log_artifacts(str(self._run_id), str(checkpoint.path), f"{place}/{checkpoint.path.name}")
+            else:
+                client.log_artifact(str(self._run_id), str(checkpoint.path), place)
             Path(folder, "metadata.yaml").write_text(yaml.safe_dump(checkpoint.metadata), encoding="utf-8")
             Path(folder, "aliases.txt").write_text(str(checkpoint.aliases), encoding="utf-8")
             client.log_artifacts(str(self._run_id), folder, place)

@@ -44,7 +44,7 @@ class Saver(Protocol):
 
 @dataclass(frozen=True)
 class LoggedCheckpoint:
-    """A checkpoint for the tracker: its folder, and the information that the tracker shows with it."""
+    """A checkpoint for the tracker: its path, and the information that the tracker shows with it."""
 
     path: Path
     aliases: list[str]
@@ -130,7 +130,7 @@ class TrackerLogger:
         self._savers, self._pending = [], {}
 
     def upload(self, checkpoint: LoggedCheckpoint) -> None:
-        """Copy a checkpoint folder to the tracker."""
+        """Copy a checkpoint, a folder or one file, to the tracker."""
         raise NotImplementedError
 
     def _note_checkpoints(self, saver: Saver) -> None:
@@ -150,7 +150,7 @@ class TrackerLogger:
 
     def _log_pending(self) -> None:
         for path, checkpoint in list(self._pending.items()):
-            if checkpoint.path.is_dir():
+            if checkpoint.path.exists():
                 self.upload(checkpoint)
                 self._logged.add(path)
                 del self._pending[path]

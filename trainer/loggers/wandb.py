@@ -298,13 +298,14 @@ class WandbLogger(TrackerLogger):
                 self._run = None
 
     def upload(self, checkpoint: LoggedCheckpoint) -> None:
-        """Log a checkpoint folder as an artifact of type ``model``."""
+        """Log a checkpoint as an artifact of type ``model``."""
         import wandb
 
         artifact = wandb.Artifact(
             self._checkpoint_name or f"model-{self._run_id}", type="model", metadata=checkpoint.metadata
         )
-        artifact.add_dir(str(checkpoint.path), name="model.ckpt", policy=self._add_file_policy)
+        add = artifact.add_dir if checkpoint.path.is_dir() else artifact.add_file
+        add(str(checkpoint.path), name="model.ckpt", policy=self._add_file_policy)
         with as_os_error():
             self.experiment.log_artifact(artifact, aliases=checkpoint.aliases)
 

@@ -86,7 +86,7 @@ def _best_of_last_run(folders: Sequence[str]) -> Path:
         if last is None or not isinstance(name, str) or not name:
             continue
         here = last.parent / Path(name).name  # the folder may have been moved since
-        best = here if os.path.isdir(here) else Path(str(state.get("dirpath"))) / Path(name).name
+        best = here if os.path.exists(here) else Path(str(state.get("dirpath"))) / Path(name).name
         return checkpoint.resolve(best) or best
     raise _no_best(folders)
 

@@ -20,7 +20,7 @@ from .after_restart import note_checkpoint
 from .run_state import still_parts, take_state
 
 
-def save_checkpoint(session: Session, path: Path, *, weights_only: bool, wait: bool) -> None:
+def save_checkpoint(session: Session, path: Path, *, weights_only: bool, wait: bool, single_file: bool) -> None:
     """Write a checkpoint of a run in this process. Collective: every rank calls it.
 
     Raises:
@@ -51,7 +51,8 @@ def save_checkpoint(session: Session, path: Path, *, weights_only: bool, wait: b
         state = take_state(session, weights_only=weights_only or session.task != "fit")
         if session.strategy.rank == 0:
             tell(session.loggers, "save")
-        session.writer.save(path, state, mesh=session.strategy.mesh_axes, still=still_parts(session), origin=origin)
+        mesh, still = session.strategy.mesh_axes, still_parts(session)
+        session.writer.save(path, state, mesh=mesh, still=still, origin=origin, single_file=single_file)
         if wait:
             session.writer.close()
     session.progress.checkpoint_seconds += monotonic() - began
@@ -82,13 +83,13 @@ def origin_of(session: Session, folder: Path | None = None) -> Origin:
 def newest_saved(saved_list: Path) -> Path | None:
     """Return the newest existing checkpoint in a list of those that a run has begun to write."""
     lines = saved_list.read_text(encoding="utf-8").splitlines() if saved_list.exists() else []
-    return next((path for line in reversed(lines) if (path := Path(json.loads(line))).is_dir()), None)
+    return next((path for line in reversed(lines) if (path := Path(json.loads(line))).exists()), None)
 
 
 def point_to_checkpoint(error: BaseException, path: Path | None) -> None:
     """Add a note to an error that ended a run, with the checkpoint to resume from, if there is one."""
     if isinstance(error, KeyboardInterrupt) and not error.args:
         interrupted_inside(error, path)
-    # not Path.is_dir(), which raises errors of the disk
-    if path is not None and os.path.isdir(path) and isinstance(error, Exception):
+    # not Path.exists(), which raises errors of the disk
+    if path is not None and os.path.exists(path) and isinstance(error, Exception):
         error.add_note(f"The last checkpoint is {str(path)!r}: resume with fit(..., ckpt_path={str(path)!r}).")
