@@ -1,4 +1,4 @@
-"""Checkpoints: safetensors and JSON in a folder that is committed atomically. Imports strategies and callbacks."""
+"""Checkpoints: safetensors and JSON in a folder or one file, committed atomically. Imports strategies and callbacks."""
 
 from .atomic_folder import point
 from .finding import list_checkpoints, newest_valid, remove, resolve
