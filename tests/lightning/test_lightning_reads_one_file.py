@@ -48,12 +48,16 @@ def test_the_file_names_the_version_that_echelon_stands_in_for() -> None:
 def test_lightning_loads_it_and_goes_on_from_it(tmp_path: Path) -> None:
     ours = module_of(echelon.TrainModule)(sizes=(1, 2))
     saver = echelon.ModelCheckpoint(tmp_path, single_file=True)
-    quiet(tmp_path, max_epochs=1, callbacks=[saver], enable_checkpointing=True).fit(ours, loader())
+    echelon_trainer = quiet(tmp_path, max_epochs=1, callbacks=[saver], enable_checkpointing=True)
+    echelon_trainer.fit(ours, loader())
     lightning = FRAMEWORKS["lightning"]
     theirs = module_of(lightning.LightningModule)
     loaded = theirs.load_from_checkpoint(saver.best_model_path)
     assert loaded.hparams["sizes"] == (1, 2)
     assert torch.equal(loaded.layer.weight, ours.layer.weight)
+    weights = tmp_path / "weights.ckpt"
+    echelon_trainer.save_checkpoint(weights, weights_only=True, single_file=True)
+    assert torch.equal(theirs.load_from_checkpoint(weights).layer.weight, ours.layer.weight)
     trainer = lightning.Trainer(
         max_epochs=1,
         accelerator="cpu",

@@ -258,8 +258,8 @@ def _torch_state(values: Mapping[str, Any], references: _References) -> dict[str
     for prefix in ("", "datamodule_"):
         if state.get(f"{prefix}hyper_parameters_argument") is not None:
             state[f"{prefix}hparams_name"] = state[f"{prefix}hyper_parameters_argument"]
-    loop = state.get("loop") if isinstance(state.get("loop"), dict) else None
-    counters = {name: (loop or {}).get(name, 0) for name in ("epoch", "global_step")}
+    loop = state.get("loop")
+    counters = {name: loop[name] for name in ("epoch", "global_step") if isinstance(loop, dict) and name in loop}
     return {**counters, "pytorch-lightning_version": LIGHTNING, **state}
 
 
