@@ -42,6 +42,8 @@ _ELSEWHERE: Final[Mapping[str, str]] = {
     "DummyExperiment": "trainer.loggers.dummy:DummyExperiment",
     "TrainerState": "trainer.session.train_state:TrainerState",
     "MisconfigurationException": "strategies.errors:EchelonError",
+    "Tuner": "lightning.tuning.tuner:Tuner",
+    "_LRFinder": "callbacks:LearningRateCurve",
     "_AcceleratorConnector": "lightning.parts:AcceleratorChoice",
     "pl_load": "lightning.checkpoint_files:load_checkpoint",
 }
@@ -83,7 +85,6 @@ WITHOUT_COUNTERPART: Final[Mapping[str, str]] = {
     "LightningArgumentParser": "`echelon fit config.yaml`",
     "instantiate_class": "the class itself, or `_target_` in a config",
     "Fabric": "Engine, for a loop of your own",
-    "Tuner": "LearningRateFinder and BatchSizeFinder in callbacks",
     "RichModelSummary": "ModelSummary",
     "CometLogger": "a logger of your own: docs/logging.md says what one needs",
     "NeptuneLogger": "a logger of your own: docs/logging.md says what one needs",

@@ -36,7 +36,8 @@ LEVELS = (
     ("trainer.resume",),
     ("trainer.planning", "trainer.engine", "trainer.tuning"),
     ("trainer",),
-    ("trainer.verify", "lightning"),
+    ("trainer.verify", "lightning.tuning"),
+    ("lightning",),
     ("trainer.cli",),
 )
 LEVEL_OF = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}

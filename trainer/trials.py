@@ -2,19 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Final
 
 from ..callbacks.callback import Callback
-from .runner import Runner
+from .request import Request
+from .runner import Runner, Work
 from .session.session import Session
 from .tuning import attribute, configure_again, trial
+
+_KEPT: Final = ("settings", "given", "loggers", "_callbacks", "state", "origin", "current", "_has_fitted")
+"""What a run changes in its `Runner`."""
+_SILENT: Final[Mapping[str, Any]] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+}
 
 
 class Trials:
     """Steps of the current fit that are undone, and the settings that they find."""
 
     _runner: Runner
+
+    def run_aside(
+        self, work: Work, request: Request, choose: Callable[[list[Callback]], list[Callback]] = lambda _: []
+    ) -> Any:
+        """Do the work of a search between two runs, with no logs or checkpoints, and leave the trainer as it was.
+
+        Args:
+            work: what is done in the session of the run.
+            request: the run.
+            choose: returns the callbacks that take part, given the trainer's own.
+        """
+        parts = vars(self._runner)
+        before = {name: parts[name] for name in _KEPT}
+        parts.update(settings=replace(before["settings"], **_SILENT), loggers=[], current=None)
+        parts["_callbacks"] = choose(before["_callbacks"])
+        try:
+            return self._runner.execute(work, request)
+        finally:
+            ran = self._runner.current
+            parts.update(before)
+            if before["current"] is None and ran is not None:  # its loaders can be looked at, as in Lightning
+                self._runner.current, ran.callbacks = ran, before["_callbacks"]
 
     def try_steps(
         self,
