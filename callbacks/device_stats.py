@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
+from collections.abc import Collection
 from pathlib import Path
 from time import monotonic, process_time
 from typing import Final
@@ -36,22 +38,35 @@ class DeviceStatsMonitor(Callback):
 
     Args:
         cpu_stats: whether to log the CPU's numbers; None: only if the CPU is the device.
+        filter_keys: the numbers to log, such as ``{"cpu_percent"}``; None: all. A name that the device does not have
+            causes a warning.
     """
 
-    def __init__(self, cpu_stats: bool | None = None) -> None:
+    def __init__(self, cpu_stats: bool | None = None, filter_keys: Collection[str] | None = None) -> None:
         self._cpu_stats = cpu_stats
+        self._filter_keys = None if filter_keys is None else frozenset(filter_keys)
         self._read_at = 0.0
         self._busy = 0.0
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
         """Start to measure processor time."""
         self._read_at, self._busy = monotonic(), process_time()
+        known = self._read(trainer) if self._filter_keys else {}
+        unknown = sorted((self._filter_keys or frozenset()) - known.keys())
+        if unknown and trainer.is_global_zero:
+            warnings.warn(
+                f"DeviceStatsMonitor(filter_keys=...) has {unknown}, which this device does not report; choose from "
+                f"{', '.join(known)}.",
+                stacklevel=2,
+            )
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
         """Log if the trainer logs this step."""
         every = trainer.log_every_n_steps
         if every and trainer.global_step % every == 0 and trainer.is_global_zero:
-            trainer.log_metrics({f"DeviceStatsMonitor/{name}": value for name, value in self._read(trainer).items()})
+            kept = self._filter_keys
+            values = {name: value for name, value in self._read(trainer).items() if kept is None or name in kept}
+            trainer.log_metrics({f"DeviceStatsMonitor/{name}": value for name, value in values.items()})
 
     def _read(self, trainer: Run) -> dict[str, float]:
         device = trainer.strategy.device

@@ -29,6 +29,7 @@ class LearningRateMonitor(Callback):
         logging_interval: ``step``, ``epoch``, or None for the interval of each scheduler (without one: the epoch).
         log_momentum: also log the momentum, or Adam's first beta.
         log_weight_decay: also log the weight decay.
+        log_key_prefix: a prefix of all names, such as ``optim/``.
 
     Attributes:
         lrs: the values logged in this run, by name; they are part of the checkpoint.
@@ -44,6 +45,7 @@ class LearningRateMonitor(Callback):
         logging_interval: Literal["step", "epoch"] | None = None,
         log_momentum: bool = False,
         log_weight_decay: bool = False,
+        log_key_prefix: str | None = None,
     ) -> None:
         if logging_interval is not None and logging_interval not in _INTERVALS:
             known = did_you_mean(str(logging_interval), _INTERVALS)
@@ -54,6 +56,7 @@ class LearningRateMonitor(Callback):
         self.logging_interval = logging_interval
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
+        self.log_key_prefix = log_key_prefix or ""
         self._by_step: list[_Group] = []
         self._by_epoch: list[_Group] = []
         self._of_this_epoch: dict[str, float] = {}
@@ -74,7 +77,7 @@ class LearningRateMonitor(Callback):
                 "LearningRateMonitor needs a logger, got a Trainer with logger=False; remove the callback, or pass a "
                 "logger."
             )
-        groups = _groups_of(trainer)
+        groups = [group._replace(name=f"{self.log_key_prefix}{group.name}") for group in _groups_of(trainer)]
         for name, count in Counter(group.name for group in groups).items():
             if count > 1:
                 raise ConfigError(

@@ -127,12 +127,6 @@ DEPARTURES: Final = (
         is_missing=True,
     ),
     Departure(
-        "LearningRateMonitor(log_key_prefix=), DeviceStatsMonitor(filter_keys=)",
-        "filter in a logger of your own",
-        classes=("LearningRateMonitor(log_key_prefix)", "DeviceStatsMonitor(filter_keys)"),
-        is_missing=True,
-    ),
-    Departure(
         "save_checkpoint(storage_options=)",
         "a local path",
         calls=("save_checkpoint(storage_options)",),

@@ -27,6 +27,7 @@ __all__ = [
     "Accelerator",
     "AcceleratorChoice",
     "AcceleratorRegistry",
+    "AsyncCheckpointIO",
     "CPUAccelerator",
     "CUDAAccelerator",
     "CheckpointIO",
@@ -174,6 +175,17 @@ class TorchCheckpointIO(CheckpointIO):
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the state of an Echelon checkpoint, under Lightning's names."""
         return load_checkpoint(path)
+
+
+class AsyncCheckpointIO(CheckpointIO):
+    """Lightning's plugin for saving beside the steps, as Echelon always does.
+
+    Args:
+        checkpoint_io: the plugin that it would call.
+    """
+
+    def __init__(self, checkpoint_io: CheckpointIO | None = None) -> None:
+        self.checkpoint_io = checkpoint_io
 
 
 class Accelerator:

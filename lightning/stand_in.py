@@ -37,6 +37,10 @@ _BELOW_PYTORCH: Final = (
         "plugins",
         "plugins.environments",
     ),
+    *("plugins.io.async_plugin", "plugins.io.checkpoint_plugin", "plugins.io.torch_plugin", "plugins.layer_sync"),
+    *("plugins.precision.amp", "plugins.precision.double", "plugins.precision.fsdp", "plugins.precision.half"),
+    *("plugins.precision.precision", "plugins.precision.bitsandbytes", "plugins.precision.deepspeed"),
+    "plugins.precision.transformer_engine",
     *("plugins.io", "plugins.precision", "profilers", "profilers.advanced", "profilers.base", "profilers.profiler"),
     *("profilers.pytorch", "profilers.simple", "serve", "strategies", "strategies.ddp", "strategies.deepspeed"),
     *("strategies.fsdp", "strategies.model_parallel", "strategies.parallel", "strategies.single_device"),
@@ -51,6 +55,11 @@ _BELOW_FABRIC: Final = (
     *("accelerators", "fabric", "loggers", "plugins", "plugins.environments", "plugins.io", "plugins.io.checkpoint_io"),
     *("plugins.io.torch_io", "plugins.precision", "strategies", "utilities", "utilities.cloud_io"),
     *("utilities.exceptions", "utilities.rank_zero", "utilities.seed", "utilities.types", "utilities.warnings"),
+    *("plugins.environments.cluster_environment", "plugins.environments.lightning", "plugins.environments.slurm"),
+    *("plugins.environments.torchelastic", "plugins.environments.kubeflow", "plugins.environments.lsf"),
+    *("plugins.environments.mpi", "plugins.environments.xla", "plugins.precision.amp", "plugins.precision.double"),
+    *("plugins.precision.fsdp", "plugins.precision.half", "plugins.precision.precision", "utilities.spike"),
+    *("plugins.precision.bitsandbytes", "plugins.precision.deepspeed", "plugins.precision.transformer_engine"),
 )
 MODULES: Final = frozenset(
     {

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import warnings
 from collections.abc import Iterable
 from typing import Any
 
 from ..callbacks import ProgressDisplay
-from ..strategies.errors import ConfigError
 from ..trainer.trainer import Trainer
-from .parts import CheckpointIO, ProgressBar, TorchCheckpointIO
+from .extras.plugins import settings_of
+from .parts import AsyncCheckpointIO, CheckpointIO, ProgressBar, TorchCheckpointIO
+
+_log = logging.getLogger("echelon.lightning")
 
 
 class LightningTrainer(Trainer):
@@ -19,24 +22,27 @@ class LightningTrainer(Trainer):
     Its checkpoints are single files, since libraries open them with ``torch.load``.
 
     Args:
-        plugins: checkpoint plugins are ignored with a warning, since Echelon writes its checkpoints itself; others are
-            refused.
+        plugins: launchers, precisions and synchronized layers are taken as the settings that they stand for, with a
+            line in the log (level INFO). Checkpoint plugins are left out: Echelon reads and writes its checkpoints
+            itself, beside the steps; there is a warning for one of your own.
         suggest_integrations: ignored; nothing is advertised.
 
     Raises:
-        ConfigError: for other plugins, and as in `Trainer`.
+        ConfigError: for other objects in `plugins`, and as in `Trainer`.
     """
 
     saves_single_files = True
 
     def __init__(self, *, plugins: Any = None, suggest_integrations: bool = True, **settings: Any) -> None:
         plugins = _as_list(plugins)
-        _check_plugins(plugins)
+        files = [plugin for plugin in plugins if isinstance(plugin, CheckpointIO)]
+        _tell_of_files(files)
+        settings.update(settings_of([plugin for plugin in plugins if plugin not in files], settings))
         if any(_is_foreign_bar(callback) for callback in _as_list(settings.get("callbacks"))):
             settings["enable_progress_bar"] = False  # the callback's bar is enough
         super().__init__(**settings)
         # not used to read or write: libraries only look at it
-        self.strategy.checkpoint_io = plugins[0] if plugins else TorchCheckpointIO()  # type: ignore[attr-defined]
+        self.strategy.checkpoint_io = files[0] if files else TorchCheckpointIO()  # type: ignore[attr-defined]
 
     @property
     def progress_bar_callback(self) -> Any:
@@ -49,16 +55,14 @@ def _is_foreign_bar(callback: object) -> bool:
     return isinstance(callback, ProgressBar) and not isinstance(callback, ProgressDisplay)
 
 
-def _check_plugins(plugins: Iterable[Any]) -> None:
+def _tell_of_files(plugins: Iterable[CheckpointIO]) -> None:
     for plugin in plugins:
-        if not isinstance(plugin, CheckpointIO):
-            raise ConfigError(
-                f"plugins must hold checkpoint plugins only, got {plugin!r:.80}; set precision= and strategy=, and "
-                "start the processes with `echelon launch` or torchrun."
-            )
+        name = type(plugin).__name__
+        if type(plugin) in (TorchCheckpointIO, AsyncCheckpointIO):
+            _log.info("%s is taken: checkpoints are written beside the steps, without pickles.", name)
+            continue
         warnings.warn(
-            f"{type(plugin).__name__} is left out: Echelon reads and writes its checkpoints itself, without pickled "
-            "objects.",
+            f"{name} is left out: Echelon reads and writes its checkpoints itself, without pickled objects.",
             stacklevel=3,
         )
 

@@ -36,7 +36,7 @@ LEVELS = (
     ("trainer.resume",),
     ("trainer.planning", "trainer.engine", "trainer.tuning"),
     ("trainer",),
-    ("trainer.verify", "lightning.tuning"),
+    ("trainer.verify", "lightning.tuning", "lightning.extras"),
     ("lightning",),
     ("trainer.cli",),
 )

@@ -238,9 +238,11 @@ class _LocalClassUnpickler(pickle.Unpickler):
 
 
 def _set_class_state(original: Callable[[type, Any], type], cls: type, state: tuple[dict[str, Any], Any]) -> type:
-    # a class that was just unpickled has no methods yet, except a named tuple, which is created with some
-    is_local = not hasattr(cls, "_fields") and any(isinstance(vars(cls).get(name), FunctionType) for name in state[0])
-    return cls if is_local else original(cls, state)
+    # a class that was just unpickled has no methods yet, except a named tuple, which is created with some, and those
+    # that a base's __init_subclass__ adds
+    own = vars(cls)
+    is_local = not hasattr(cls, "_fields") and any(isinstance(own.get(name), FunctionType) for name in state[0])
+    return cls if is_local and all(name in own for name in state[0]) else original(cls, state)
 
 
 def find_culprit(roots: Mapping[str, object]) -> tuple[str, object] | None:

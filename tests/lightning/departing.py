@@ -160,14 +160,6 @@ def an_mlflow_logger(pl: Any) -> Observed:
     }
 
 
-@shows("LearningRateMonitor(log_key_prefix=), DeviceStatsMonitor(filter_keys=)")
-def arguments_of_monitors(pl: Any) -> Observed:
-    return {
-        "log_key_prefix": outcome(lambda: pl.LearningRateMonitor(log_key_prefix="a")),
-        "filter_keys": outcome(lambda: pl.DeviceStatsMonitor(filter_keys=["a"])),
-    }
-
-
 # --- hooks and callbacks --------------------------------------------------------------------------------------------
 
 

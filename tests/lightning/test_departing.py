@@ -62,16 +62,6 @@ RECORDED: dict[str, dict[str, tuple[Any, Any]]] = {
         "without a tracking_uri": ("MlflowException", "taken"),
         "name": ("1", "digits"),
     },
-    "arguments_of_monitors": {
-        "log_key_prefix": (
-            "TypeError: LearningRateMonitor.__init__() got an unexpec",
-            "TypeError: LearningRateMonitor.__init__() got an unexpec",
-        ),
-        "filter_keys": (
-            "TypeError: DeviceStatsMonitor.__init__() got an unexpect",
-            "TypeError: DeviceStatsMonitor.__init__() got an unexpect",
-        ),
-    },
     "a_plateau_and_a_checkpoint": {
         "steps": ([0, 1], [1, 2]),
     },
@@ -140,9 +130,7 @@ RECORDED: dict[str, dict[str, tuple[Any, Any]]] = {
 
 NOT_IN_LIGHTNING_2_6 = {
     "storage_options",  # only a plugin takes it
-    "log_key_prefix",
-    "filter_keys",
-    "suggest_integrations",  # later versions have these three
+    "suggest_integrations",  # a later version has it
     "horovod",  # earlier ones had it
     "deepspeed",
     "transformer-engine",  # need packages that are not installed

@@ -126,7 +126,7 @@ with warnings.catch_warnings(record=True) as caught:
     trainer.fit(model, loader)
     trainer.save_checkpoint("a.ckpt")
 texts = [str(one.message) for one in caught]
-assert any("TorchCheckpointIO is left out" in text for text in texts), texts
+assert not any("TorchCheckpointIO" in text for text in texts), texts
 assert any("without ['hyper_parameters']['loss'], ['loss'], ['notes']['kind']" in text for text in texts), texts
 assert [step for step, _ in logger.rows] == [1, 2, 3, 4]
 assert bar.seen == [(index, 4, ["loss", "v_num"]) for index in range(4)], bar.seen
@@ -257,7 +257,7 @@ def test_an_unknown_name_is_an_attribute_error_that_names_it():
 
 
 def test_other_plugins_are_refused():
-    with pytest.raises(echelon.ConfigError, match="plugins must hold checkpoint plugins only, got 'slurm'"):
+    with pytest.raises(echelon.ConfigError, match="plugins must hold launchers, .*, got 'slurm'"):
         L.Trainer(plugins=["slurm"])
 
 
