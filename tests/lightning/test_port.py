@@ -108,7 +108,7 @@ def test_what_departs_is_said_line_by_line():
         ("pl.Trainer(plugins=[1])", "no counterpart", "leave plugins out"),
         ("pl.Trainer(accumulate_grad_batches={0: 2})", "departs", "GradientAccumulationScheduler"),
         ("pl.Trainer({})", "departs", "keyword arguments only"),
-        ("pl.callbacks.ModelPruning('l1')", "no counterpart", "ModelPruning: use torch.nn.utils.prune"),
+        ("pl.profilers.XLAProfiler()", "no counterpart", "XLAProfiler: use SimpleProfiler"),
         ("pl.callbacks.ModelCheckpoint(enable_version_counter=False)", "no counterpart", "never reused"),
         ("pl.nothing()", "no counterpart", "nothing: Echelon has nothing like it"),
         ("trainer.fit_loop.epoch_loop", "no counterpart", "trainer.model"),

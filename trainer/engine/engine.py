@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -137,7 +137,12 @@ class Engine(EngineProcesses):
         )
 
     def setup_dataloaders(
-        self, *loaders: Any, accumulate_grad_batches: int = 1, global_batch_size: int | None = None
+        self,
+        *loaders: Any,
+        accumulate_grad_batches: int = 1,
+        global_batch_size: int | None = None,
+        use_distributed_sampler: bool = True,
+        move_to_device: bool = True,
     ) -> Any:
         """Return one loader or all, with batches that are divided among the ranks and on the device.
 
@@ -146,6 +151,8 @@ class Engine(EngineProcesses):
             accumulate_grad_batches: the batches per optimizer step; `sync_gradients` is True for the last of them.
             global_batch_size: instead, the samples per optimizer step over all ranks; the loader's batch size is then
                 the largest micro-batch.
+            use_distributed_sampler: False leaves the division to your loaders: each rank's yields its own batches.
+            move_to_device: move the batches to the device.
 
         Raises:
             DataError: for an object that is not a loader.
@@ -170,6 +177,8 @@ class Engine(EngineProcesses):
                 accumulate=accumulate_grad_batches,
                 global_batch_size=global_batch_size,
                 seed=seed,
+                is_dealing=use_distributed_sampler,
+                moves=move_to_device,
             )
             for loader in loaders
         )
@@ -273,11 +282,19 @@ class Engine(EngineProcesses):
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
-    def save(self, path: str | Path, state: Mapping[str, Any]) -> None:
+    def save(
+        self, path: str | Path, state: Mapping[str, Any], filter: Mapping[str, Callable[[str, Any], bool]] | None = None
+    ) -> None:
         """Write a checkpoint of modules, optimizers, loaders, other objects with a ``state_dict``, and plain values.
 
         It is a folder in the Trainer's format, without pickle; the loss scale and random generators are added.
         `load_weights` reads the weights saved under ``model``. Call it between two optimizer steps.
+
+        Args:
+            path: the folder.
+            state: what is saved, by name.
+            filter: for some of the names, a function that gets each key and value of its state, and returns whether it
+                is saved.
 
         Raises:
             CheckpointError: for a value that a checkpoint cannot hold, or if it cannot be written.
@@ -294,6 +311,8 @@ class Engine(EngineProcesses):
         self._gradients.finish_update()
         with torch.no_grad():
             saved = {name: state_of(value, self._owner, self._gradients.sync_replicas) for name, value in state.items()}
+        for name, is_kept in (filter or {}).items():
+            saved[name] = {key: value for key, value in _items(saved, name) if is_kept(key, value)}
         saved["precision"] = self.strategy.scaler.state_dict()
         saved["rng"] = of_data_ranks(self.strategy, capture_rng(self.strategy.devices))
         self._origin = self._origin.after()
@@ -346,3 +365,17 @@ class Engine(EngineProcesses):
     def _plain(value: Any) -> Any:
         """Return the optimizer inside the one that the user holds; return anything else as it is."""
         return value.optimizer if type(value) is ManagedOptimizer else value
+
+
+def _items(saved: Mapping[str, Any], name: str) -> ItemsView[str, Any]:
+    """Return the items of a state to filter.
+
+    Raises:
+        ConfigError: if there is none of this name.
+    """
+    if not isinstance(saved.get(name), Mapping):
+        raise ConfigError(
+            f"filter must name modules and other objects with a state among {sorted(saved)}, got {name!r}; give one of "
+            "those."
+        )
+    return saved[name].items()  # type: ignore[no-any-return]

@@ -33,6 +33,8 @@ class PreparedLoader:
         accumulate: the batches per optimizer step.
         global_batch_size: instead, the samples per optimizer step over all ranks.
         seed: the seed of the order, the same on all ranks.
+        is_dealing: divide the batches among the ranks; otherwise each rank's loader yields its own.
+        moves: move batches to the device.
     """
 
     def __init__(
@@ -43,15 +45,17 @@ class PreparedLoader:
         accumulate: int,
         global_batch_size: int | None,
         seed: int,
+        is_dealing: bool = True,
+        moves: bool = True,
     ) -> None:
         strategy = self._strategy = gradients.strategy
         self._loader, self._gradients = loader, gradients
         agree = partial(gather_numbers, strategy) if strategy.data_size > 1 else None
         share = strategy.collectives.broadcast if strategy.world_size > 1 else None
-        ranks = DataRanks(strategy.data_rank, strategy.data_size, agree=agree, share=share)
+        ranks = DataRanks(strategy.data_rank, strategy.data_size, is_dealing=is_dealing, agree=agree, share=share)
         cut = Cut(accumulate, global_batch_size, ranks, pins_memory=strategy.device.type == "cuda")
         self._data = TrainData(loader, seed=seed, cut=cut, limit=1.0, in_order=False)
-        self._move = make_move(strategy)
+        self._move = make_move(strategy) if moves else None
         self._batch = LoopBatch()
         self.epoch = 0
         """The current epoch; between epochs, the next one."""

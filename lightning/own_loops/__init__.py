@@ -1,0 +1,1 @@
+"""Fabric: Lightning's names for a loop of your own, over the Engine. Imports lightning, trainer and below."""

@@ -1,0 +1,72 @@
+"""Files of Lightning's Fabric and of torch.save: tensors and plain values, into objects of any strategy."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ...strategies.errors import CheckpointError, ConfigError
+from ...trainer.engine.saved_objects import Owner, put_back
+
+
+def read_file(path: str | Path) -> Any:
+    """Return what a file of ``torch.save`` holds, on the CPU.
+
+    Raises:
+        CheckpointError: for other files, and those with objects other than tensors and plain values.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a malicious file can make the reader raise anything
+        if isinstance(error, OSError):
+            raise
+        raise CheckpointError(
+            f"{str(path)!r} must be a file of torch.save with tensors and plain values, found "
+            f"{str(error).partition(chr(10))[0]!r:.200}; save state_dicts, not objects, in it."
+        ) from None
+
+
+def load_file(
+    path: str | Path,
+    objects: MutableMapping[str, Any] | None,
+    owner: Owner,
+    *,
+    strict: bool,
+    content: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Restore objects from their entries in a file, and return the rest. Collective: every rank calls it.
+
+    Args:
+        path: the file.
+        objects: the objects, by name.
+        owner: returns the strategy of an object that was set up.
+        strict: whether all weights must fit, and all objects be in the file.
+        content: what the file holds, if it was read before.
+
+    Raises:
+        CheckpointError: for what does not fit.
+        ConfigError: for a sharded optimizer, whose state such a file has by position.
+    """
+    saved = read_file(path) if content is None else content
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"{str(path)!r} must hold a dict, found {type(saved).__name__}; use load_raw.")
+    found = {name: value for name, value in (objects or {}).items() if strict or name in saved}
+    optimizers = {name: value for name, value in found.items() if isinstance(value, Optimizer) and owner(value)}
+    for name, optimizer in optimizers.items():
+        strategy = owner(optimizer)
+        if strategy is not None and strategy.forward_is_collective:
+            raise ConfigError(
+                f"{name!r} in {str(path)!r} is the state of an optimizer by position, which strategy="
+                f"{strategy.name!r} cannot place; load the module alone, or from a checkpoint of Echelon."
+            )
+        if name in saved:
+            optimizer.load_state_dict(saved.pop(name))
+            del found[name]
+    put_back(found, saved, owner, strict=strict)
+    if objects is not None:
+        objects.update(found)
+    return saved
