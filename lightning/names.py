@@ -44,6 +44,13 @@ _ELSEWHERE: Final[Mapping[str, str]] = {
     "TrainerState": "trainer.session.train_state:TrainerState",
     "MisconfigurationException": "strategies.errors:EchelonError",
     "Tuner": "lightning.tuning.tuner:Tuner",
+    "LightningCLI": "lightning.command_line.cli:LightningCLI",
+    "LightningArgumentParser": "lightning.command_line.parser:LightningArgumentParser",
+    "SaveConfigCallback": "lightning.command_line.save_config:SaveConfigCallback",
+    "instantiate_class": "lightning.command_line.configured:instantiate_class",
+    "ArgsType": "lightning.command_line.types:ArgsType",
+    "OptimizerCallable": "lightning.command_line.types:OptimizerCallable",
+    "LRSchedulerCallable": "lightning.command_line.types:LRSchedulerCallable",
     "Fabric": "lightning.own_loops.fabric:Fabric",
     "EarlyStoppingReason": "callbacks.early_stopping:EarlyStoppingReason",
     "Precision": "lightning.extras.plugins:PrecisionPlugin",
@@ -59,6 +66,10 @@ _ELSEWHERE: Final[Mapping[str, str]] = {
 _IN_ONE_MODULE: Final[Mapping[tuple[str, str], str]] = {
     ("utilities.model_summary", "ModelSummary"): "callbacks:Summary",
     ("utilities.model_summary.model_summary", "ModelSummary"): "callbacks:Summary",
+    **{
+        ("cli", name): f"lightning.command_line.types:{name}"
+        for name in ("LRSchedulerType", "LRSchedulerTypeTuple", "LRSchedulerTypeUnion", "ReduceLROnPlateau")
+    },
     ("lightning.fabric.utilities.spike", "SpikeDetection"): "lightning.extras.spike_detection:FabricSpikeDetection",
     ("lightning_fabric.utilities.spike", "SpikeDetection"): "lightning.extras.spike_detection:FabricSpikeDetection",
 }
@@ -89,10 +100,6 @@ ANNOTATIONS: Final[Mapping[str, Any]] = {
 """Names that are used only in annotations."""
 
 WITHOUT_COUNTERPART: Final[Mapping[str, str]] = {
-    "LightningCLI": "`echelon fit config.yaml`",
-    "SaveConfigCallback": "`echelon fit config.yaml`, which keeps the config",
-    "LightningArgumentParser": "`echelon fit config.yaml`",
-    "instantiate_class": "the class itself, or `_target_` in a config",
     "RichModelSummary": "ModelSummary",
     "CometLogger": "a logger of your own: docs/logging.md says what one needs",
     "NeptuneLogger": "a logger of your own: docs/logging.md says what one needs",
@@ -169,8 +176,12 @@ def find(name: str, module: str = "") -> Any:
         return ANNOTATIONS[name]
     if name in WITHOUT_COUNTERPART:
         return refusal(name)
-    near = difflib.get_close_matches(name, known(), n=1)
-    raise AttributeError(f"{name!r} is not known.{did_you_mean(name, near)}")
+    raise AttributeError(f"{name!r} is not known.{_suggestion(name)}")
+
+
+@cache  # jsonargparse asks for the same names hundreds of times, to find out where a class is
+def _suggestion(name: str) -> str:
+    return did_you_mean(name, difflib.get_close_matches(name, known(), n=1))
 
 
 @cache

@@ -153,10 +153,13 @@ with tempfile.NamedTemporaryFile() as named, warnings.catch_warnings(record=True
     further = library.Trainer(max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False)
     further.fit(library.Model(3), loader, ckpt_path=named.name)
 assert further.global_step == 8
+sys.modules["jsonargparse"] = None  # as where it is not installed
 try:
     library.LightningCLI(library.Model)
-except echelon.ConfigError as error:
-    assert "LightningCLI has no counterpart" in str(error) and "echelon fit" in str(error)
+except echelon.MissingDependencyError as error:
+    assert "LightningCLI needs jsonargparse" in str(error) and "pip install 'echelon[cli]'" in str(error)
+else:
+    raise AssertionError("LightningCLI")
 for statement, text in (
     ("from lightning.pytorch.callbacks import Nothing", "Nothing"),
     ("import lightning.pytorch.nothing", "lightning.pytorch.nothing has no counterpart"),
