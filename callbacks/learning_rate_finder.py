@@ -185,21 +185,22 @@ class _Sweep(Callback):
         self._set_rate(trainer.optimizers[0])
 
     def on_train_batch_end(self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if outputs is not None:
+        loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
+        if loss is not None:
             size = cast(Any, module).batch_size_of(batch)
-            self._total += float(outputs["loss"]) * size
+            self._total += float(loss) * size
             self._num_samples += size
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
         strategy = trainer.strategy
         total, num_samples = strategy.loss_collectives.all_reduce([self._total, self._num_samples], "sum")
         # ranks that share one replica may differ in the last bit
-        loss = strategy.collectives.broadcast(float(total / num_samples) if num_samples else math.nan)
+        loss = strategy.collectives.broadcast(float(total / num_samples) if num_samples else None)
         self._total = self._num_samples = 0.0
         if len(self._curve.results["loss"]) == self._curve.num_training:
             return
         self._curve.add(loss)
-        has_diverged = self._threshold is not None and self._curve.has_diverged(self._threshold)
+        has_diverged = loss is not None and self._threshold is not None and self._curve.has_diverged(self._threshold)
         if has_diverged or len(self._curve.results["loss"]) == self._curve.num_training:
             trainer.should_stop = True
         else:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from ..callbacks.callback import Callback
+from .data.seed import capture_rng, restore_rng
 from .request import Request
 from .runner import Runner, Work
 from .session.session import Session
@@ -40,7 +41,7 @@ class Trials:
             choose: returns the callbacks that take part, given the trainer's own.
         """
         parts = vars(self._runner)
-        before = {name: parts[name] for name in _KEPT}
+        before, rng = {name: parts[name] for name in _KEPT}, capture_rng()
         parts.update(settings=replace(before["settings"], **_SILENT), loggers=[], current=None)
         parts["_callbacks"] = choose(before["_callbacks"])
         try:
@@ -48,6 +49,7 @@ class Trials:
         finally:
             ran = self._runner.current
             parts.update(before)
+            restore_rng(rng)
             if before["current"] is None and ran is not None:  # its loaders can be looked at, as in Lightning
                 self._runner.current, ran.callbacks = ran, before["_callbacks"]
 

@@ -49,11 +49,14 @@ class LearningRateCurve:
             return self.lr_min + fraction * (self.lr_max - self.lr_min)
         return float(self.lr_min * (self.lr_max / self.lr_min) ** fraction)
 
-    def add(self, loss: float) -> None:
-        """Add the loss of the next rate."""
+    def add(self, loss: float | None) -> None:
+        """Add the loss of the next rate; None if its step had none, which leaves the mean as it is."""
         number = len(self.results["loss"])
-        self._mean = FORGETTING * self._mean + (1 - FORGETTING) * loss
         self.results["lr"].append(self.rate(number))
+        if loss is None:
+            self.results["loss"].append(math.nan)
+            return
+        self._mean = FORGETTING * self._mean + (1 - FORGETTING) * loss
         self.results["loss"].append(self._mean / (1 - FORGETTING ** (number + 1)))
 
     def has_diverged(self, threshold: float) -> bool:

@@ -250,7 +250,8 @@ class ModelPruning(Callback):
         amount = self.amount(epoch) if callable(self.amount) else self.amount
         if not amount or not _at(self._apply_pruning, epoch):
             return
-        self.apply_pruning(amount)
+        with torch.inference_mode(False):  # in a validation, masks would be tensors that training cannot use
+            self.apply_pruning(amount)
         if trainer.strategy.world_size > 1:
             for module, name in self._parameters_to_prune:
                 mask = getattr(module, f"{name}_mask")
@@ -272,6 +273,10 @@ class ModelPruning(Callback):
                 "Applied `%s` to `%r.%s` with amount=%s. Pruned: %d (%.2f%%) -> %d (%.2f%%)",
                 *(method, module, name, amount, old, 100 * old / size, new, 100 * new / size),
             )
+
+    @staticmethod
+    def _is_pruning_method(method: Any) -> bool:  # that of Lightning, which subclasses call
+        return inspect.isclass(method) and issubclass(method, prune.BasePruningMethod)
 
     @staticmethod
     def sanitize_parameters_to_prune(

@@ -220,7 +220,8 @@ class TorchSyncBatchNorm(LayerSync):
     """Synchronized BatchNorm; a trainer takes it as ``sync_batchnorm=True``."""
 
     def apply(self, model: nn.Module) -> nn.Module:
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        return converted
 
 
 _IN_PLACE_OF: Final[tuple[tuple[type, Callable[[Any], str]], ...]] = (

@@ -115,6 +115,14 @@ def test_all_ranks_prune_the_same_weights() -> None:
     assert (weights == 0).sum() == 9 and list(module.state_dict()) == list(deep(L).state_dict())
 
 
+def test_pruning_after_a_validation_leaves_masks_that_training_uses() -> None:
+    module, kind = deep(L), OWN.ModelPruning
+    pruning = kind("l1_unstructured", amount=0.2, parameter_names=["weight"], prune_on_train_epoch_end=False)
+    trainer(L, max_epochs=3, num_sanity_val_steps=1, callbacks=[pruning]).fit(module, data(), data())
+    assert (module.net[0].weight == 0).sum() + (module.net[2].weight == 0).sum() >= 5
+    assert kind._is_pruning_method(prune.L1Unstructured) and not kind._is_pruning_method("l1")
+
+
 def test_the_lottery_ticket_puts_first_values_back(caplog: pytest.LogCaptureFixture) -> None:
     seen = []
 

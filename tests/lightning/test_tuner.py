@@ -156,6 +156,23 @@ def test_the_datamodule_gets_what_was_found_also_from_other_processes() -> None:
         Tuner(processes).scale_batch_size(model)
 
 
+def test_random_numbers_stay_and_steps_without_a_loss_are_left_out() -> None:
+    class Sometimes(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            torch.rand(3)
+            return None if batch_idx in (5, 13) else self.loss(batch)
+
+    own, model = trainer(L), Sometimes()
+    torch.manual_seed(5)
+    expected = torch.rand(2)
+    torch.manual_seed(5)
+    finders = [Tuner(own).lr_find(model, num_training=20, update_attr=False) for _ in range(2)]
+    assert torch.equal(torch.rand(2), expected)
+    losses = [torch.tensor(finder.results["loss"]) for finder in finders]
+    assert losses[0].isnan().nonzero().flatten().tolist() == [5, 13]
+    assert torch.equal(losses[0].nan_to_num(), losses[1].nan_to_num()) and finders[0].suggestion() is not None
+
+
 def test_what_cannot_be_searched_says_so() -> None:
     own, model = trainer(L), Net()
     loader = model.train_dataloader()
