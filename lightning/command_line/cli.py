@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import secrets
 import sys
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
 from torch.optim import Optimizer
 
-from ...callbacks import Callback
 from ...callbacks.dispatch import overrides
 from ...strategies.errors import RunError
 from ...trainer.data.seed import seed_everything
 from ...trainer.module.train_module import TrainModule
 from ...trainer.trainer import Trainer
+from ..checkpoint_files import load_checkpoint
 from ..module import LightningDataModule, LightningModule
 from ..names import VERSION
 from ..stand_in import stand_in
 from ..trainer import LightningTrainer
-from .configured import ConfiguredOptimizers, automatic, described, optimizers_for
+from .configured import ConfiguredOptimizers, automatic, described, instantiate_class, optimizers_for
 from .parser import AUTOMATIC, LightningArgumentParser, need_jsonargparse
 from .save_config import SaveConfigCallback
 from .types import ArgsType, LRSchedulerTypeTuple
@@ -40,7 +40,7 @@ class LightningCLI:
         save_config_kwargs: its arguments.
         trainer_class: the trainer's class, or a function that returns a trainer.
         trainer_defaults: other defaults for the trainer, and callbacks that are always there.
-        seed_everything_default: the seed; True chooses one, False sets none.
+        seed_everything_default: the seed; True chooses 0, as `seed_everything()` does, False sets none.
         parser_kwargs: the parser's arguments; under the name of a subcommand, those of its parser.
         parser_class: the class of the parsers.
         subclass_mode_model: let the config choose a subclass of `model_class`.
@@ -93,6 +93,7 @@ class LightningCLI:
         self.setup_parser(run, own, of_subcommands)
         self.parse_arguments(self.parser, args)
         self.subcommand = self.config["subcommand"] if run else None
+        self._read_checkpoint()
         self._seed()
         self.before_instantiate_classes()
         self.instantiate_classes()
@@ -150,7 +151,7 @@ class LightningCLI:
             "--seed_everything",
             type=bool | int,
             default=self.seed_everything_default,
-            help="The seed of all generators; true chooses one, false sets none.",
+            help="The seed of all generators; true chooses 0, false sets none.",
         )
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -199,6 +200,17 @@ class LightningCLI:
         is_object = args is not None and not isinstance(args, list)
         self.config: Any = parser.parse_object(args) if is_object else parser.parse_args(args)
 
+    def _read_checkpoint(self) -> None:
+        """Build the module with the hyper-parameters of the checkpoint that is given by its path."""
+        path = self._get(self.config, "ckpt_path") if self.subcommand is not None else None
+        if path is None or self.subclass_mode_model or not Path(path).exists():
+            return
+        taken = self._get(self.config, "model") or {}
+        saved = load_checkpoint(path).get("hyper_parameters") or {}
+        model = {name: value for name, value in saved.items() if name in taken}
+        if model:
+            self.config = self.parser.parse_object({self.subcommand: {"model": model}}, self.config)
+
     # --- the objects -------------------------------------------------------------------------------------------------
 
     def before_instantiate_classes(self) -> None:
@@ -229,7 +241,8 @@ class LightningCLI:
         parser = self._parser(self.subcommand)
         callbacks = _as_list(settings["callbacks"])
         callbacks += [self._get(self.config_init, key) for key in parser.callback_keys]
-        callbacks += _as_list(self.trainer_defaults.get("callbacks"))
+        for one in _as_list(self.trainer_defaults.get("callbacks")):
+            callbacks.append(instantiate_class((), one) if isinstance(one, Mapping) else one)
         if self.save_config_callback is not None and not settings.get("fast_dev_run", False):
             config = self.config.get(str(self.subcommand), self.config)
             callbacks.append(self.save_config_callback(parser, config, **self.save_config_kwargs))
@@ -269,7 +282,7 @@ class LightningCLI:
         seed = self._get(self.config, "seed_everything")
         if seed is False or seed is None:
             return
-        chosen = seed_everything(secrets.randbits(32) if seed is True else seed)
+        chosen = seed_everything(None if seed is True else seed)
         (self.config if self.subcommand is None else self.config[self.subcommand])["seed_everything"] = chosen
 
     def _run(self, subcommand: str) -> None:
@@ -298,5 +311,5 @@ def _nothing() -> None:
     pass
 
 
-def _as_list(value: Any) -> list[Callback]:
+def _as_list(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Final, Optional, Union, get_args, get_origin, get_type_hints
 
@@ -213,7 +214,7 @@ def _readable(hint: Any) -> Any:
         return Optional[_readable(get_args(hint)[0])]  # noqa: UP045 - made at run time
     if get_origin(hint) not in (Union, UnionType):
         return hint
-    parts = get_args(hint)
+    parts = [part for part in get_args(hint) if part is not Path]  # a string is a path as well
     if Logger in parts:
         return Union[None, bool, list[_LOGGERS], _LOGGERS, str]  # type: ignore[valid-type]  # noqa: UP007
     return Union[tuple(sorted(parts, key=lambda part: part is str))]  # noqa: UP007 - made at run time

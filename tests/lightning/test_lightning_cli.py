@@ -235,6 +235,23 @@ def make_trainer(max_epochs: int = 1, callbacks: list[L.Callback] | None = None)
     return L.Trainer(max_epochs=max_epochs, callbacks=callbacks, logger=False, accelerator="cpu")
 
 
+class Wide(Plain):
+    def __init__(self, width: int = 4):
+        super().__init__(width)
+        self.save_hyperparameters()
+        self.net = nn.Linear(2, width)
+
+
+def test_a_checkpoint_brings_the_arguments_of_its_module() -> None:
+    timer = {"class_path": "echelon.Timer"}
+    cli = LightningCLI(Wide, args=["fit", *QUIET, "--optimizer=SGD", "--optimizer.lr=0.1", "--model.width=3"],
+                       trainer_defaults={"callbacks": timer}, save_config_callback=None)  # fmt: skip
+    assert any(isinstance(one, echelon.Timer) for one in cli.trainer.callbacks)
+    cli.trainer.save_checkpoint("a.ckpt")
+    again = LightningCLI(Wide, args=["test", *QUIET, "--ckpt_path=a.ckpt"], save_config_callback=None)
+    assert again.model.net.out_features == 3 and torch.equal(again.model.net.weight, cli.model.net.weight)
+
+
 def test_functions_stand_for_classes_and_true_chooses_a_seed() -> None:
     cli = LightningCLI(build, trainer_class=make_trainer, run=False, args=["--model.width=5", "--seed_everything=true"])
     assert cli.model.hparams.width == 6 and cli.trainer.max_epochs == 1
