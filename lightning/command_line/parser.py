@@ -199,7 +199,7 @@ def annotate_trainer() -> None:
     constructor: Any = LightningTrainer.__init__
     signature = inspect.signature(constructor)
     hints = {name: _readable(hint) for name, hint in get_type_hints(Settings).items()}
-    hints |= {"plugins": Union[None, list[_PLUGINS], _PLUGINS], "model_registry": str | None}  # noqa: UP007
+    hints |= {"plugins": Union[None, list[_PLUGINS], _PLUGINS], "model_registry": str | None}  # type: ignore[valid-type]  # noqa: UP007
     parameters = {
         name: one.replace(annotation=hints.get(name, one.annotation)) for name, one in signature.parameters.items()
     }

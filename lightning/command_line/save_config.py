@@ -77,7 +77,7 @@ class SaveConfigCallback(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Send the text of the config to the processes of a run: the parser holds what cannot be pickled."""
-        parser = self.parser
+        parser: Any = self.parser
         if not isinstance(parser, RenderedConfig):
             parser = RenderedConfig(parser.dump(self.config, skip_none=False))
         return {**vars(self), "parser": parser, "config": None}

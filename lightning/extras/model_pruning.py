@@ -86,7 +86,7 @@ class ModelPruning(Callback):
         if unknown:
             raise ConfigError(f"parameter_names must be of {self.PARAMETER_NAMES}, got {unknown}; give one or both.")
         method, options = _method_of(pruning_fn, pruning_dim, pruning_norm)
-        if use_global_unstructured and method.PRUNING_TYPE != "unstructured":
+        if use_global_unstructured and getattr(method, "PRUNING_TYPE", "") != "unstructured":
             raise ConfigError(
                 f"use_global_unstructured=True needs an unstructured method, got {pruning_fn!r}; set it to False."
             )

@@ -130,13 +130,13 @@ class Fabric(Engine):
                 self.barrier()
 
     @staticmethod
-    def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:  # type: ignore[override]
+    def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
         """Seed all generators of this process; the workers of loaders are always seeded."""
         return seed_all(seed, verbose=verbose)
 
     # --- setup -------------------------------------------------------------------------------------------------------
 
-    def setup(  # type: ignore[override]
+    def setup(
         self, module: nn.Module, *optimizers: Optimizer, scheduler: Any = None, move_to_device: bool = True, **_: Any
     ) -> Any:
         """Set up a module with its optimizers; return them, followed by the scheduler if there is one.
@@ -197,7 +197,9 @@ class Fabric(Engine):
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
-    def backward(self, tensor: Any, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
+    def backward(  # type: ignore[override]
+        self, tensor: Any, *args: Any, model: nn.Module | None = None, **kwargs: Any
+    ) -> None:
         """Compute gradients as `Engine.backward` does; `model` is not needed."""
         super().backward(tensor, *args, **kwargs)
 
@@ -236,7 +238,7 @@ class Fabric(Engine):
         self._connect()
         return obj.to(self.device) if isinstance(obj, nn.Module) else super().to_device(obj)
 
-    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:  # type: ignore[override]
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Stack tensors and numbers over the ranks in a new first dimension; on one rank they stay as they are."""
         self._connect()
         return all_gather(data, self.strategy, group, sync_grads=sync_grads)
@@ -262,7 +264,7 @@ class Fabric(Engine):
 
     # --- files -------------------------------------------------------------------------------------------------------
 
-    def load(  # type: ignore[override]
+    def load(
         self,
         path: str | Path,
         state: MutableMapping[str, Any] | None = None,

@@ -132,7 +132,7 @@ class Tuner:
                 f"*_dataloader of the module or data module that uses self.{batch_arg_name}, or put BatchSizeFinder() "
                 "into callbacks."
             )
-        if self._trainer.fast_dev_run:
+        if self._trainer.settings.fast_dev_run:
             return None
         owners = (model, datamodule)
 
