@@ -70,6 +70,8 @@ class LossScaling:
 
     def end_step(self) -> bool:
         """Update the scale after all optimizers have stepped; return False if an update was skipped."""
+        if not self._unscaled:  # the module has left its updates out
+            return True
         self.scaler.update()
         self._unscaled.clear()
         has_updated, self._has_skipped = not self._has_skipped, False

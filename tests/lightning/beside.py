@@ -353,6 +353,102 @@ def schedulers_of_steps_and_epochs(pl: Any) -> Observed:
     return {"lr": module.notes}
 
 
+def rates_around_validation(pl: Any) -> Observed:
+    """The rate at each forward (S), batch end (E), validation (V) and epoch end (e), and its steps (L, or M)."""
+
+    def rates(scheduler: Any, interval: str = "epoch", **settings: Any) -> str:
+        def note(what: str, value: Any = None) -> Any:
+            def hook(self: Any, *_: Any) -> Any:
+                self.notes.append(f"{what}{self.trainer.optimizers[0].param_groups[0]['lr']:.3g}")
+                return value(self, *_) if value else None
+
+            return hook
+
+        def configure_optimizers(self: Any) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            own = {"scheduler": scheduler(optimizer), "interval": interval, "monitor": "val_loss"}
+            return [optimizer], [own, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)][: 1 + (interval == "step")]
+
+        def lr_scheduler_step(self: Any, scheduler: Any, metric: Any) -> None:
+            self.notes.append("L" if metric is None else "M")
+            pl.LightningModule.lr_scheduler_step(self, scheduler, metric)
+
+        module = net(
+            pl,
+            training_step=note("S", lambda self, batch, batch_idx: self.loss(batch) * 0.01),
+            on_train_batch_end=note("E"),
+            on_validation_start=note("V"),
+            on_train_epoch_end=note("e"),
+            configure_optimizers=configure_optimizers,
+            lr_scheduler_step=lr_scheduler_step,
+        )
+        trainer(pl, **settings).fit(module, data(4), data(2))
+        return " ".join(module.notes)
+
+    schedulers = torch.optim.lr_scheduler
+    decay, halve = lambda o: schedulers.StepLR(o, 1, 0.1), lambda o: schedulers.StepLR(o, 1, 0.5)
+    plateau = lambda o: schedulers.ReduceLROnPlateau(o, patience=0, threshold=1.0)  # noqa: E731
+    return {
+        "epochs": rates(decay),
+        "validation inside": rates(decay, val_check_interval=0.5),
+        "steps, then epochs": rates(halve, "step", max_epochs=1),
+        "accumulated": rates(decay, accumulate_grad_batches=3),
+        "cut short": rates(decay, max_steps=3),
+        "plateau": rates(plateau),
+    }
+
+
+def steps_around_the_forward(pl: Any) -> Observed:
+    """The order of hooks with an ``optimizer_step`` of the module's own, and what the forward sees of it."""
+    short = {
+        "on_train_batch_start": "start",
+        "on_before_zero_grad": "zero",
+        "on_before_backward": "before",
+        "on_after_backward": "after",
+        "on_before_optimizer_step": "update",
+        "on_train_batch_end": "end",
+    }
+
+    def order(*, sets: bool = True, skips: bool = False, lbfgs: bool = False, **settings: Any) -> tuple[str, int]:
+        def note(name: str) -> Any:
+            return lambda self, *args: self.notes.append(name)
+
+        def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+            self.notes.append(f"forward {getattr(self, 'knob', 0)}")
+            return None if skips else self.loss(batch)
+
+        def optimizer_step(self: Any, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+            self.notes.append(f"step {batch_idx}")
+            self.knob = batch_idx + 1
+            pl.LightningModule.optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure)
+
+        def clip(self: Any, *args: Any, **kwargs: Any) -> None:
+            self.notes.append("clip")
+
+        def configure_optimizers(self: Any) -> Any:
+            parameters = self.parameters()
+            return torch.optim.LBFGS(parameters, max_iter=2) if lbfgs else torch.optim.SGD(parameters, lr=0.1)
+
+        own = {"training_step": training_step, "configure_gradient_clipping": clip}
+        own |= {"optimizer_step": optimizer_step} if sets else {}
+        hooks = {name: note(shown) for name, shown in short.items()}
+        module = net(pl, configure_optimizers=configure_optimizers, **own, **hooks)
+        its_trainer = trainer(pl, **{"max_epochs": 1, **settings})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of steps without a loss
+            its_trainer.fit(module, data(4))
+        return " ".join(module.notes), its_trainer.global_step
+
+    return {
+        "each batch": order(limit_train_batches=1),
+        "accumulated": order(accumulate_grad_batches=2),
+        "LBFGS": order(sets=False, lbfgs=True, limit_train_batches=1),
+        "LBFGS, too": order(lbfgs=True, limit_train_batches=1),
+        "without a loss": order(skips=True),
+        "without a loss, not overridden": order(sets=False, skips=True, max_steps=2, max_epochs=-1),
+    }
+
+
 def accumulation_at_an_uneven_end(pl: Any) -> Observed:
     def on_train_batch_end(self: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.notes.append(self.global_step)
@@ -401,6 +497,9 @@ def what_is_refused(pl: Any) -> Observed:
         "an unknown clipping": refused(lambda: trainer(pl, gradient_clip_algorithm="l2")),
         "validation that never comes": refused(fit(val_check_interval=100)),
         "one callback twice": refused(fit(pl.EarlyStopping("val_loss"), pl.EarlyStopping("val_loss"))),
+        "a step without its closure": refused(
+            lambda: trainer(pl).fit(net(pl, optimizer_step=lambda self, *args: None), data())
+        ),
         "a loss that is a list": refused(
             lambda: trainer(pl).fit(net(pl, training_step=lambda self, batch, batch_idx: [1.0]), data())
         ),

@@ -93,6 +93,31 @@ RECORDED: dict[str, Any] = {
     },
     "validations_inside_an_epoch": {0.5: [2, 4, 6, 8], 3: [3, 7], 1.0: [4, 8]},
     "schedulers_of_steps_and_epochs": {"lr": [1.0, 1.0, 0.5, 0.5, 0.025, 0.025, 0.0125, 0.0125]},
+    "rates_around_validation": {
+        "epochs": "S1 E1 S1 L E0.1 V0.1 e0.1 S0.1 E0.1 S0.1 L E0.01 V0.01 e0.01",
+        "validation inside": "S1 E1 V1 S1 L E0.1 V0.1 e0.1 S0.1 E0.1 V0.1 S0.1 L E0.01 V0.01 e0.01",
+        "steps, then epochs": "S1 L E0.5 S0.5 L L E0.025 V0.025 e0.025",
+        "accumulated": "S1 E1 S1 L E0.1 V0.1 e0.1 S0.1 E0.1 S0.1 L E0.01 V0.01 e0.01",
+        "cut short": "S1 E1 S1 L E0.1 V0.1 e0.1 S0.1 E0.1 e0.1",
+        "plateau": "S1 E1 S1 E1 V1 e1 M S0.1 E0.1 S0.1 E0.1 V0.1 e0.1 M",
+    },
+    "steps_around_the_forward": {
+        "each batch": ("start step 0 forward 1 zero before after update clip end", 1),
+        "accumulated": ("start forward 0 zero before after end start step 1 forward 2 before after update clip end", 1),
+        "LBFGS": ("start forward 0 zero before after update clip forward 0 zero before after update clip end", 1),
+        "LBFGS, too": (
+            "start step 0 forward 1 zero before after update clip forward 1 zero before after update clip end",
+            1,
+        ),
+        "without a loss": (
+            "start step 0 forward 1 zero update clip end start step 1 forward 2 zero update clip end",
+            2,
+        ),
+        "without a loss, not overridden": (
+            "start forward 0 zero update clip end start forward 0 zero update clip end",
+            2,
+        ),
+    },
     "accumulation_at_an_uneven_end": {"notes": [0, 0, 1, 2, 2, 2, 3, 4], "stepping": 4},
     "hooks_of_a_fit": {
         "hooks": [
@@ -130,6 +155,7 @@ RECORDED: dict[str, Any] = {
         "an unknown clipping": True,
         "validation that never comes": True,
         "one callback twice": True,
+        "a step without its closure": True,
         "a loss that is a list": True,
         "a metric that is a string": True,
     },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ class PipelineStep(SharedStep):
     """The step of a rank that has stages of the module.
 
     The start hooks of all micro-batches come first, then forward and backward in the order of the schedule, then the
-    end hooks, which get the loss on every rank. The last stage has the loss: the hooks around its backward run there,
-    and only there is what a step returns beside the loss.
+    end hooks, which get the loss on every rank. For a module that overrides ``optimizer_step``, all this is inside the
+    closure, but for the start hooks and the last end hook. The last stage has the loss: the hooks around its backward
+    run there, and only there is what a step returns beside the loss.
     """
 
     __slots__ = ("_batches", "_losses", "_outputs", "_window", "position", "signatures")
@@ -48,7 +50,7 @@ class PipelineStep(SharedStep):
     def forward_backward(self, window: Window) -> bool:
         if not window.total_size:  # one data rank
             window.total_size = window.size
-        self.has_gradients = False
+        self.has_gradients, self.left, self.first_batch_idx = False, None, self.state.batches_in_epoch
         self.metrics.position = self.state.global_step + 1
         goes_on = self._begin_all(window)
         number = len(self._batches)
@@ -58,21 +60,45 @@ class PipelineStep(SharedStep):
             goes_on = self.all_go_on(window, number)
         self.weights = self.make_weights(window)
         busy = self._who_has_samples(has_some=number > 0) if window.fewest == 0 else [number > 0]
-        if any(busy):
-            for zero_grad in self.zero_grads:
-                zero_grad()
-            if number:
-                self._run_all(window[:number], busy)
-            else:
-                self._stand_by(busy, is_first=False)
-            self.has_gradients = True
-        self._share_losses(number)
+        run = partial(self._run_window, window, busy, goes_on=goes_on)
+        if any(busy) and self.passes_closure:
+            self.left = run
+        else:
+            run()
+        return goes_on
+
+    def _run_window(self, window: Window, busy: Sequence[bool], *, goes_on: bool) -> None:
+        """Run the micro-batches, and end all but the last one, which ends after the update."""
+        number = len(self._batches)
+        self._run_schedule(window[:number], busy)
         for index in range(number if not goes_on else number - 1):
             self._show(index)
             self.end(window[index])
         if goes_on and number:
             self._show(number - 1)
-        return goes_on
+
+    def _run_schedule(self, micro_batches: Sequence[MicroBatch], busy: Sequence[bool]) -> None:
+        if any(busy):
+            for zero_grad in self.zero_grads:
+                zero_grad()
+            if micro_batches:
+                self._run_all(micro_batches, busy)
+            else:
+                self._stand_by(busy, is_first=False)
+            self.has_gradients = True
+        self._share_losses(len(micro_batches))
+
+    def run_again(self, window: Window) -> None:
+        """Refuse to compute a window twice, whose first micro-batches have ended.
+
+        Raises:
+            ModuleError: always.
+        """
+        raise ModuleError(
+            f"{type(self.module).__name__}.optimizer_step called optimizer_closure twice in global_step "
+            f"{self.state.global_step}, but a pipeline runs its schedule once per step; call it once, or use dp_shard "
+            "instead of pp."
+        )
 
     def _begin_all(self, window: Window) -> bool:
         """Bring the micro-batches to the device and call their hooks; return False if one asked to end the epoch."""

@@ -120,6 +120,19 @@ def reload_if_due(session: Session, kind: LoaderKind) -> None:
         session.reload(kind)
 
 
+def steps_by_epoch(session: Session) -> bool:
+    """Return whether schedulers are stepped when an epoch ends, other than those with a metric."""
+    return any(config.interval == "epoch" and not config.reduce_on_plateau for config in session.schedulers)
+
+
+def step_schedulers_of_epochs(session: Session) -> None:
+    """Step the schedulers of the interval ``epoch`` without a metric, unless they have stepped in this epoch."""
+    state = session.state
+    if state.scheduled_epochs <= state.epoch:
+        state.scheduled_epochs = state.epoch + 1
+        step_schedulers(session, "epoch", state.epoch + 1)
+
+
 def step_schedulers(session: Session, interval: str, count: int, *, with_metric: bool = False) -> None:
     """Step the schedulers of an interval (``step`` or ``epoch``) whose frequency divides the count.
 
@@ -134,7 +147,8 @@ def step_schedulers(session: Session, interval: str, count: int, *, with_metric:
             continue
         if with_metric:
             session.metrics.reduce()  # a step's value, over all ranks
-        metric = session.metrics.callback_metrics().get(config.monitor) if config.monitor is not None else None
+        name = config.monitor if with_metric else None  # other schedulers may name one, and are not stepped with it
+        metric = session.metrics.callback_metrics().get(name) if name is not None else None
         may_come = validates(session) and session.progress.validated_at < 0
         if with_metric and metric is None and config.strict and not may_come:
             known = sorted(session.metrics.callback_metrics())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ...strategies.errors import ModuleError
 from ...strategies.module.traces import Traceless
-from ..data.micro_batch import Window
+from ..data.micro_batch import MicroBatch, Window
 from ..data.sample_checks import gather_numbers, last_batch_of_any
 from ..module.loss import loss_of, mean_of
 from ..session.session import Session
@@ -25,7 +26,9 @@ class SharedStep(Step):
     A rank runs nothing of the module for micro-batches that only others have; it stands by, as its strategy needs it.
     """
 
-    __slots__ = ("_counts_units", "_from_others", "_has_spare", "_is_collective", "_manual_weight", "_spare_batch")
+    __slots__ = (
+        "_counts_units", "_from_others", "_has_come", "_has_spare", "_is_collective", "_manual_weight", "_spare_batch",
+    )  # fmt: skip
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
@@ -36,6 +39,8 @@ class SharedStep(Step):
         """Whether training steps return `Loss`, on all ranks; None before the first one."""
         self._manual_weight = 1.0
         """The factor of this window's losses in manual optimization."""
+        self._has_come = False
+        """Whether all micro-batches of this rank came in a step that ended early."""
         self._from_others = 0, 0
         """Micro-batches and samples of a step that ended early which other ranks had, and this one had not."""
 
@@ -43,15 +48,22 @@ class SharedStep(Step):
         if not window.total_size:  # one data rank, whose sequences are split
             window.total_size = window.size
         self.weights = self.make_weights(window)
-        self.has_gradients = False
+        self.has_gradients, self.left, self.first_batch_idx = False, None, self.state.batches_in_epoch
         self.metrics.position = self.state.global_step + 1
+        self._has_come = False
         if not self._begin_first(window):
             return False
+        if self.passes_closure and not window.is_even:  # the first collective of a window is inside on all ranks
+            self.left = partial(self._run_whole, window)
+            return True
+        return self._run_whole(window)
+
+    def _run_whole(self, window: Window) -> bool:
+        """Run the micro-batches that have begun; return False if a hook ended the epoch."""
         has_idle_ranks = self._is_collective and not window.is_even
         num_came = self._run_beside_idle(window) if has_idle_ranks else self._run(window)
         goes_on = not self._may_leave or self.all_go_on(window, num_came)
-        if not goes_on and window and num_came == len(window):
-            self.end(window[-1])
+        self._has_come = num_came == len(window) > 0
         return goes_on
 
     def _run(self, window: Window) -> int:
@@ -63,17 +75,26 @@ class SharedStep(Step):
                 if not self.begin(micro_batch):
                     num_came = index
                     self.set_grad_sync(True)
-                    self._stand_by((), is_first=False)  # with the gradients of the micro-batches that came
+                    # with the gradients of the micro-batches that came
+                    self._run_last(window, partial(self._stand_by, (), is_first=False))
                     break
             self.set_grad_sync(index == last)
-            self.output = self.forward(self.batch, self.progress.batch_idx)
-            if self.is_automatic:
-                self.add_gradients(micro_batch, is_first=index == 0)
+            if index == last:
+                self._run_last(window, partial(self.run_micro_batch, micro_batch, is_first=index == 0))
+            else:
+                self.run_micro_batch(micro_batch, is_first=index == 0)
         if not window:
             self.set_grad_sync(True)
             self._stand_by((), is_first=True)
             self.has_gradients = self.is_automatic
         return num_came
+
+    def _run_last(self, window: Window, run: Callable[[], None]) -> None:
+        """Run the last micro-batch, or leave it to the closure, unless the whole window is inside."""
+        if self.passes_closure and window.is_even:
+            self.left = run
+        else:
+            run()
 
     def _run_beside_idle(self, window: Window) -> int:
         """Run the micro-batches of this rank while ranks with fewer stand by; return how many came. Collective.
@@ -91,16 +112,19 @@ class SharedStep(Step):
             if not any(busy) and (is_first or position < length - 1):
                 continue  # hooks have ended the epoch
             self.set_grad_sync(position == length - 1)
-            if not busy[self.strategy.data_rank]:
-                self._stand_by(busy, is_first=is_first)
-            else:
-                with self._beside_idle(busy):
-                    self.output = self.forward(self.batch, self.progress.batch_idx)
-                    if self.is_automatic:
-                        self.add_gradients(window[index], is_first=is_first)
+            self._run_beside(busy, window[index] if index >= 0 else None, is_first=is_first)
+            if busy[self.strategy.data_rank]:
                 num_came = index + 1
             is_first, self.has_gradients = False, self.is_automatic
         return num_came
+
+    def _run_beside(self, busy: Sequence[bool], micro_batch: MicroBatch | None, *, is_first: bool) -> None:
+        """Run a micro-batch of the busy ranks, or stand by if this is none of them."""
+        if micro_batch is None or not busy[self.strategy.data_rank]:
+            self._stand_by(busy, is_first=is_first)
+            return
+        with self._beside_idle(busy):
+            self.run_micro_batch(micro_batch, is_first=is_first)
 
     def _who_has_samples(self, *, has_some: bool) -> list[bool]:
         """Return which data ranks have a micro-batch now. Collective."""
@@ -112,16 +136,23 @@ class SharedStep(Step):
             return nullcontext()
         return self.strategy.beside_idle("training_step", busy, (self.batch, self.progress.batch_idx))
 
-    def update(self, window: Window, *, goes_on: bool) -> None:
-        if not window.is_even:  # ranks with fewer micro-batches have called fewer hooks
+    def update(self, window: Window, *, goes_on: bool) -> bool:
+        if not (self.passes_closure or window.is_even):  # ranks with fewer micro-batches have called fewer hooks
             self.session.streams.restart(self.state.global_step, 0)
-        super().update(window, goes_on=goes_on)
+        return super().update(window, goes_on=goes_on)
+
+    def complete(self, window: Window) -> None:
+        if self.passes_closure and not window.is_even:  # likewise, inside the closure
+            self.session.streams.restart(self.state.global_step, 0)
+        super().complete(window)
 
     def finish(self, window: Window, *, goes_on: bool) -> int:
         if goes_on:  # count as all ranks do, before the hooks of the last micro-batch
             self.state.batches_in_epoch += window.length - len(window)
             self.state.samples_seen += window.total_size - window.size
         else:
+            if self._has_come:
+                self.end(window[-1])
             self.state.batches_in_epoch += self._from_others[0]
             self.state.samples_seen += self._from_others[1]
             self._from_others = 0, 0
@@ -235,24 +266,23 @@ class SharedStep(Step):
                 loss = loss_of(output)
                 self.strategy.backward((torch.zeros(()) if loss is None else mean_of(loss)) * 0)
 
-    def run_again(self, window: Window, weights: Weights) -> None:
+    def run_again(self, window: Window) -> None:
         if window.is_even or not self._is_collective:
-            super().run_again(window, weights)
+            super().run_again(window)
             if not window:
                 self.set_grad_sync(True)
-                self._stand_by((), is_first=False)
-            return
-        missing = window.length - len(window)
-        for position in range(window.length):
-            index = position - missing
-            busy = self._who_has_samples(has_some=index >= 0)
-            self.set_grad_sync(position == window.length - 1)
-            if index < 0:
-                self._stand_by(busy, is_first=False)
-                continue
-            self.begin_again(window[index])
-            with self._beside_idle(busy):
-                self.add_again(window[index], weights, is_first=index == 0)
+                self._stand_by((), is_first=True)
+        else:
+            missing = window.length - len(window)
+            for position in range(window.length):
+                index = position - missing
+                busy = self._who_has_samples(has_some=index >= 0)
+                self.set_grad_sync(position == window.length - 1)
+                if index >= 0:
+                    self.begin_again(window[index], index)
+                with self.logging_again(index):
+                    self._run_beside(busy, window[index] if index >= 0 else None, is_first=position == 0)
+        self.has_gradients = True
 
     def _batch_to_spare(self) -> Any:
         return self._spare_batch if self.transfer is None else self.transfer(self._spare_batch, 0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from ..module.loss import loss_of, mean_of, outputs_for_hooks
 from ..module.optimizers import ManagedOptimizer, step_of, zero_grad_of
 from ..module.train_module import TrainModule
 from ..session.session import Session
+from .closure import update_in_closure
 from .loss_weights import Weights
 from .manual_calls import ManualCalls
 from .schedule import step_schedulers
@@ -33,17 +34,18 @@ class Step(ABC):
     """One optimizer step of a fit. Everything it uses is bound here, once, as directly as strategy and hooks allow.
 
     The order is Lightning's: for each micro-batch, batch start, forward, zero_grad (before the first backward),
-    backward and batch end; before the last batch end, clipping, update and schedulers. A subclass defines how gradients
-    are computed: on one rank alone, on ranks that share the step, or in a pipeline.
+    backward and batch end; before the last batch end, clipping, update and schedulers. If something asks for the
+    closure, the update begins before the last forward, which runs inside it. A subclass defines how gradients are
+    computed: on one rank alone, on ranks that share the step, or in a pipeline.
     """
 
     # slots lie next to each other in memory: a small model's step takes as long as a few dozen cache misses
     __slots__ = (
-        "_clips", "_has_stepped", "_is_updating", "_managed_optimizers", "_may_leave",
-        "_needs_closure", "_on_batch_end", "_on_batch_start", "_overrides_optimizer_step", "_plain_backward",
-        "_update_fns", "_updates_directly", "backward", "batch", "forward", "has_gradients", "hooks", "is_automatic",
-        "metrics", "module", "optimizers", "output", "passes_closure", "progress", "schedulers", "session",
-        "set_grad_sync", "state", "strategy", "transfer", "weights", "writer", "zero_grads",
+        "_clips", "_has_stepped", "_may_leave", "_needs_closure", "_on_batch_end", "_on_batch_start",
+        "_plain_backward", "_update_fns", "_updates_directly", "backward", "batch", "first_batch_idx", "forward",
+        "has_gradients", "hooks", "is_automatic", "is_updating", "left", "managed_optimizers", "metrics", "module",
+        "optimizers", "output", "passes_closure", "progress", "schedulers", "session", "set_grad_sync", "state",
+        "strategy", "transfer", "weights", "writer", "zero_grads",
     )  # fmt: skip
 
     def __init__(self, session: Session) -> None:
@@ -64,7 +66,11 @@ class Step(ABC):
         """The weights of this window's losses; None if its one micro-batch is the whole step."""
         self.has_gradients = False
         """Whether this window has computed gradients."""
-        self._is_updating = False
+        self.left: Callable[[], bool | None] | None = None
+        """What of this window the closure of its update is to run; it returns False if a hook ended the epoch."""
+        self.first_batch_idx = 0
+        """The index of this window's first micro-batch."""
+        self.is_updating = False
         """Whether the trainer makes an optimizer step, through the module's ``optimizer_step``."""
         self._has_stepped = False
         """In manual optimization: whether an optimizer has stepped since the loss scale was adapted."""
@@ -112,19 +118,19 @@ class Step(ABC):
             for optimizer in self.optimizers
         ]
         self._needs_closure = [needs_closure(optimizer) for optimizer in self.optimizers]
-        self._overrides_optimizer_step = overrides(module, "optimizer_step", TrainModule)
-        self.passes_closure = self._overrides_optimizer_step or any(self._needs_closure)
-        """Whether an optimizer may ask for the loss again."""
+        asks = overrides(module, "optimizer_step", TrainModule) or any(self._needs_closure)
+        self.passes_closure = self.is_automatic and asks
+        """Whether the module or an optimizer calls for the loss, perhaps again."""
         overrides_clipping = overrides(module, "configure_gradient_clipping", TrainModule)
         self._clips = self.session.settings.gradient_clip_val is not None or overrides_clipping
         hooked = self.hooks.on_before_optimizer_step
         self._updates_directly = not (scales or self._clips or self.passes_closure or hooked)
         calls = ManualCalls(self.session)
-        self._managed_optimizers = [
+        self.managed_optimizers: Sequence[ManagedOptimizer] = [
             ManagedOptimizer(optimizer, calls.step(optimizer, partial(self._managed_step, index)))
             for index, optimizer in enumerate(self.optimizers)
         ]
-        module.attach_optimizers(self._managed_optimizers, calls.backward(self.manual_backward))
+        module.attach_optimizers(self.managed_optimizers, calls.backward(self.manual_backward))
 
     # --- the step, in the order in which it runs ---------------------------------------------------------------------
 
@@ -148,6 +154,12 @@ class Step(ABC):
         if self.writer.is_copying and not self.is_automatic:
             self.writer.wait_for_copy()  # the step itself changes state that a checkpoint is copying
         return not (answer == -1 and self._may_leave)
+
+    def run_micro_batch(self, micro_batch: MicroBatch, *, is_first: bool) -> None:
+        """Call ``training_step`` and, in automatic optimization, accumulate the gradients of its loss."""
+        self.output = self.forward(self.batch, self.progress.batch_idx)
+        if self.is_automatic:
+            self.add_gradients(micro_batch, is_first=is_first)
 
     def add_gradients(self, micro_batch: MicroBatch, *, is_first: bool) -> None:
         """Accumulate the gradients of the loss that ``training_step`` returned for a micro-batch."""
@@ -179,21 +191,18 @@ class Step(ABC):
             for hook in self._on_batch_end:
                 hook(outputs, self.batch, self.progress.batch_idx)
 
-    def update(self, window: Window, *, goes_on: bool) -> None:
-        """Update the parameters with the gradients of a window, and count the step."""
+    def update(self, window: Window, *, goes_on: bool) -> bool:
+        """Update the parameters with a window's gradients, and count the step; return whether the epoch goes on."""
         state = self.state
         if not self.is_automatic:
             if goes_on:
                 self._end_manual_update()
                 state.global_step += 1
-            return
-        if not self.has_gradients:
-            return
-        closure = None
-        if self.weights is not None:
-            self.correct_gradients(self.weights)
-            if self.passes_closure:
-                closure = self._closure(window, self.weights)
+            return goes_on
+        if not (goes_on or self.has_gradients or self.left is not None):
+            return False
+        if not self.passes_closure:
+            self.complete(window)
         if self.writer.is_copying:
             self.writer.wait_for_copy()  # a checkpoint is copying state that changes now
         has_updated = True
@@ -201,8 +210,12 @@ class Step(ABC):
             for index, update in enumerate(self._update_fns):
                 update()
                 state.optimizer_steps[index] += 1
+        elif self.passes_closure:
+            has_updated, still_goes_on = update_in_closure(self, window)
+            goes_on = goes_on and still_goes_on
         else:
-            has_updated = self._update_each(closure)
+            has_updated = self._update_each()
+        self.progress.steps_without_loss += not self.has_gradients
         state.global_step += 1
         if not has_updated:
             state.skipped_steps += 1
@@ -210,6 +223,7 @@ class Step(ABC):
             step_schedulers(self.session, "step", state.global_step)
         if state.global_step >= self.progress.next_log and has_updated and not self.session.not_finite.found:
             self._look_at_loss()
+        return goes_on
 
     def finish(self, window: Window, *, goes_on: bool) -> int:
         """End the window's last micro-batch; return how many it had, 0 if a hook asked to end the epoch."""
@@ -259,6 +273,11 @@ class Step(ABC):
         if correction is not None:
             self.strategy.scale_gradients(correction)
 
+    def complete(self, window: Window) -> None:
+        """Complete the gradients of a window once its micro-batches have run. Collective with several ranks."""
+        if self.weights is not None:
+            self.correct_gradients(self.weights)
+
     def _look_at_loss(self) -> None:
         """Warn once, at a logged step, that training continues with a loss that is not finite."""
         loss = self.output if type(self.output) is Tensor else loss_of(self.output)
@@ -266,42 +285,42 @@ class Step(ABC):
             return
         self.session.not_finite.note("The loss", value, self.state.global_step)
 
-    def _update_each(self, closure: Callable[[], Any] | None) -> bool:
+    def _update_each(self) -> bool:
         """Unscale, clip and step each optimizer; return False if one was skipped because its gradients overflowed."""
-        settings = self.session.settings
-        for index, optimizer in enumerate(self.optimizers):
-            self.strategy.unscale(optimizer)
+        for index, update in enumerate(self._update_fns):
+            self._before_update(self.optimizers[index])
+            update()
+            self.state.optimizer_steps[index] += 1
+        return self.strategy.end_step()
+
+    def _before_update(self, optimizer: Optimizer) -> None:
+        """Unscale and clip the gradients of an optimizer, and call the hooks."""
+        self.strategy.unscale(optimizer)
+        with self.session.streams.common():
             for hook in self.hooks.on_before_optimizer_step:
                 hook(optimizer)
-            if self._clips:
-                limit, algorithm = settings.gradient_clip_val, settings.gradient_clip_algorithm
-                self.module.configure_gradient_clipping(optimizer, limit, algorithm)
-            if self._overrides_optimizer_step:
-                managed: Any = self._managed_optimizers[index]
-                self._is_updating = True
-                self.module.optimizer_step(self.state.epoch, self.progress.batch_idx, managed, closure)
-                self._is_updating = False
-            else:
-                self._update_fns[index](closure if self._needs_closure[index] else None)
-                self.state.optimizer_steps[index] += 1
-        return self.strategy.end_step()
+        if self._clips and self.is_automatic:
+            settings = self.session.settings
+            limit, algorithm = settings.gradient_clip_val, settings.gradient_clip_algorithm
+            self.module.configure_gradient_clipping(optimizer, limit, algorithm)
 
     def _managed_step(self, index: int, closure: Callable[[], Any] | None) -> None:
         """Carry out ``step`` of an optimizer that the user's module holds."""
-        if self.is_automatic and not self._is_updating:
+        optimizer = self.optimizers[index]
+        if self.is_automatic and not self.is_updating:
             warnings.warn(
-                f"{type(self.optimizers[index]).__name__}.step() was called with automatic_optimization=True, where "
+                f"{type(optimizer).__name__}.step() was called with automatic_optimization=True, where "
                 "the trainer steps it, too; drop the call, or set self.automatic_optimization = False in __init__.",
                 stacklevel=3,
             )
-        if closure is not None and not self._needs_closure[index]:
-            closure()
-            closure = None
-        if not self.is_automatic:
-            self.strategy.unscale(self.optimizers[index])
-            with self.session.streams.common():
-                for hook in self.hooks.on_before_optimizer_step:
-                    hook(self.optimizers[index])
+        if closure is not None and self._needs_closure[index]:
+            closure = partial(self._evaluate, optimizer, closure)
+        else:
+            if closure is not None:
+                closure()
+                closure = None
+            if not self.is_automatic or self.is_updating:
+                self._before_update(optimizer)
         with self.session.streams.common():
             self._update_fns[index](closure)
         self.state.optimizer_steps[index] += 1
@@ -309,53 +328,39 @@ class Step(ABC):
             self._has_stepped = True
             torch.clear_autocast_cache()  # it holds the half-precision weights from before the update
 
+    def _evaluate(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        """Return the loss to an optimizer that evaluates it itself, with gradients as for any update."""
+        loss = closure()
+        self._before_update(optimizer)
+        return 0.0 if loss is None else loss  # without gradients there is nothing to search for
+
     def _end_manual_update(self) -> None:
         """Adapt the loss scale once all optimizers whose gradients were computed with it have stepped."""
         if self._has_stepped:
             self._has_stepped = False
             self.state.skipped_steps += not self.strategy.end_step()
 
-    # --- an optimizer that evaluates the loss itself -----------------------------------------------------------------
+    # --- a closure that is called again ------------------------------------------------------------------------------
 
-    def _closure(self, window: Window, weights: Weights) -> Callable[[], Tensor]:
-        """Return a function of the loss for an optimizer; its first call returns the loss that is already computed."""
-        computed = [weights.total(counts_units=self.counts_units(weights))]
-
-        def closure() -> Tensor:
-            return computed.pop() if computed else self._compute_again(window)
-
-        return closure
-
-    def _compute_again(self, window: Window) -> Tensor:
-        """Compute the loss and the gradients of a window with the current parameters."""
-        weights = self.make_weights(window)
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-        self.run_again(window, weights)
-        self.correct_gradients(weights)
-        return weights.total(counts_units=self.counts_units(weights))
-
-    def run_again(self, window: Window, weights: Weights) -> None:
-        """Accumulate the gradients of a window with the current parameters."""
+    def run_again(self, window: Window) -> None:
+        """Compute the gradients of a window with the current parameters."""
         last = len(window) - 1
         for index, micro_batch in enumerate(window):
             if last:
                 self.set_grad_sync(index == last)
-            self.begin_again(micro_batch)
-            self.add_again(micro_batch, weights, is_first=index == 0)
+            self.begin_again(micro_batch, index)
+            with self.logging_again(index):
+                self.run_micro_batch(micro_batch, is_first=index == 0)
 
-    def begin_again(self, micro_batch: MicroBatch) -> None:
-        """Make a micro-batch the current one."""
+    def begin_again(self, micro_batch: MicroBatch, index: int) -> None:
+        """Make a micro-batch of the window the current one."""
         self.batch = micro_batch.batch if self.transfer is None else self.transfer(micro_batch.batch, 0)
-        self.metrics.batch_size = micro_batch.size
+        self.progress.micro_batch, self.metrics.batch_size = micro_batch, micro_batch.size
+        self.progress.batch_idx = self.first_batch_idx + index
 
-    def add_again(self, micro_batch: MicroBatch, weights: Weights, *, is_first: bool) -> None:
-        """Accumulate the gradients of the current micro-batch; with `is_first`, what it logs replaces older values."""
-        with self.metrics.evaluating_again() if is_first else nullcontext():
-            self.output = self.forward(self.batch, self.progress.batch_idx)
-        loss = loss_of(self.output)
-        if loss is not None:
-            self.strategy.backward(weights.weigh(loss, micro_batch.size))
+    def logging_again(self, index: int) -> AbstractContextManager[None]:
+        """Return the context of a micro-batch; what the first one logs replaces older values of the step."""
+        return nullcontext() if index else self.metrics.evaluating_again()
 
 
 class OneRankStep(Step):
@@ -366,7 +371,7 @@ class OneRankStep(Step):
     def forward_backward(self, window: Window) -> bool:
         last = len(window) - 1
         self.weights = self.make_weights(window) if last or self.passes_closure else None
-        self.has_gradients = False
+        self.has_gradients, self.left, self.first_batch_idx = False, None, self.state.batches_in_epoch
         self.metrics.position = self.state.global_step + 1
         for index, micro_batch in enumerate(window):
             if index:
@@ -375,9 +380,10 @@ class OneRankStep(Step):
                 return False
             if last:
                 self.set_grad_sync(index == last)
-            self.output = self.forward(self.batch, self.progress.batch_idx)
-            if self.is_automatic:
-                self.add_gradients(micro_batch, is_first=index == 0)
+            if index == last and self.passes_closure:
+                self.left = partial(self.run_micro_batch, micro_batch, is_first=index == 0)
+            else:
+                self.run_micro_batch(micro_batch, is_first=index == 0)
         return True
 
 

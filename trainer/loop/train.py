@@ -26,6 +26,8 @@ from .schedule import (
     plan_epoch,
     reload_if_due,
     step_schedulers,
+    step_schedulers_of_epochs,
+    steps_by_epoch,
 )
 from .shared_step import SharedStep
 from .step import OneRankStep, Step
@@ -43,8 +45,9 @@ def make_step(session: Session) -> Step:
 def train(session: Session, step: Step) -> None:
     """Train until the epochs, steps or time are up, or a hook or a signal ends training.
 
-    At every step boundary, in this order: update, step metrics, validation if due; at the end of an epoch its metrics,
-    hooks and schedulers; then, when all this is done, `on_train_step_end`, where checkpoints are saved.
+    At every step boundary, in this order: update and schedulers, step metrics, validation if due; at the end of an
+    epoch its hooks, metrics and the schedulers that need them; then, when all this is done, `on_train_step_end`, where
+    checkpoints are saved.
     """
     state, progress, hooks, writer = session.state, session.progress, session.hooks, session.writer
     interruption, is_alone, replicas = session.interruption, not session.meetings.is_needed, session.replicas
@@ -58,15 +61,18 @@ def train(session: Session, step: Step) -> None:
         if progress.left_in_eval:
             warn_of_eval_mode(session)
         is_partial, goes_on = False, True
+        has_decays = steps_by_epoch(session)
         has_plateaus = any(config.reduce_on_plateau for config in session.schedulers)
         is_profiled, may_run_out = session.profiler.is_active, interruption.has_limit
         for window in _windows(session):
             try:
                 goes_on = step.forward_backward(window)
+                goes_on = step.update(window, goes_on=goes_on)
             except ValueError as error:
                 raise_if_single_sample(session, error)
                 raise
-            step.update(window, goes_on=goes_on)
+            if has_decays and (not goes_on or step.first_batch_idx + window.length >= progress.num_batches):
+                step_schedulers_of_epochs(session)
             progress.is_in_step = False
             num_micro_batches = step.finish(window, goes_on=goes_on)
             if streams.is_open:
@@ -179,6 +185,8 @@ def _end_epoch(session: Session, *, is_partial: bool, validates: bool) -> None:
         _warn_if_untrained(session)
         _warn_if_unlogged(session)
     state, metrics = session.state, session.metrics
+    if not is_partial:
+        step_schedulers_of_epochs(session)  # of data whose end only reading tells
     if validates and not is_partial and is_validation_due_at_epoch_end(session):
         validate(session)
     values = metrics.end_batches()
@@ -189,7 +197,6 @@ def _end_epoch(session: Session, *, is_partial: bool, validates: bool) -> None:
         session.log({line.reported: value for line, value in values})
     if is_partial:
         return
-    step_schedulers(session, "epoch", state.epoch + 1)
     step_schedulers(session, "epoch", state.epoch + 1, with_metric=True)
     state.is_epoch_done = True
     metrics.clear_stage()
@@ -228,7 +235,7 @@ def _warn_if_untrained(session: Session) -> None:
             "self.optimizers().step() in training_step, or leave automatic_optimization out.",
             stacklevel=2,
         )
-    if state.global_step == 0 and state.batches_in_epoch > 0 and session.optimizers:
+    if state.global_step == session.progress.steps_without_loss and state.batches_in_epoch > 0 and session.optimizers:
         warnings.warn(
             f"training_step returned None for all {state.batches_in_epoch} batches of epoch {state.epoch}, and nothing "
             "was trained; return the loss (is `return` missing?).",

@@ -56,8 +56,9 @@ class Optimization:
     ) -> None:
         """Update the parameters of one optimizer; override it, for a warm-up say, and call ``optimizer.step(closure)``.
 
-        The gradients are complete and clipped; the closure returns the loss (and recomputes it for an optimizer that
-        calls it repeatedly, such as LBFGS).
+        If it is overridden, it is called around ``training_step`` of the step's last micro-batch: the closure runs that
+        and the backward, and returns the loss, or None if the step did. ``optimizer.step`` calls the closure, then the
+        hooks, clips, and updates. To leave the update out, call ``optimizer_closure()`` alone, on all ranks.
         """
         optimizer.step(optimizer_closure)
 

@@ -24,6 +24,8 @@ class Progress:
     """The current or last training micro-batch."""
     is_in_step: bool = False
     """Whether a training micro-batch has begun whose gradients have not updated the parameters yet."""
+    steps_without_loss: int = 0
+    """The steps of this fit in which training_step returned None for each micro-batch."""
     first_version: int = 0
     """The version of the parameters when training began: a number that grows with each change of one."""
     left_in_eval: list[str] = field(default_factory=list)

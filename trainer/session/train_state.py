@@ -28,8 +28,9 @@ _SCHEMA: Final = {
     "global_batch_size": (COUNT, None),
     "loaded_in": {TEXT: COUNT},
     "steps_per_epoch": (COUNT, None),
+    "scheduled_epochs": COUNT,
 }
-_OPTIONAL: Final = frozenset(["loaded_in", "steps_per_epoch"])
+_OPTIONAL: Final = frozenset(["loaded_in", "steps_per_epoch", "scheduled_epochs"])
 
 
 @dataclass(slots=True)
@@ -64,6 +65,8 @@ class TrainState:
     """The epoch in which loaders were last requested, for training (``train``) and validation (``validate``)."""
     steps_per_epoch: int | None = None
     """Optimizer steps per epoch with the first training loaders; None if only reading tells."""
+    scheduled_epochs: int = 0
+    """The epochs at whose end learning rate schedulers have stepped."""
     is_epoch_over: bool = False
     """Whether the epoch has ended for this run, its checkpoint included; not saved, since a resumed run may go on."""
 
@@ -113,7 +116,7 @@ class TrainState:
                 "it is of another version of echelon: load the weights only (echelon.load_weights)."
             )
         check(state_dict, {name: _SCHEMA[name] for name in state_dict}, "The saved training state")
-        for name, value in state_dict.items():
+        for name, value in {"scheduled_epochs": 0, **state_dict}.items():
             setattr(self, name, value)
         self.is_epoch_over = self.is_epoch_done
 

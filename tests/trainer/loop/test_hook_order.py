@@ -1,10 +1,8 @@
 """Every hook runs in Lightning's order (measured on 2.6.6), except for the departures that are listed here.
 
 Departures: the loaders are made before the optimizers, whose schedules may ask how long the run is; the sanity check
-has hooks of the module too; the gradients are dropped once a window, not once a micro-batch; ``optimizer_step`` gets a
-closure that has been computed, so it comes after the gradients are clipped; schedulers of the interval ``epoch`` are
-stepped after the epoch's validation and end hooks; ``on_train_step_end`` and ``on_train_last_step`` are ours, and where
-ModelCheckpoint saves; callbacks come before the module in ``on_load_checkpoint`` as everywhere.
+has hooks of the module too; ``on_train_step_end`` and ``on_train_last_step`` are ours, and where ModelCheckpoint
+saves; callbacks come before the module in ``on_load_checkpoint`` as everywhere.
 """
 
 import inspect
@@ -122,18 +120,20 @@ def evaluation(stage, step, batches):
     ]
 
 
-def micro_batch(is_first, is_last):
+def micro_batch(is_first, is_last, ends_epoch=False):
     zero = [*both("on_before_zero_grad"), "module.optimizer_zero_grad"]
-    update = [*both("on_before_optimizer_step"), "module.configure_gradient_clipping", "module.optimizer_step"]
+    update = [*both("on_before_optimizer_step"), "module.configure_gradient_clipping"]
     return [
         *TRANSFER,
         *both("on_train_batch_start"),
+        *(["module.optimizer_step"] if is_last else []),
         "module.training_step",
         *(zero if is_first else []),
         *both("on_before_backward"),
         "module.backward",
         *both("on_after_backward"),
         *(update if is_last else []),
+        *(["module.lr_scheduler_step"] if ends_epoch else []),
         *both("on_train_batch_end"),
     ]
 
@@ -145,11 +145,10 @@ FIRST_STEP = [
     *both("on_train_step_end"),
 ]
 REST_OF_EPOCH = [
-    *micro_batch(is_first=True, is_last=True),
+    *micro_batch(is_first=True, is_last=True, ends_epoch=True),
     "module.on_validation_model_zero_grad",
     *evaluation("validation", "validation_step", 2),
     *both("on_train_epoch_end"),
-    "module.lr_scheduler_step",
     "callback.on_train_step_end",
     "callback.state_dict",
     *both("on_save_checkpoint"),

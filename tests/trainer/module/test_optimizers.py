@@ -320,6 +320,8 @@ def test_optimizer_step_may_leave_an_update_out():
         def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
             if batch_idx % 2:
                 optimizer.step(closure=optimizer_closure)
+            else:
+                optimizer_closure()  # the loss and the gradients alone
 
     trainer = quiet(max_epochs=1)
     trainer.fit(EverySecond(), loader())
