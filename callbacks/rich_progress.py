@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from time import monotonic
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ from ..strategies.errors import MissingDependencyError
 from .helpers.bars import Bar, LineBar, Postfix, Stays
 from .helpers.console import Console
 from .progress_display import Kind, ProgressDisplay
+from .run import Run
 
 _NARROWEST_BAR: Final = 4
 
@@ -79,12 +81,22 @@ class RichProgressBar(ProgressDisplay):
         self.theme = theme or RichProgressBarTheme()
         self._console_kwargs = dict(console_kwargs or {})
         self._screen: RichScreen | None = None
+        self._run: Run | None = None
+
+    def configure_columns(self, trainer: Run) -> list[Any]:
+        """Return the columns, of ``rich.progress``; override it to change them. It is called when the bars open."""
+        return list(columns_of(asdict(self.theme)).values())
+
+    def _open(self, trainer: Run, kind: Kind) -> Bar | None:
+        self._run = trainer
+        return super()._open(trainer, kind)
 
     def _make_bar(self, console: Console, kind: Kind) -> Bar:
         if console == "plain_notebook":
             return LineBar(self._seconds_between_lines)
         if self._screen is None:
-            self._screen = RichScreen(asdict(self.theme), self._console_kwargs)
+            assert self._run is not None
+            self._screen = RichScreen(partial(self.configure_columns, self._run), self._console_kwargs)
         return RichBar(self._screen, self._stays(console))
 
     def _text(self, metrics: Mapping[str, float | str]) -> str:
@@ -97,22 +109,59 @@ class RichProgressBar(ProgressDisplay):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the screen: it belongs to this process."""
-        return {**super().__getstate__(), "_screen": None}
+        return {**super().__getstate__(), "_screen": None, "_run": None}
+
+
+def columns_of(styles: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of a bar by name.
+
+    Args:
+        styles: by the name of the column: ``description``, ``progress_bar``, ``progress_bar_finished``,
+            ``progress_bar_pulse``, ``batch_progress``, ``time``, ``processing_speed`` and ``metrics``.
+    """
+    progress: Any = importlib.import_module("rich.progress")
+    table: Any = importlib.import_module("rich.table")
+    text: Any = importlib.import_module("rich.text")
+
+    def column(field: str, style: str, hidden_as: str | None = None) -> Any:
+        made = progress.TextColumn(field, style=styles[style], markup=False, table_column=table.Column(no_wrap=True))
+        made.hidden_as = hidden_as
+        return made
+
+    def render_metrics(_: Any, task: Any) -> Any:
+        return text.Text(task.fields["metrics"], style=styles["metrics"], no_wrap=True, overflow="ellipsis")
+
+    bar = progress.BarColumn(
+        bar_width=None,
+        complete_style=styles["progress_bar"],
+        finished_style=styles["progress_bar_finished"],
+        pulse_style=styles["progress_bar_pulse"],
+        table_column=table.Column(ratio=1, min_width=_NARROWEST_BAR),
+    )
+    metrics = type("MetricsColumn", (progress.ProgressColumn,), {"render": render_metrics})
+    return {
+        "description": column("{task.description}", "description"),
+        "bar": bar,
+        "count": column("{task.fields[count]}", "batch_progress"),
+        "time": column("{task.fields[time]}", "time", "time"),
+        "rate": column("{task.fields[rate]}", "processing_speed", "rate"),
+        # the only column that may shrink; its text is cut off, not wrapped
+        "metrics": metrics(table_column=table.Column(no_wrap=False)),
+    }
 
 
 class RichScreen:
     """The live display of up to two bars; it exists while at least one is open.
 
     Args:
-        columns: styles by the name of the column: ``description``, ``progress_bar``, ``progress_bar_finished``,
-            ``progress_bar_pulse``, ``batch_progress``, ``time``, ``processing_speed`` and ``metrics``.
+        columns: returns the columns; those that may be hidden are marked by `columns_of`.
         console_kwargs: arguments of ``rich.console.Console``.
     """
 
-    def __init__(self, columns: Mapping[str, Any], console_kwargs: Mapping[str, Any]) -> None:
-        self._columns, self._console_kwargs = columns, console_kwargs
+    def __init__(self, columns: Callable[[], Sequence[Any]], console_kwargs: Mapping[str, Any]) -> None:
+        self._make_columns, self._console_kwargs = columns, console_kwargs
         self._progress: Any = None
-        self._by_name: dict[str, Any] = {}
+        self._columns: Sequence[Any] = ()
 
     def add(self) -> Any:
         """Return the task of a new bar, below the open ones."""
@@ -139,7 +188,7 @@ class RichScreen:
             if sum(widths.values()) > room:
                 hidden.add(name)
                 del widths[name]
-        return [column for name, column in self._by_name.items() if name not in hidden]
+        return [column for column in self._columns if getattr(column, "hidden_as", None) not in hidden]
 
     def remove(self, task: Any, *, keep: bool) -> None:
         """Remove a bar; the last one stays on the screen as lines if `keep`."""
@@ -164,39 +213,11 @@ class RichScreen:
 
     def _open(self) -> Any:
         progress: Any = importlib.import_module("rich.progress")
-        table: Any = importlib.import_module("rich.table")
-        text: Any = importlib.import_module("rich.text")
         console: Any = importlib.import_module("rich.console").Console(**{"file": sys.stdout, **self._console_kwargs})
         console.on_broken_pipe = _raise_again  # rich would end the program
-        styles = self._columns
-
-        def column(field: str, style: str) -> Any:
-            place = table.Column(no_wrap=True)
-            return progress.TextColumn(field, style=styles[style], markup=False, table_column=place)
-
-        def render_metrics(_: Any, task: Any) -> Any:
-            return text.Text(task.fields["metrics"], style=styles["metrics"], no_wrap=True, overflow="ellipsis")
-
-        bar = progress.BarColumn(
-            bar_width=None,
-            complete_style=styles["progress_bar"],
-            finished_style=styles["progress_bar_finished"],
-            pulse_style=styles["progress_bar_pulse"],
-            table_column=table.Column(ratio=1, min_width=_NARROWEST_BAR),
-        )
-
-        metrics = type("MetricsColumn", (progress.ProgressColumn,), {"render": render_metrics})
-        columns = self._by_name = {
-            "description": column("{task.description}", "description"),
-            "bar": bar,
-            "count": column("{task.fields[count]}", "batch_progress"),
-            "time": column("{task.fields[time]}", "time"),
-            "rate": column("{task.fields[rate]}", "processing_speed"),
-            # the only column that may shrink; its text is cut off, not wrapped
-            "metrics": metrics(table_column=table.Column(no_wrap=False)),
-        }
+        self._columns = self._make_columns()
         # drawn only when the loop asks for it: no thread reads what training writes
-        return progress.Progress(*columns.values(), console=console, auto_refresh=False, expand=True)
+        return progress.Progress(*self._columns, console=console, auto_refresh=False, expand=True)
 
 
 class RichBar:

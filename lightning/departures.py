@@ -211,6 +211,8 @@ UNSEEN: Final = frozenset(
         "A run of MLFlowLogger or WandbLogger that resumes",
         "Several optimizers in automatic mode",
         "frequency of a scheduler of steps",
+        "Schedulers of epochs, with data of unknown length",
+        "A closure called again, with accumulate_grad_batches=2",
         "Hooks of evaluation batches without dataloader_idx, several loaders",
         "validation_step(batch, batch_idx, dataloader_idx), one loader",
         "The step axis of loggers",

@@ -25,6 +25,7 @@ _SHELVES: Final = (
     "lightning.parts",
     "lightning.checkpoint_files",
     "lightning.extras.plugins",
+    "lightning.demos",
 )
 """Modules of ours whose public names are also Lightning's."""
 
@@ -34,7 +35,9 @@ _ELSEWHERE: Final[Mapping[str, str]] = {
     "Trainer": "lightning.trainer:LightningTrainer",
     "seed_everything": "trainer.data.seed:seed_everything",
     "CombinedLoader": "trainer.data.combined_loader:CombinedLoader",
-    "rank_zero_only": "strategies.distributed.rank_zero:rank_zero_only",
+    "rank_zero_only": "lightning.parts:rank_zero_only",
+    "PyTorchProfiler": "lightning.profiler:TorchProfiler",
+    "TQDMProgressBar": "lightning.tqdm_bar:KeptProgressBar",
     "Checkpoint": "callbacks:ModelCheckpoint",
     "LRSchedulerConfig": "trainer.module.optimizers:LRSchedulerConfig",
     "LightningOptimizer": "trainer.module.optimizers:ManagedOptimizer",
@@ -59,13 +62,16 @@ _ELSEWHERE: Final[Mapping[str, str]] = {
     "ModelPruning": "lightning.extras.model_pruning:ModelPruning",
     "_LRFinder": "callbacks:LearningRateCurve",
     "_AcceleratorConnector": "lightning.parts:AcceleratorChoice",
+    "ModelHooks": "trainer.module.hooks:ModuleHooks",
+    "CheckpointHooks": "trainer.module.hooks:ModuleHooks",
+    "DataHooks": "trainer.module.data_module:DataHooks",
     "pl_load": "lightning.checkpoint_files:load_checkpoint",
 }
 """Names that are elsewhere, or have a different name there."""
 
 _IN_ONE_MODULE: Final[Mapping[tuple[str, str], str]] = {
-    ("utilities.model_summary", "ModelSummary"): "callbacks:Summary",
-    ("utilities.model_summary.model_summary", "ModelSummary"): "callbacks:Summary",
+    ("utilities.model_summary", "ModelSummary"): "lightning.parts:SummaryOf",
+    ("utilities.model_summary.model_summary", "ModelSummary"): "lightning.parts:SummaryOf",
     **{
         ("cli", name): f"lightning.command_line.types:{name}"
         for name in ("LRSchedulerType", "LRSchedulerTypeTuple", "LRSchedulerTypeUnion", "ReduceLROnPlateau")
@@ -92,6 +98,7 @@ ANNOTATIONS: Final[Mapping[str, Any]] = {
             *("STEP_OUTPUT", "TRAIN_DATALOADERS", "EVAL_DATALOADERS", "OptimizerLRScheduler", "LRSchedulerType"),
             *("LRSchedulerTypeUnion", "LRSchedulerPLType", "OptimizerConfig", "OptimizerLRSchedulerConfig", "ArgsType"),
             *("LRSchedulerConfigType", "_EVALUATE_OUTPUT", "_PREDICT_OUTPUT", "_PATH", "_MAP_LOCATION_TYPE", "_DEVICE"),
+            *("LRSchedulerCallable", "OptimizerCallable"),
         ),
         Any,
     ),
@@ -100,7 +107,6 @@ ANNOTATIONS: Final[Mapping[str, Any]] = {
 """Names that are used only in annotations."""
 
 WITHOUT_COUNTERPART: Final[Mapping[str, str]] = {
-    "RichModelSummary": "ModelSummary",
     "CometLogger": "a logger of your own: docs/logging.md says what one needs",
     "NeptuneLogger": "a logger of your own: docs/logging.md says what one needs",
     "LitLogger": "a logger of your own: docs/logging.md says what one needs",

@@ -8,16 +8,18 @@ import warnings
 from abc import ABC
 from collections.abc import Callable, Sequence
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
 import torch
 
-from ..callbacks import Callback, ProgressDisplay
+from ..callbacks import Callback, ModelSummary, ProgressDisplay, Summary, summarize
 from ..callbacks.dispatch import overrides
 from ..callbacks.run import Run
-from ..strategies.distributed.rank_zero import rank_zero_only
+from ..strategies.distributed.rank_zero import current_rank
+from ..strategies.distributed.rank_zero import rank_zero_only as own_rank_zero_only
 from ..trainer.loggers.dummy import DummyExperiment
 from ..trainer.module.data_module import DataModule
 from ..trainer.module.train_module import TrainModule
@@ -34,6 +36,7 @@ __all__ = [
     "MPSAccelerator",
     "ProgressBar",
     "Registry",
+    "RichModelSummary",
     "RunningStage",
     "StrategyRegistry",
     "TorchCheckpointIO",
@@ -49,6 +52,7 @@ __all__ = [
     "rank_zero_deprecation",
     "rank_zero_experiment",
     "rank_zero_info",
+    "rank_zero_only",
     "rank_zero_warn",
 ]
 
@@ -165,6 +169,20 @@ class ProgressBar(Callback, ABC):
 ProgressBar.register(ProgressDisplay)  # type: ignore[type-abstract]
 
 
+class RichModelSummary(ModelSummary):
+    """`ModelSummary` under this name; its table is drawn without rich."""
+
+    def __init__(self, max_depth: int = 1, **options: Any) -> None:
+        super().__init__(max_depth)
+
+
+class SummaryOf(Summary):
+    """The summary of a module, made from the module itself."""
+
+    def __init__(self, model: torch.nn.Module, max_depth: int = 1) -> None:
+        super().__init__(**vars(summarize(model, max_depth)))
+
+
 class CheckpointIO:
     """Base of checkpoint plugins, which a trainer ignores: Echelon reads and writes its checkpoints itself."""
 
@@ -189,7 +207,23 @@ class AsyncCheckpointIO(CheckpointIO):
 
 
 class Accelerator:
-    """Base of accelerators, which a trainer accepts only by name: ``cpu``, ``cuda`` and ``mps``."""
+    """Base of accelerators, of which a trainer takes those below; ``str`` returns the name."""
+
+    device_type: str = ""
+
+    @classmethod
+    def name(cls) -> str:
+        """Return the name that a trainer takes."""
+        return cls.device_type
+
+    def __str__(self) -> str:
+        return self.device_type
+
+    def __eq__(self, other: object) -> bool:
+        return other == self.device_type if isinstance(other, str) else type(other) is type(self)
+
+    def __hash__(self) -> int:
+        return hash(self.device_type)
 
     @staticmethod
     def is_available() -> bool:
@@ -200,6 +234,8 @@ class Accelerator:
 class CPUAccelerator(Accelerator):
     """The CPU."""
 
+    device_type = "cpu"
+
     @staticmethod
     def is_available() -> bool:
         return True
@@ -207,6 +243,8 @@ class CPUAccelerator(Accelerator):
 
 class CUDAAccelerator(Accelerator):
     """CUDA devices."""
+
+    device_type = "cuda"
 
     @staticmethod
     def is_available() -> bool:
@@ -221,9 +259,15 @@ class CUDAAccelerator(Accelerator):
 class MPSAccelerator(Accelerator):
     """The GPU of a Mac."""
 
+    device_type = "mps"
+
     @staticmethod
     def is_available() -> bool:
         return torch.backends.mps.is_available()
+
+
+ACCELERATORS: Final = {kind.device_type: kind for kind in (CPUAccelerator, CUDAAccelerator, MPSAccelerator)}
+"""The accelerators by the type of their devices."""
 
 
 class Registry(dict[str, Any]):
@@ -258,30 +302,48 @@ class AcceleratorChoice:
 # --- functions ---
 
 
+class RankZeroOnly:
+    """The decorator `rank_zero_only`, with the attribute ``rank`` that libraries read."""
+
+    __wrapped__ = staticmethod(own_rank_zero_only)
+
+    def __call__(self, fn: Callable[..., Any] | None = None, default: Any = None) -> Any:
+        """Decorate a function so that only rank 0 runs it; it returns `default` on the others."""
+        return own_rank_zero_only(fn, default=default) if fn is not None else partial(self, default=default)
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process; before there are processes, the launcher's."""
+        return current_rank()
+
+
+rank_zero_only: Final = RankZeroOnly()
+
+
 def rank_zero_experiment(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a logger's ``experiment``: ranks other than 0 get one that accepts every call and does nothing."""
-    return rank_zero_only(default=DummyExperiment())(function)
+    return own_rank_zero_only(default=DummyExperiment())(function)
 
 
-@rank_zero_only
+@own_rank_zero_only
 def rank_zero_info(*values: Any, **options: Any) -> None:
     """Log on rank 0 at level INFO."""
     _log.info(*values, **options)
 
 
-@rank_zero_only
+@own_rank_zero_only
 def rank_zero_debug(*values: Any, **options: Any) -> None:
     """Log on rank 0 at level DEBUG."""
     _log.debug(*values, **options)
 
 
-@rank_zero_only
+@own_rank_zero_only
 def rank_zero_warn(message: Any, stacklevel: int = 4, category: type[Warning] = UserWarning, **_: Any) -> None:
     """Warn on rank 0."""
     warnings.warn(str(message), category, stacklevel=stacklevel)
 
 
-@rank_zero_only
+@own_rank_zero_only
 def rank_zero_deprecation(message: Any, stacklevel: int = 5, **_: Any) -> None:
     """Warn on rank 0 of a deprecation."""
     warnings.warn(str(message), DeprecationWarning, stacklevel=stacklevel)
@@ -318,7 +380,7 @@ def grad_norm(module: torch.nn.Module, norm_type: float | str, group_separator: 
     if not grads:
         return {}
     order = float(norm_type)
-    prefix = f"grad_{norm_type}_norm"
+    prefix = f"grad_{order}_norm"
     norms = {f"{prefix}{group_separator}{name}": grad.norm(order) for name, grad in grads.items()}
     total = torch.nn.utils.get_total_norm(grads.values(), order)
     return {name: norm.item() for name, norm in {**norms, f"{prefix}_total": total}.items()}

@@ -28,6 +28,7 @@ _BELOW_PYTORCH: Final = (
     *("callbacks.pruning", "callbacks.rich_model_summary", "callbacks.spike", "callbacks.stochastic_weight_avg"),
     *("callbacks.throughput_monitor", "callbacks.timer", "callbacks.weight_averaging", "cli", "core"),
     *("core.datamodule", "core.hooks", "core.mixins", "core.mixins.hparams_mixin", "core.module", "core.optimizer"),
+    *("demos", "demos.boring_classes"),
     *("core.saving", "loggers", "loggers.comet", "loggers.csv_logs", "loggers.logger", "loggers.mlflow"),
     *(
         "loggers.neptune",

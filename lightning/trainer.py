@@ -9,9 +9,21 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..callbacks import ProgressDisplay
+from ..trainer.session.train_state import TrainerState
 from ..trainer.trainer import Trainer
 from .extras.plugins import settings_of
-from .parts import AsyncCheckpointIO, CheckpointIO, ProgressBar, TorchCheckpointIO
+from .fit_loop import FitLoop
+from .parts import (
+    ACCELERATORS,
+    Accelerator,
+    AsyncCheckpointIO,
+    CheckpointIO,
+    ProgressBar,
+    RunningStage,
+    TorchCheckpointIO,
+    TrainerFn,
+    TrainerStatus,
+)
 
 _log = logging.getLogger("echelon.lightning")
 
@@ -40,9 +52,32 @@ class LightningTrainer(Trainer):
         settings.update(settings_of([plugin for plugin in plugins if plugin not in files], settings))
         if any(_is_foreign_bar(callback) for callback in _as_list(settings.get("callbacks"))):
             settings["enable_progress_bar"] = False  # the callback's bar is enough
+        given = settings.get("accelerator")
+        if isinstance(given, Accelerator):
+            settings["accelerator"] = given.name()
         super().__init__(**settings)
         # not used to read or write: libraries only look at it
         self.strategy.checkpoint_io = files[0] if files else TorchCheckpointIO()  # type: ignore[attr-defined]
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """The accelerator of this trainer's devices; ``str`` returns its name."""
+        return ACCELERATORS[self._runner.hardware.device_type]()
+
+    @property
+    def fit_loop(self) -> FitLoop:
+        """The counters and limits of a fit, under Lightning's names."""
+        return FitLoop(self)
+
+    @property
+    def state(self) -> TrainerState:
+        """The current or last method, what is running in it, and how it ended, as Lightning's enums."""
+        state = super().state
+        return TrainerState(
+            TrainerStatus(state.status),  # type: ignore[arg-type]
+            None if state.fn is None else TrainerFn(state.fn),  # type: ignore[arg-type]
+            None if state.stage is None else RunningStage(state.stage),  # type: ignore[arg-type]
+        )
 
     @property
     def progress_bar_callback(self) -> Any:

@@ -126,7 +126,7 @@ def source_of(kind: str, given: Any, datamodule: DataModule | None, module: Trai
         return given
     hook = _LOADER_HOOKS[kind]
     for owner in (datamodule, module):
-        is_own = owner is not None and (overrides(owner, hook, DataHooks) or hook in vars(owner))
+        is_own = owner is not None and (overrides(owner, hook, DataHooks) or not callable(getattr(owner, hook)))
         loader = getattr(owner, hook) if is_own else None  # None also switches a loader off
         if loader is not None:
             return loader()

@@ -301,8 +301,8 @@ class Collectives:
         skeletons = [unpack(payload) for payload in payloads]
         return [fill(skeleton, [slot.read(self.device) for slot in slots(skeleton)]) for skeleton in skeletons]
 
-    def barrier(self) -> None:
-        """Wait until every rank has called this. Collective."""
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until every rank has called this. Collective; a `name` is accepted for Lightning."""
         if not self._has_group:
             return
         import torch.distributed as dist

@@ -35,7 +35,7 @@ def rank_zero_only(function: Callable[..., Any] | None = None, *, default: Any =
 
     @functools.wraps(function)
     def on_rank_zero(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs) if _rank() == 0 else default
+        return function(*args, **kwargs) if current_rank() == 0 else default
 
     return on_rank_zero
 
@@ -101,7 +101,8 @@ def _after_first(board: Noticeboard, outcome: str, size: int) -> Iterator[None]:
     yield
 
 
-def _rank() -> int:
+def current_rank() -> int:
+    """Return the rank of this process; before a process group exists, that of the launcher's environment."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():

@@ -54,6 +54,19 @@ def test_a_terminal_shows_epochs_validations_and_metrics(tmp_path: Path, monkeyp
     assert drawn[-1].startswith("Validating") and "4/4" in drawn[-1]  # of validate(), left at the end
 
 
+def test_the_columns_may_be_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(RichProgressBar):
+        def configure_columns(self, trainer: Any) -> list[Any]:
+            from rich.progress import TextColumn
+
+            assert trainer.max_epochs == 1
+            return [*super().configure_columns(trainer)[:3], TextColumn("of my own")]
+
+    with terminal(monkeypatch) as seen:
+        fit(tmp_path, Own(console_kwargs={"width": 140}), max_epochs=1)
+    assert any(re.fullmatch(r"Epoch 0/0 ━+ 4/4 of my own", row) for row in rows(seen.written))
+
+
 def test_narrow_terminals_keep_the_epoch_and_the_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with terminal(monkeypatch) as seen:
         fit(tmp_path, wide(40), max_epochs=1)

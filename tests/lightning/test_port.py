@@ -1,6 +1,7 @@
 """`echelon port`: Lightning programs rewritten, run and annotated; the table of departures beside docs/lightning.md."""
 
 import ast
+import inspect
 import re
 from pathlib import Path
 
@@ -210,7 +211,7 @@ def test_the_names_at_the_root_are_there():
 
 def issubclass_or_same(name):
     own, found = getattr(echelon, name), find(name)
-    return found is own or issubclass(found, own)
+    return inspect.unwrap(found) is own or issubclass(found, own)
 
 
 def rows_of(heading):

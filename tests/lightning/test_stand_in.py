@@ -232,8 +232,7 @@ def test_a_program_runs_with_the_names_of_its_imports(tmp_path):
     )
     trainer.fit(Net(), data())
     assert trainer.global_step == 4
-    assert L.pytorch.utilities.rank_zero_only is echelon.rank_zero_only
-    assert L.pytorch.utilities.model_summary.ModelSummary is echelon.callbacks.Summary
+    assert issubclass(L.pytorch.utilities.model_summary.ModelSummary, echelon.callbacks.Summary)
     assert issubclass(L.LightningModule, echelon.TrainModule) and issubclass(L.LightningDataModule, echelon.DataModule)
 
 

@@ -121,14 +121,18 @@ class PyTorchProfiler(Profiler):
         """Begin to count steps; the recording itself begins when the schedule says so."""
         super().setup(stage, local_rank, log_dir)
         self._summary = ""
-        self._profile = torch.profiler.profile(
-            schedule=torch.profiler.schedule(**self._schedule),
-            on_trace_ready=self._write,
-            record_shapes=self._record_shapes,
-            profile_memory=self._profile_memory,
-            with_stack=self._with_stack,
-        )
+        self._profile = torch.profiler.profile(**self._options())
         self._profile.start()
+
+    def _options(self) -> dict[str, Any]:
+        """Return the arguments of torch's profiler."""
+        return {
+            "schedule": torch.profiler.schedule(**self._schedule),
+            "on_trace_ready": self._write,
+            "record_shapes": self._record_shapes,
+            "profile_memory": self._profile_memory,
+            "with_stack": self._with_stack,
+        }
 
     def profile(self, action_name: str) -> AbstractContextManager[object]:
         """Return a context that groups its operators under the action's name in the trace."""

@@ -1,0 +1,136 @@
+"""FitLoop: Lightning's names for the counters and limits of a fit, read from the trainer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from ..trainer.attributes import TrainerAttributes
+
+
+class FitLoop:
+    """The counters and limits of a trainer's current or last fit, as libraries read them from ``trainer.fit_loop``.
+
+    There is no loop object behind it: to change the loop, use hooks and the trainer's settings.
+
+    Args:
+        trainer: the trainer.
+    """
+
+    def __init__(self, trainer: TrainerAttributes) -> None:
+        self._trainer: Any = trainer
+
+    @property
+    def epoch_loop(self) -> EpochLoop:
+        """The counters inside an epoch."""
+        return EpochLoop(self._trainer)
+
+    @property
+    def max_epochs(self) -> int | None:
+        """The epochs of a fit, as ``trainer.max_epochs``; may be set between runs."""
+        return self._trainer.max_epochs  # type: ignore[no-any-return]
+
+    @max_epochs.setter
+    def max_epochs(self, value: int | None) -> None:
+        self._trainer.max_epochs = value
+
+    @property
+    def min_epochs(self) -> int | None:
+        """The epochs before which nothing ends a fit; may be set between runs."""
+        return self._trainer.min_epochs  # type: ignore[no-any-return]
+
+    @min_epochs.setter
+    def min_epochs(self, value: int | None) -> None:
+        self._trainer.min_epochs = value
+
+    @property
+    def max_steps(self) -> int:
+        """The steps of a fit; -1 without a limit."""
+        return self._trainer.max_steps  # type: ignore[no-any-return]
+
+    @property
+    def min_steps(self) -> int | None:
+        """The steps before which nothing ends a fit."""
+        return self._trainer.min_steps  # type: ignore[no-any-return]
+
+    @property
+    def max_batches(self) -> int | float:
+        """The batches of an epoch."""
+        return self._trainer.num_training_batches  # type: ignore[no-any-return]
+
+    @property
+    def batch_idx(self) -> int:
+        """The index of the current or last batch in its epoch; -1 before the first fit."""
+        return self.epoch_loop.batch_idx
+
+    @property
+    def total_batch_idx(self) -> int:
+        """The index of the current or last batch in the run; -1 before the first fit."""
+        return self.epoch_loop.total_batch_idx
+
+    @property
+    def epoch_progress(self) -> Any:
+        """The number of epochs, under ``current`` and ``total``."""
+        counters = self._trainer.counters
+        begun = counters.epoch + (not counters.is_epoch_over)
+        return _progress(begun, counters.current_epoch, begun, counters.current_epoch)
+
+
+class EpochLoop:
+    """The counters inside an epoch.
+
+    Args:
+        trainer: the trainer.
+    """
+
+    def __init__(self, trainer: TrainerAttributes) -> None:
+        self._trainer: Any = trainer
+
+    @property
+    def batch_idx(self) -> int:
+        """The index of the current or last batch in its epoch; -1 before the first fit."""
+        runner = self._trainer._runner  # noqa: SLF001 - this is a part of the trainer
+        return -1 if runner.current is None else runner.current.progress.batch_idx  # type: ignore[no-any-return]
+
+    @property
+    def total_batch_idx(self) -> int:
+        """The index of the current or last batch in the run; -1 before the first fit."""
+        return self._trainer.counters.batches_before_epoch + self.batch_idx  # type: ignore[no-any-return]
+
+    @property
+    def global_step(self) -> int:
+        """The optimizer steps so far."""
+        return self._trainer.global_step  # type: ignore[no-any-return]
+
+    @property
+    def max_steps(self) -> int:
+        """The steps of a fit; may be set between runs."""
+        return self._trainer.max_steps  # type: ignore[no-any-return]
+
+    @max_steps.setter
+    def max_steps(self, value: int) -> None:
+        self._trainer.max_steps = value
+
+    @property
+    def min_steps(self) -> int | None:
+        """The steps before which nothing ends a fit."""
+        return self._trainer.min_steps  # type: ignore[no-any-return]
+
+    @property
+    def batch_progress(self) -> Any:
+        """The number of batches, of the epoch under ``current`` and of the run under ``total``."""
+        counters = self._trainer.counters
+        return _progress(self.batch_idx + 1, counters.batches_in_epoch, self.total_batch_idx + 1, counters.batches_seen)
+
+    @property
+    def _batches_that_stepped(self) -> int:
+        return self.global_step
+
+
+def _progress(ready: int, completed: int, total_ready: int, total_completed: int) -> Any:
+    """Return counts under the names that Lightning's progress trackers have."""
+
+    def counts(begun: int, done: int) -> Any:
+        return SimpleNamespace(ready=begun, started=begun, processed=done, completed=done)
+
+    return SimpleNamespace(current=counts(ready, completed), total=counts(total_ready, total_completed))

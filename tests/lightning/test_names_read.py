@@ -1,0 +1,202 @@
+"""What libraries read from a trainer, its parts and Lightning's utilities; the values are those of Lightning 2.6.6."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import echelon
+import echelon.lightning as L
+from echelon.lightning.stand_in import module_of
+
+
+def module(path):
+    """Return the module that stands in for this one of Lightning's."""
+    return module_of(f"lightning.pytorch.{path}", "stands_in")
+
+
+boring = module("demos.boring_classes")
+
+
+def trainer(**settings):
+    silent = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "limit_train_batches": 4,
+        "limit_val_batches": 1,
+        "num_sanity_val_steps": 0,
+    }
+    return L.Trainer(**{**silent, **settings})
+
+
+class Notes(boring.BoringModel):
+    """Notes the counters of the loop in each batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.notes = []
+
+    def on_train_batch_start(self, batch, batch_idx):
+        loop = self.trainer.fit_loop
+        seen = loop.total_batch_idx, loop.batch_idx, loop.epoch_loop.global_step, loop.epoch_loop._batches_that_stepped
+        assert loop.epoch_loop.batch_progress.current.ready == batch_idx + 1
+        self.notes.append(seen)
+
+
+def test_counters_and_limits_of_the_loop():
+    own, net = trainer(max_epochs=2), Notes()
+    loop = own.fit_loop
+    assert (loop.total_batch_idx, loop.batch_idx, loop.max_epochs, loop.max_steps) == (-1, -1, 2, -1)
+    own.fit(net)
+    assert net.notes == [(total, total % 4, total, total) for total in range(8)]
+    assert (loop.total_batch_idx, loop.epoch_progress.current.completed, loop.max_batches) == (7, 2, 4)
+    assert loop.epoch_loop.batch_progress.total.completed == 8
+    loop.max_epochs, loop.epoch_loop.max_steps = 4, 7
+    assert (own.max_epochs, own.max_steps) == (4, 7)
+
+
+def test_the_state_is_of_lightnings_enums():
+    own = trainer(fast_dev_run=True)
+    assert (own.state.fn, own.state.status.value) == (None, "initializing")
+    own.fit(boring.BoringModel())
+    assert (own.state.fn.value, own.state.status.value, own.state.stage) == ("fit", "finished", None)
+    assert own.state.fn == L.TrainerFn.FITTING == "fit"
+
+
+def test_settings_and_stops_may_be_set_before_a_fit():
+    own = trainer()
+    own.limit_val_batches, own.limit_train_batches, own.should_stop = 2, 3, False
+    own.fit(boring.BoringModel())
+    assert (own.global_step, own.num_val_batches) == (3, [2])
+
+
+def test_the_accelerator_is_an_object_that_reads_as_its_name():
+    for given in ("cpu", "auto", L.CPUAccelerator()) if not torch.cuda.is_available() else ("cpu", L.CPUAccelerator()):
+        found = trainer(accelerator=given).accelerator
+        assert isinstance(found, L.CPUAccelerator) and not isinstance(found, L.CUDAAccelerator)
+        assert (str(found), found == "cpu", found.name()) == ("cpu", True, "cpu")
+    assert echelon.Trainer(accelerator="cpu", logger=False).accelerator == "cpu"
+
+
+def test_barriers_have_names_and_ranks_a_number(monkeypatch):
+    trainer().strategy.barrier("loaded")
+    assert L.rank_zero_only.rank == 0
+    launched = {
+        "RANK": 1,
+        "WORLD_SIZE": 2,
+        "LOCAL_RANK": 1,
+        "LOCAL_WORLD_SIZE": 2,
+        "MASTER_ADDR": "x",
+        "MASTER_PORT": 1,
+    }
+    for name, value in launched.items():
+        monkeypatch.setenv(name, str(value))
+
+    @L.rank_zero_only
+    def plain():
+        return "ran"
+
+    assert (plain(), L.rank_zero_only(lambda: 1, default=2)(), L.rank_zero_only.rank) == (None, 2, 1)
+
+
+def test_norms_of_gradients_are_named_with_a_float():
+    net = nn.Linear(2, 1)
+    net(torch.ones(1, 2)).sum().backward()
+    for given, shown in ((2, "2.0"), ("inf", "inf"), (1.5, "1.5")):
+        names = [f"grad_{shown}_norm/weight", f"grad_{shown}_norm/bias", f"grad_{shown}_norm_total"]
+        assert list(L.grad_norm(net, given)) == names
+    assert L.grad_norm(net, 2)["grad_2.0_norm_total"] == pytest.approx(3**0.5)
+
+
+def test_summaries_of_a_module():
+    summary = module("utilities.model_summary").ModelSummary(boring.BoringModel(), max_depth=1)
+    assert (summary.total_parameters, summary.layer_names) == (66, ["layer"])
+    own = trainer(callbacks=[L.RichModelSummary(max_depth=2)], enable_model_summary=True)
+    assert [type(callback).__name__ for callback in own.callbacks] == ["RichModelSummary"]
+
+
+def test_what_is_none_or_the_bases_is_not_overridden():
+    class Net(boring.BoringModel):
+        on_train_epoch_end = None
+        on_train_batch_start = None
+
+        def __init__(self):
+            super().__init__()
+            self.val_dataloader = super(boring.BoringModel, self).val_dataloader
+            self.on_train_start = None
+
+    class Own(echelon.Callback):
+        on_train_epoch_end = None
+
+    net, own = Net(), trainer(callbacks=Own())
+    own.fit(net)
+    assert (own.global_step, own.num_val_batches) == (4, [])
+    assert not L.is_overridden("val_dataloader", net) and not L.is_overridden("on_train_start", net)
+
+
+def test_annotations_and_bases_of_hooks_are_there():
+    from echelon.lightning import LRSchedulerCallable, OptimizerCallable
+
+    assert LRSchedulerCallable is OptimizerCallable  # anything
+    hooks = module("core.hooks")
+
+    class Mixin(hooks.ModelHooks):
+        ended = 0
+
+        def on_train_batch_end(self, *args):
+            super().on_train_batch_end(*args)
+            self.ended += 1
+
+    class Net(Mixin, boring.BoringModel):
+        pass
+
+    net = Net()
+    trainer().fit(net)
+    assert net.ended == 4
+    assert isinstance(net, hooks.DataHooks) and issubclass(L.LightningDataModule, hooks.DataHooks)
+    assert isinstance(net, hooks.CheckpointHooks)
+
+
+def test_the_profiler_takes_what_torchs_takes(tmp_path):
+    ready = []
+    steps = torch.profiler.schedule(wait=1, warmup=1, active=1, repeat=1)
+    make = partial(L.PyTorchProfiler, tmp_path, "ops", row_limit=5, schedule=steps)
+    trainer(profiler=make(on_trace_ready=lambda profile: ready.append(profile.step_num), with_stack=True)).fit(
+        boring.BoringModel()
+    )
+    assert len(ready) == 1 and "Self CPU" in next(tmp_path.glob("*ops*")).read_text()
+    with pytest.raises(echelon.ConfigError, match=r"schedul=.* is no argument .* Did you mean 'schedule'"):
+        L.PyTorchProfiler(schedul=steps)
+    with pytest.raises(echelon.ConfigError, match="emit_nvtx must be False, got True"):
+        make(emit_nvtx=True)
+
+
+def test_bars_print_and_are_there_after_the_run(capsys):
+    bar = L.TQDMProgressBar(refresh_rate=2, process_position=1)
+    own = trainer(callbacks=bar, enable_progress_bar=True)
+    bar.print("before", "it")
+    own.fit(boring.BoringModel())
+    assert "before it\n" in capsys.readouterr().out
+    assert (bar.process_position, bar.train_progress_bar.n, bar.train_progress_bar.total) == (1, 4, 4)
+    assert (bar.val_progress_bar.n, bar.val_progress_bar.total) == (1, 1)
+
+
+def test_boring_classes_train_evaluate_and_predict():
+    own = trainer(max_epochs=2)
+    own.fit(boring.BoringModel(), datamodule=boring.BoringDataModule())
+    own.test(boring.BoringModel(), verbose=False)
+    assert len(own.predict(boring.BoringModel())) == 64
+    manual = boring.ManualOptimBoringModel()
+    before = manual.layer.weight.detach().clone()
+    own = trainer()
+    own.fit(manual)
+    assert own.global_step == 4 and not torch.equal(manual.layer.weight, before)
+    assert len(boring.RandomDataset(32, 64)) == len(boring.RandomIterableDatasetWithLen(32, 64)) == 64
+    assert boring.RandomDictDataset(3, 2)[0]["b"].shape == (3,)
+    assert boring.DemoModel()(torch.ones(1, 32)).shape == (1, 10)
