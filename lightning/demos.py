@@ -125,6 +125,11 @@ class ManualOptimBoringModel(BoringModel):
 class BoringDataModule(LightningDataModule):
     """The data of a `BoringModel`, made in ``setup``."""
 
+    random_train: Dataset[Tensor]
+    random_val: Dataset[Tensor]
+    random_test: Dataset[Tensor]
+    random_predict: Dataset[Tensor]
+
     def __init__(self) -> None:
         super().__init__()
         self.random_full: Dataset[Tensor] = RandomDataset(32, 64 * 4)

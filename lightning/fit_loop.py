@@ -90,7 +90,7 @@ class EpochLoop:
     def batch_idx(self) -> int:
         """The index of the current or last batch in its epoch; -1 before the first fit."""
         runner = self._trainer._runner  # noqa: SLF001 - this is a part of the trainer
-        return -1 if runner.current is None else runner.current.progress.batch_idx  # type: ignore[no-any-return]
+        return -1 if runner.current is None else runner.current.progress.batch_idx
 
     @property
     def total_batch_idx(self) -> int:

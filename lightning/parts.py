@@ -309,7 +309,7 @@ class RankZeroOnly:
 
     def __call__(self, fn: Callable[..., Any] | None = None, default: Any = None) -> Any:
         """Decorate a function so that only rank 0 runs it; it returns `default` on the others."""
-        return own_rank_zero_only(fn, default=default) if fn is not None else partial(self, default=default)
+        return partial(self, default=default) if fn is None else own_rank_zero_only(default=default)(fn)
 
     @property
     def rank(self) -> int:

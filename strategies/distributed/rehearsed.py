@@ -56,7 +56,7 @@ class RehearsedCollectives(Collectives):
     def all_gather_object(self, data: Any) -> list[Any]:
         return [data] * self.world_size
 
-    def barrier(self) -> None:
+    def barrier(self, name: str | None = None) -> None:
         """Return at once."""
 
     def send(self, data: Any, dst: int) -> None:
