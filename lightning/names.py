@@ -98,7 +98,6 @@ ANNOTATIONS: Final[Mapping[str, Any]] = {
             *("STEP_OUTPUT", "TRAIN_DATALOADERS", "EVAL_DATALOADERS", "OptimizerLRScheduler", "LRSchedulerType"),
             *("LRSchedulerTypeUnion", "LRSchedulerPLType", "OptimizerConfig", "OptimizerLRSchedulerConfig", "ArgsType"),
             *("LRSchedulerConfigType", "_EVALUATE_OUTPUT", "_PREDICT_OUTPUT", "_PATH", "_MAP_LOCATION_TYPE", "_DEVICE"),
-            *("LRSchedulerCallable", "OptimizerCallable"),
         ),
         Any,
     ),

@@ -12,6 +12,7 @@ from ..callbacks.prediction_writer import BasePredictionWriter
 from ..strategies.module.activation_checkpointing import ActivationCheckpointing, checkpointed
 from .advice import advise_precision
 from .checkpoint.manifest import read_manifest
+from .first_look import look_at
 from .loop.eval_mode import left_in_eval_mode
 from .loop.evaluate import Results, evaluate, sanity_check
 from .loop.finite_end import warn_if_not_finite
@@ -69,6 +70,7 @@ def fit(session: Session, request: Request) -> None:
             advise_precision(session.strategy.device, session.strategy.precision)
         if session.state.is_epoch_done or session.state.batches_in_epoch == 0:
             session.metrics.clear_stage()  # what is logged from here on belongs to the first epoch
+        look_at(session, is_resumed=saved is not None)
         tell_start(session, request)
         known = set(session.module.parameters())
         session.progress.left_in_eval = left_in_eval_mode(session.module)

@@ -25,7 +25,7 @@ def tell_start(session: Session, request: Request) -> None:
     else:
         origin = ""
     device = strategy.device.type if num_processes else strategy.device
-    _tell(session, f"Training on {device}{num_processes}{origin}.")
+    tell(session, f"Training on {device}{num_processes}{origin}.")
 
 
 def tell_end(session: Session) -> None:
@@ -43,10 +43,15 @@ def tell_end(session: Session) -> None:
         score = saver.best_model_score
         rank = "" if score is None or saver.monitor is None else f" ({saver.monitor}={score:.4g})"
         parts.append(f"{'best' if saver.monitor else 'last'} checkpoint: {saver.best_model_path}{rank}")
-    _tell(session, "; ".join(parts))
+        now = session.metrics.callback_metrics().get(saver.monitor or "")
+        if score is not None and now is not None and float(now) != float(score):
+            parts.append(
+                f"the module has the weights of the last step ({float(now):.4g}): ckpt_path='best' tests the best"
+            )
+    tell(session, "; ".join(parts))
 
 
-def _tell(session: Session, line: str) -> None:
+def tell(session: Session, line: str) -> None:
     """Print a line beside the progress bar; without a bar, only log it."""
     if not session.run.is_global_zero or session.strategy.collectives.is_rehearsed:
         return

@@ -133,6 +133,14 @@ def step_schedulers_of_epochs(session: Session) -> None:
         step_schedulers(session, "epoch", state.epoch + 1)
 
 
+def _last(session: Session, interval: str) -> float:
+    """Return the count at which this fit ends; infinity if it is not known."""
+    settings, data = session.settings, session.train_data
+    if interval == "epoch":
+        return math.inf if settings.last_epoch is None else settings.last_epoch
+    return math.inf if data is None else num_steps(session, data)
+
+
 def step_schedulers(session: Session, interval: str, count: int, *, with_metric: bool = False) -> None:
     """Step the schedulers of an interval (``step`` or ``epoch``) whose frequency divides the count.
 
@@ -157,4 +165,9 @@ def step_schedulers(session: Session, interval: str, count: int, *, with_metric:
                 "Log it, choose one of those, or set strict=False."
             )
         if metric is not None or not with_metric:
+            is_watched = session.strategy.rank == 0
+            if is_watched:
+                config.warn_if_stepped()
             session.module.lr_scheduler_step(config.scheduler, metric)
+            if is_watched:
+                config.note_step(goes_on=count < _last(session, interval))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
@@ -71,6 +72,35 @@ class LRSchedulerConfig:
                 RuntimeWarning,
                 stacklevel=2,
             )
+        self._left_at: int | None = None
+        self._num_zeros, self._has_warned = 0, False
+
+    def warn_if_stepped(self) -> None:
+        """Warn, before the trainer steps it, if it was stepped in between."""
+        now = getattr(self.scheduler, "last_epoch", None)
+        if self._left_at is not None and isinstance(now, int) and now > self._left_at and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{type(self.scheduler).__name__} was stepped {now - self._left_at} times since the trainer stepped it "
+                f"last, which it does after each {self.interval}: remove scheduler.step() from the module, or set "
+                "self.automatic_optimization = False.",
+                stacklevel=2,
+            )
+
+    def note_step(self, *, goes_on: bool) -> None:
+        """Note a step of the trainer's; warn once if learning rates have stayed at 0 while training goes on."""
+        now = getattr(self.scheduler, "last_epoch", None)
+        self._left_at = now if isinstance(now, int) else None
+        groups = getattr(getattr(self.scheduler, "optimizer", None), "param_groups", ())
+        is_zero = bool(groups) and not any(isinstance(group["lr"], Tensor) or group["lr"] for group in groups)
+        self._num_zeros = self._num_zeros + 1 if is_zero else 0
+        if self._num_zeros == 2 and goes_on:
+            warnings.warn(
+                f"{type(self.scheduler).__name__} has brought the learning rate to 0 {self.interval}s before training "
+                f"ends, and nothing is trained any more: its length must count each {self.interval}, as "
+                "self.trainer.estimated_stepping_batches counts steps.",
+                stacklevel=2,
+            )
 
 
 @dataclass
@@ -90,6 +120,8 @@ class ManagedOptimizer:
     def __init__(self, optimizer: Optimizer, step: Callable[[Callable[[], Any] | None], None]) -> None:
         self.optimizer = optimizer
         self._step, self._drop_gradients = step, zero_grad_of(optimizer)
+        self._looks = 3
+        self._kept: tuple[nn.Parameter, weakref.ref[Tensor], int] | None = None
 
     @property  # type: ignore[misc]
     def __class__(self) -> type[Optimizer]:  # type: ignore[override]
@@ -97,7 +129,25 @@ class ManagedOptimizer:
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Update the parameters; a closure, which computes loss and gradients, is called first."""
+        if self._looks and self._kept is not None:
+            self._warn_if_added(*self._kept)
         self._step(closure)
+        if self._looks:
+            self._looks -= 1
+            held = (p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None)
+            one = next(held, None)
+            self._kept = None if one is None else (one, weakref.ref(one.grad), one.grad._version)  # noqa: SLF001
+
+    def _warn_if_added(self, parameter: nn.Parameter, kept: weakref.ref[Tensor], version: int) -> None:
+        """Warn once if the gradients of a step were added to those of the step before: one backward, and no reset."""
+        gradient = parameter.grad
+        if gradient is not None and gradient is kept() and gradient._version == version + 1:  # noqa: SLF001
+            self._looks = 0
+            warnings.warn(
+                f"{type(self.optimizer).__name__} steps with the gradients of earlier steps added to its own; call "
+                "optimizer.zero_grad() before self.manual_backward(loss).",
+                stacklevel=3,
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients."""

@@ -64,6 +64,7 @@ def load_scheduler(scheduler: Any, saved: Mapping[str, Any], winner: Winner, sou
     `sources` are the saved groups of its optimizer's groups, if those have changed.
     """
     live, before = scheduler.state_dict(), schedule_state(scheduler)
+    _refuse_other_class(type(scheduler).__name__, before, saved)
     if sources:
         saved = _by_group(saved, before, sources, type(scheduler).__name__)
     state = {key: Counter(value) if isinstance(before.get(key), Counter) else value for key, value in saved.items()}
@@ -80,6 +81,21 @@ def load_scheduler(scheduler: Any, saved: Mapping[str, Any], winner: Winner, sou
             state[key] = value
     load_schedule(scheduler, state)
     return differences
+
+
+def _refuse_other_class(name: str, live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Refuse the state of a scheduler of another class: each has settings that the other lacks.
+
+    Raises:
+        CheckpointError: naming them.
+    """
+    of_live, of_saved = ({key for key in state if not key.startswith("_")} for state in (live, saved))
+    if of_live - of_saved and of_saved - of_live:
+        raise CheckpointError(
+            f"The scheduler is {name} with {sorted(of_live - of_saved)}, but the checkpoint holds the state of one "
+            f"with {sorted(of_saved - of_live)}; configure the scheduler as it was saved, or start a new fit from the "
+            "weights (load_from_checkpoint, or echelon.load_weights)."
+        )
 
 
 def _by_group(saved: Mapping[str, Any], before: Mapping[str, Any], sources: Sources, name: str) -> dict[str, Any]:

@@ -1,0 +1,118 @@
+"""First look: what a fit that is about to begin will do otherwise than its user may expect."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, PolynomialLR
+
+from ..callbacks.model_checkpoint import ModelCheckpoint
+from .loop.schedule import num_steps, validates
+from .module.optimizers import LRSchedulerConfig
+from .session.session import Session
+from .told_lines import tell
+
+_LENGTHS = {OneCycleLR: "total_steps", CosineAnnealingLR: "T_max", PolynomialLR: "total_iters"}
+"""Schedules that are made for a whole run, and the attribute that holds their length."""
+
+
+def look_at(session: Session, *, is_resumed: bool) -> None:
+    """Log what may be meant otherwise, and warn of schedules that do not fit the run; on rank 0."""
+    if session.strategy.rank or session.strategy.collectives.is_rehearsed:
+        return
+    for line in (*_of_limits(session), *_of_savers(session), *_of_frozen_norms(session.module)):
+        tell(session, line)
+    if not is_resumed and session.module.automatic_optimization:
+        for config in session.schedulers:
+            _warn_of_length(session, config)
+            _warn_of_no_rate(config)
+
+
+def _of_limits(session: Session) -> Iterator[str]:
+    """Yield what the settings of an int 1 mean, where 1.0 means another thing, and that no epoch is validated."""
+    settings, data = session.settings, session.train_data
+    assert data is not None
+    limit, interval = settings.limit_train_batches, settings.val_check_interval
+    is_small = isinstance(limit, int) and limit == 1 and not settings.fast_dev_run
+    if is_small and settings.max_epochs != 1:
+        yield "limit_train_batches=1 trains on 1 batch of each epoch; 1.0 is all of them."
+    if not validates(session):
+        return
+    if isinstance(interval, int) and interval == 1 and data.num_batches > 1:
+        yield "val_check_interval=1 validates after each batch; 1.0 is once an epoch."
+    every, last = settings.check_val_every_n_epoch, settings.last_epoch
+    if every is not None and last is not None and every > last:
+        yield f"No epoch is validated: check_val_every_n_epoch={every} is above max_epochs={last}."
+
+
+def _of_savers(session: Session) -> Iterator[str]:
+    total = num_steps(session, session.train_data) if session.train_data is not None else math.inf
+    for saver in session.callbacks:
+        if isinstance(saver, ModelCheckpoint) and saver.mode == "max" and str(saver.monitor).endswith("loss"):
+            yield f"ModelCheckpoint(monitor={saver.monitor!r}, mode='max') keeps the largest loss; 'min' the smallest."
+        if isinstance(saver, ModelCheckpoint) and total < saver.schedule.every_n_steps and not saver.save_last:
+            yield (
+                f"ModelCheckpoint(every_n_train_steps={saver.schedule.every_n_steps}) saves no checkpoint in the "
+                f"{int(total)} steps of this fit; lower it, or set save_last=True."
+            )
+
+
+def _of_frozen_norms(module: nn.Module) -> Iterator[str]:
+    """Yield a line about batch norms that are frozen, but go on to change with each batch."""
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return
+    names = [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, _BatchNorm) and part.training and part.track_running_stats and part.affine
+        if not any(parameter.requires_grad for parameter in part.parameters(recurse=False))
+    ]
+    if names:
+        yield (
+            f"The parameters of {names[0]}{f' and {len(names) - 1} other batch norms' if names[1:] else ''} are "
+            "frozen, but the running statistics follow the training data; call eval() on it in __init__ to keep them."
+        )
+
+
+def _warn_of_length(session: Session, config: LRSchedulerConfig) -> None:
+    """Warn of a schedule whose length is another count of this run: its epochs, steps or batches."""
+    name = next((name for kind, name in _LENGTHS.items() if isinstance(config.scheduler, kind)), None)
+    data, epochs = session.train_data, session.settings.last_epoch
+    assert data is not None
+    steps = num_steps(session, data)
+    if name is None or config.frequency != 1 or epochs is None or math.isinf(steps):
+        return
+    length = getattr(config.scheduler, name)
+    own = {"step": int(steps), "epoch": epochs}
+    others = {"epochs": epochs, "steps": int(steps), "batches": int(data.num_batches * epochs)}
+    if length == own[config.interval] or (isinstance(config.scheduler, OneCycleLR) and config.interval == "epoch"):
+        return
+    unit = next((unit for unit, count in others.items() if count == length and count > 1), None)
+    if unit is not None:
+        remedy = f"{name}={own[config.interval]}"
+        if unit == "steps":
+            remedy = "return {'scheduler': ..., 'interval': 'step'}"
+        elif config.interval == "step":
+            remedy = f"give it {name}=int(self.trainer.estimated_stepping_batches), which is {own['step']}"
+        warnings.warn(
+            f"{type(config.scheduler).__name__} has {name}={length}, the {unit} of this fit, but is stepped after each "
+            f"{config.interval}, {own[config.interval]} times; {remedy}.",
+            stacklevel=2,
+        )
+
+
+def _warn_of_no_rate(config: LRSchedulerConfig) -> None:
+    """Warn that nothing is trained in the first epoch, as the learning rate begins at 0 and changes with epochs."""
+    groups = getattr(getattr(config.scheduler, "optimizer", None), "param_groups", ())
+    rates = [group["lr"] for group in groups]
+    if config.interval == "epoch" and rates and not any(isinstance(rate, Tensor) or rate for rate in rates):
+        warnings.warn(
+            f"{type(config.scheduler).__name__} begins with a learning rate of 0 and is stepped after each epoch, so "
+            "nothing is trained in the first; a warmup that counts steps needs "
+            "{'scheduler': ..., 'interval': 'step'}.",
+            stacklevel=2,
+        )
