@@ -88,6 +88,9 @@ _ADVICE: Final = {
         "The limit on processes and threads is reached: raise it (ulimit -u, or pids of the container), or use fewer "
         "processes, workers of loaders and threads (OMP_NUM_THREADS)."
     ),
+    r"must be Tensor, not \w*(ReLU|ELU|LU|Sigmoid|Tanh|Softmax|Dropout|Flatten|Identity|Norm|Swish|Mish)\d?d?$": (
+        "The class of a layer was called with a tensor, which makes a layer: make it once, as nn.ReLU(), and call that."
+    ),
     "modified by an inplace operation": (
         "A tensor was modified before backward could use it: clone() it, or find the operation with "
         "Trainer(detect_anomaly=True)."

@@ -165,7 +165,7 @@ class Step(ABC):
         """Accumulate the gradients of the loss that ``training_step`` returned for a micro-batch."""
         output = self.output
         # nearly always the loss itself, which this recognizes without a function call
-        is_plain = type(output) is Tensor and output.requires_grad and output.ndim == 0
+        is_plain = type(output) is Tensor and output.grad_fn is not None and output.ndim == 0
         loss = output if is_plain else loss_of(output, module=self.module)
         if is_first:
             for zero_grad in self.zero_grads:

@@ -16,6 +16,7 @@ from ..data.sample_checks import compared
 from ..session.session import Session
 from .eval_mode import warn_of_eval_mode
 from .evaluate import validate
+from .kept_results import KeptResults
 from .pipeline_step import PipelineStep
 from .remedies import EndlessEpoch, raise_if_single_sample
 from .schedule import (
@@ -52,7 +53,8 @@ def train(session: Session, step: Step) -> None:
     state, progress, hooks, writer = session.state, session.progress, session.hooks, session.writer
     interruption, is_alone, replicas = session.interruption, not session.meetings.is_needed, session.replicas
     streams = session.streams
-    watch = EndlessEpoch(session)
+    watch, kept = EndlessEpoch(session), KeptResults(session)
+    looks = kept.looks
     progress.first_version = _version_of(session.module)
     hooks.call("on_train_start")
     replicas.begin()
@@ -77,6 +79,8 @@ def train(session: Session, step: Step) -> None:
             num_micro_batches = step.finish(window, goes_on=goes_on)
             if streams.is_open:
                 streams.settle(session.strategy, state.global_step)
+            if looks:
+                looks = kept.look()
             if state.global_step >= replicas.next_step:
                 replicas.check()
             if state.global_step >= progress.next_log:
@@ -100,6 +104,7 @@ def train(session: Session, step: Step) -> None:
                 _leave_epoch(session)
                 break
         _end_epoch(session, is_partial=is_partial, validates=goes_on)
+        kept.look_at_epoch()
         if not is_partial:
             hooks.call("on_train_step_end")
             if is_over(session):

@@ -160,3 +160,15 @@ def _reduction_of(name: str, reduce_fx: Any) -> Reduce:
         )
     known: Reduce = reduction
     return known
+
+
+def two_ways(entry: Entry, options: Scope, stage: str) -> ModuleError:
+    """Return the error about a name that was logged with other options before in this stage."""
+    now, before = options._asdict(), entry.scope._asdict()
+    differences = [f"{name}={before[name]!r} and {now[name]!r}" for name in now if now[name] != before[name]]
+    if any(type(now[name]) in (int, float) for name in ("prog_bar", "logger", "on_step", "on_epoch")):
+        differences[-1] += " (these are True or False: name each argument after self.log(name, value, ...))"
+    return ModuleError(
+        f"self.log({entry.step_line.name!r}, ...) was called in two ways in {stage}: "
+        f"{', '.join(differences)}; use one way, or two names."
+    )

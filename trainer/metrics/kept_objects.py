@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...strategies import Strategy
+from .entry import Entry
 
 _MERGED: Final = ("dim_zero_sum", "dim_zero_max", "dim_zero_min", "dim_zero_cat")
 """torchmetrics' reductions that give the same from what all ranks had on one, and the defaults on the others."""
@@ -46,6 +48,18 @@ def load_objects(state: Mapping[str, Any], module: nn.Module | None, *, is_heard
             for name, value in saved["states"].items():
                 setattr(metric, name, _moved(value, metric.device))
             metric._update_count = saved["count"]  # noqa: SLF001 - without updates it would have no value
+
+
+def warn_if_shared(stages: Mapping[str, Mapping[str, Entry]], stage: str, entry: Entry, metric: Any) -> None:
+    """Warn of a metric object that training and an evaluation both log, if each resets it at its end."""
+    for other, entries in stages.items():
+        shared = next((one for one in entries.values() if one.computed is metric and one.epoch is not None), None)
+        if other != stage and "train" in (stage, other) and shared is not None and entry.epoch is not None:
+            warnings.warn(
+                f"{type(metric).__name__} is logged as {shared.step_line.name!r} in {other} and as "
+                f"{entry.step_line.name!r} in {stage}, each of which resets it: make an object for each of them.",
+                stacklevel=6,
+            )
 
 
 def _state_of(metric: Any) -> dict[str, Any] | None:

@@ -14,9 +14,9 @@ from ...strategies import Strategy
 from ...strategies.errors import ModuleError
 from ...strategies.state.dtensor import gathered
 from .accumulator import to_numbers
-from .entry import Entry, Moment, Scope
+from .entry import Entry, Moment, Scope, two_ways
 from .gathering import gather_once
-from .kept_objects import load_objects, objects_state
+from .kept_objects import load_objects, objects_state, warn_if_shared
 from .reduction import ComputedMetric, Line, Reduction
 from .sample_guard import SampleGuard
 
@@ -101,7 +101,7 @@ class Metrics:
         if entry is None:
             entry = self._register(name, Scope(*options), value)
         elif entry.scope != options and entry.scope.differs_from(Scope(*options)):
-            raise _two_ways(entry, Scope(*options), self.stage)
+            raise two_ways(entry, Scope(*options), self.stage)
         if isinstance(value, Tensor):
             value = gathered(value)
             if value.numel() != 1:
@@ -165,6 +165,7 @@ class Metrics:
     def _number(self, entry: Entry, value: Any) -> Tensor | float:
         if isinstance(value, ComputedMetric):
             if entry.computed is not value:
+                warn_if_shared(self._stages, self.stage, entry, value)
                 gather_once(value, self._strategy)
                 if self.in_batch:
                     self.guard.watch(
@@ -389,12 +390,3 @@ class Metrics:
 
 def _with_values(entries: Iterable[Entry], moment: Moment) -> list[tuple[Line, Tensor]]:
     return [(entry.line(moment), value) for entry in entries if (value := entry.value(moment)) is not None]
-
-
-def _two_ways(entry: Entry, options: Scope, stage: str) -> ModuleError:
-    now, before = options._asdict(), entry.scope._asdict()
-    differences = [f"{name}={before[name]!r} and {now[name]!r}" for name in now if now[name] != before[name]]
-    return ModuleError(
-        f"self.log({entry.step_line.name!r}, ...) was called in two ways in {stage}: "
-        f"{', '.join(differences)}; use one way, or two names."
-    )

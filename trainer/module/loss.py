@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,7 @@ def loss_of(output: Any, *, where: str = "training_step", module: nn.Module | No
                 f"{where} returned a mapping without 'loss', with the keys {sorted(map(str, output))}; "
                 "return the loss under the key 'loss', a tensor, a Loss, or None to skip the batch."
             )
+        _point_out_unread(output, where, module)
         output = output["loss"]
     if output is None:
         return None
@@ -83,7 +85,30 @@ def loss_of(output: Any, *, where: str = "training_step", module: nn.Module | No
             f"{where} returned a loss without gradient{shown}; compute it from the parameters, outside "
             "torch.no_grad() and without .detach() or .item()."
         )
+    if value.grad_fn is None and not isinstance(value, nn.Parameter):
+        raise ModuleError(
+            f"{where} returned a loss that depends on no parameter, as torch.tensor(..., requires_grad=True) makes it; "
+            "return 0 * output.sum() for a batch without a loss, or None to skip it."
+        )
     return output  # type: ignore[no-any-return]
+
+
+def _point_out_unread(output: Mapping[str, Any], where: str, module: nn.Module | None) -> None:
+    """Warn of dicts that Lightning 0.9 logged, unless the module's ``on_train_batch_end`` may read them."""
+    unread = [key for key in ("log", "progress_bar") if isinstance(output.get(key), Mapping)]
+    if not unread or module is None or "on_train_batch_end" in {key for cls in _own(module) for key in vars(cls)}:
+        return
+    warnings.warn(
+        f"{where} returned {' and '.join(map(repr, unread))} beside the loss, which nothing logs; call "
+        f"self.log_dict({{{', '.join(repr(str(name)) + ': ...' for name in output[unread[0]])}}}) instead"
+        f"{', with prog_bar=True for the bar' if 'progress_bar' in unread else ''}.",
+        stacklevel=2,
+    )
+
+
+def _own(module: nn.Module) -> list[type]:
+    """Return the classes of a module that its user has written."""
+    return [cls for cls in type(module).__mro__ if not cls.__module__.startswith(("echelon.", "torch."))]
 
 
 def nonzero(count: Tensor | float) -> Tensor | float:
