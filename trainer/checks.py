@@ -25,7 +25,7 @@ from ..strategies import Hardware, Strategy
 from ..strategies.errors import ConfigError, DataError, ModuleError
 from .data.combined_loader import combined_of
 from .module.arguments import check_called_methods, check_step_arguments
-from .module.data_module import DataModule
+from .module.data_module import DataHooks, DataModule
 from .module.train_module import TrainModule
 from .request import Request
 from .session.session import Task
@@ -96,6 +96,8 @@ def check_module(module: object, datamodule: object, task: Task) -> None:
         )
     _refuse_removed(module, task)
     point_out_misspelt(module, TrainModule)
+    if task == "fit" and overrides(module, "validation_step", TrainModule):
+        _point_out_loader(datamodule if isinstance(datamodule, DataModule) else module)
 
 
 def _refuse_hidden_methods(module: TrainModule) -> None:
@@ -158,6 +160,19 @@ def _check_step(module: TrainModule, step: str, task: Task) -> None:
         f"{type(module).__name__} defines no {step}{alternative}{_near(module, step)}; "
         f"define {step}(self, batch, batch_idx) to call trainer.{task}()."
     )
+
+
+def _point_out_loader(owner: DataHooks) -> None:
+    """Warn of a method that looks like a misspelt ``val_dataloader``, if there is none."""
+    base = DataModule if isinstance(owner, DataModule) else TrainModule
+    own = [name for name in _own_methods(owner, base) if name.endswith("loader")]
+    near = difflib.get_close_matches("val_dataloader", own, n=1, cutoff=0.85)
+    if near and not overrides(owner, "val_dataloader", base):
+        warnings.warn(
+            f"{type(owner).__name__}.{near[0]} is not called, and without a val_dataloader nothing is validated. Did "
+            "you mean 'val_dataloader'?",
+            stacklevel=2,
+        )
 
 
 def _near(module: TrainModule, name: str) -> str:

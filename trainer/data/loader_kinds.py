@@ -10,6 +10,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -30,6 +31,11 @@ def check_loader(loader: Any, ranks: DataRanks) -> None:
         raise DataError(
             f"{loader!r:.80} is not a loader (it is a {type(loader).__name__}); pass a DataLoader or an iterable"
             f"{', or call it' if callable(loader) else ''}."
+        )
+    if isinstance(loader, Tensor) and loader.ndim < 3:
+        raise DataError(
+            f"A tensor of shape {tuple(loader.shape)} is not a loader, and would be read row by row; pass "
+            "DataLoader(TensorDataset(tensor), batch_size=...) instead."
         )
     sampler = _distributed_sampler(loader)
     if ranks.data_size == 1 or sampler is None:
@@ -65,8 +71,17 @@ def ending_workers() -> Iterator[None]:
 def begin(loader: Iterable[Any]) -> Iterator[Any]:
     """Return an iterator over a loader; worker processes that it starts ignore Ctrl-C."""
     is_kept = _restart(loader)
-    with sheltering_forks():
-        iterator = iter(loader)
+    try:
+        with sheltering_forks():
+            iterator = iter(loader)
+    except Exception as error:  # of several types, by the reason why something cannot be copied
+        if "pickle" in str(error) and isinstance(loader, DataLoader):
+            error.add_note(
+                f"The {loader.num_workers} workers of the DataLoader of {type(loader.dataset).__name__} get copies of "
+                "its data set and collate_fn, which cannot be copied if they are, or hold, a lambda or a class or "
+                "function defined inside a function: define those at the top of a module, or set num_workers=0."
+            )
+        raise
     begun = getattr(_of_thread, "begun", None)
     if begun is not None and hasattr(iterator, "_shutdown_workers") and not getattr(loader, "persistent_workers", True):
         begun.add(iterator)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
 from pathlib import Path
@@ -87,6 +88,24 @@ class DataModule(DataHooks, HyperparametersMixin):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
 
+    def __getattr__(self, name: str) -> Any:
+        """Raise an `AttributeError` that says where the attribute is set, if `prepare_data` or `setup` sets it."""
+        kind = type(self)
+        text = f"{kind.__name__!r} object has no attribute {name!r}"
+        if name in _set_in(kind.setup):
+            text += (
+                f", which {kind.__name__}.setup sets in some stage: the Trainer calls setup('fit'), 'validate', 'test' "
+                "or 'predict' before it asks for loaders; to ask for them yourself, call setup first"
+            )
+        elif name in _set_in(kind.prepare_data):
+            text += (
+                f", which {kind.__name__}.prepare_data sets: that is called in one process per node, so set it in "
+                "setup(stage)"
+            )
+        elif not name.startswith("_") and kind.setup is not DataModule.setup and self.trainer is not None:
+            text += f", which neither {kind.__name__}.__init__ nor setup(stage) has set; set it in setup for this stage"
+        raise AttributeError(text, name=name, obj=self)
+
     @classmethod
     def from_datasets(
         cls,
@@ -168,6 +187,13 @@ def _loaders(datasets: Any, make: Callable[..., Any], *, is_training: bool) -> A
     if isinstance(datasets, Mapping):
         return {key: loader(dataset) for key, dataset in datasets.items()}
     return [loader(dataset) for dataset in datasets] if isinstance(datasets, list | tuple) else loader(datasets)
+
+
+def _set_in(method: Any) -> set[str]:
+    """Return the attributes that a method sets on some object."""
+    code = getattr(method, "__code__", None)
+    lines = dis.get_instructions(code) if code is not None else ()
+    return {str(line.argval) for line in lines if line.opname == "STORE_ATTR"}
 
 
 def _size_of(loader: DataLoader[Any]) -> str:
