@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import csv
+import difflib
+import inspect
 import io
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -49,6 +51,7 @@ else:
             return refuse
 
 
+_PARTS_OF_NAMES: Final = {"module.": "torch's DistributedDataParallel", "_orig_mod.": "torch.compile"}
 _LARGEST_HPARAMS: Final = 8 << 20
 """Bytes of an `hparams_file`."""
 _MOST_HPARAMS: Final = 1_000_000
@@ -87,7 +90,8 @@ def load_module(
     for prepare, arguments in (("configure_model", ()), ("on_load_checkpoint", (state,))):
         getattr(module, prepare, lambda *_: None)(*arguments)
     is_strict = own if strict is None else strict
-    difference = checkpoint.load_into(module, state["state_dict"], strict=is_strict)
+    weights = _without_compiled(module, state["state_dict"])
+    difference = checkpoint.load_into(module, weights, strict=is_strict)
     if difference:
         warnings.warn(f"Not all weights of {cls.__name__} were loaded (strict=False).\n{difference}", stacklevel=3)
     return module.to(_device(map_location))
@@ -103,6 +107,48 @@ def load_datamodule(
     """
     state = _load(path)
     return _build(cls, state, "datamodule_", hparams_file, given), state.get("datamodule", {})
+
+
+def hint_about(state: Mapping[str, Any], names: Collection[str]) -> str:
+    """Return what to do with a state whose names are not the module's; empty if they are, or nothing is known."""
+    for key in ("state_dict", "model_state_dict", "model"):
+        if isinstance(state.get(key), Mapping):
+            return (
+                f"The dict is a whole checkpoint, which has the weights under {key!r}: pass checkpoint[{key!r}], or "
+                "read the file with echelon.load_weights."
+            )
+    for part, maker in _PARTS_OF_NAMES.items():
+        if any(part in name for name in state) and {name.replace(part, "") for name in state} & set(names):
+            return (
+                f"The names hold {part!r}, which {maker} adds: pass {{name.replace({part!r}, ''): value for name, "
+                "value in state.items()}."
+            )
+    return ""
+
+
+def _without_compiled(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return saved weights under the module's names, if only ``torch.compile`` of a submodule makes the difference."""
+    part = "_orig_mod."
+    own = set(module.state_dict())
+    if not any(part in name for name in (*own, *state)):
+        return state
+    named = {name.replace(part, ""): name for name in own}
+    return {named.get(name.replace(part, ""), name): state[name] for name in state}
+
+
+def _point_out_misspelt(cls: type, given: Mapping[str, Any]) -> None:
+    """Warn of arguments that the constructor does not take, but one with nearly the same name."""
+    taken = inspect.signature(cls).parameters
+    if any(one.kind is one.VAR_KEYWORD for one in taken.values()):
+        return
+    for name in given:
+        near = difflib.get_close_matches(name, taken, n=1, cutoff=0.8)
+        if name not in taken and near:
+            warnings.warn(
+                f"load_from_checkpoint got {name}={given[name]!r:.60}, which {cls.__name__}.__init__ does not take; it "
+                f"is left out. Did you mean {near[0]!r}?",
+                stacklevel=5,
+            )
 
 
 def _load(path: str | Path) -> dict[str, Any]:
@@ -130,6 +176,7 @@ def _build(
 
         saved = OmegaConf.create(escaped(saved))
     arguments = init_arguments(cls, saved, state.get(f"{key}_argument"), given)
+    _point_out_misspelt(cls, given)
     omitted = [*(state.get(f"omitted_{key}") or ()), *unknown]
     try:
         built = cls(**arguments)

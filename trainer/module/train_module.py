@@ -27,7 +27,7 @@ from .data_module import DataHooks
 from .exporting import Exporting
 from .hooks import ModuleHooks
 from .hparams import HyperparametersMixin
-from .load import MapLocation, classmethod_only, load_module
+from .load import MapLocation, classmethod_only, hint_about, load_module
 from .optimization import Optimization
 
 
@@ -323,6 +323,15 @@ class TrainModule(Optimization, Exporting, ModuleHooks, DataHooks, Hyperparamete
         for parameter in self.parameters():
             parameter.requires_grad = True
         return self.train()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Copy parameters and buffers as torch does; an error says what a dict of other names holds."""
+        try:
+            return super().load_state_dict(state_dict, strict=strict, assign=assign)
+        except RuntimeError as error:
+            if hint := hint_about(state_dict, set(self.state_dict())):
+                error.add_note(hint)
+            raise
 
     @classmethod_only
     def load_from_checkpoint(
