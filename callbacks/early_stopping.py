@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..strategies.errors import ConfigError
 from .callback import Callback
-from .helpers.monitored import Mode, MonitoredMetric
+from .helpers.monitored import Mode, MonitoredMetric, chosen_mode
 from .run import Run
 
 _log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class EarlyStopping(Callback):
         min_delta: the smallest change that counts as an improvement.
         patience: the number of checks without improvement after which training ends.
         verbose: log (level INFO) each improvement; the reason for stopping is always logged.
-        mode: whether ``min`` or ``max`` of the metric is better.
+        mode: whether ``min``, the default, or ``max`` of the metric is better.
         strict: raise if the metric is never logged; otherwise nothing is checked.
         check_finite: stop when the metric is NaN or infinite.
         stopping_threshold: stop as soon as the metric is better than this.
@@ -60,7 +60,7 @@ class EarlyStopping(Callback):
         min_delta: float = 0.0,
         patience: int = 3,
         verbose: bool = False,
-        mode: Mode = "min",
+        mode: Mode | None = None,
         *,
         strict: bool = True,
         check_finite: bool = True,
@@ -71,13 +71,13 @@ class EarlyStopping(Callback):
     ) -> None:
         if patience < 0:
             raise ConfigError(f"patience must be 0 or more checks, got {patience}.")
-        self.monitor, self.mode = monitor, mode
+        self.monitor, self.mode = monitor, chosen_mode("EarlyStopping", monitor, mode)
         self.min_delta, self.patience = abs(min_delta), patience
         self.verbose, self.strict, self.check_finite = verbose, strict, check_finite
         self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold
         self.log_rank_zero_only = log_rank_zero_only
         self._check_on_train_epoch_end = check_on_train_epoch_end
-        self._metric = MonitoredMetric("EarlyStopping", monitor, mode)
+        self._metric = MonitoredMetric("EarlyStopping", monitor, self.mode)
         self._forget()
 
     def _forget(self) -> None:

@@ -189,7 +189,7 @@ class BackboneFinetuning(BaseFinetuning):
         backbone_initial_lr: its first learning rate itself, instead.
         should_align: whether its learning rate stops growing at that of the first group.
         initial_denom_lr: as in `unfreeze_and_add_param_group`; unused, since the backbone's learning rate is known.
-        train_bn: whether to train its batch norms as well, once it is unfrozen.
+        train_bn: whether to train its batch norms, from the first epoch on; otherwise they stay as they are.
         verbose: log (level INFO) both learning rates when they change.
         rounding: the number of digits to log.
     """
@@ -237,7 +237,7 @@ class BackboneFinetuning(BaseFinetuning):
                 )
 
     def freeze_before_training(self, pl_module: nn.Module) -> None:
-        self.freeze(pl_module.get_submodule("backbone"))
+        self.freeze(pl_module.get_submodule("backbone"), train_bn=self.train_bn)
 
     def finetune_function(self, pl_module: nn.Module, epoch: int, optimizer: Optimizer) -> None:
         rate = optimizer.param_groups[0]["lr"]

@@ -23,7 +23,7 @@ from .helpers.folder_lock import FolderLock
 from .helpers.kept_checkpoints import STATE, KeptCheckpoints, check_kept, is_own_checkpoint, own_names
 from .helpers.local_path import local_path
 from .helpers.loggers import tell
-from .helpers.monitored import Mode, MonitoredMetric, check_mode, describe_logged
+from .helpers.monitored import Mode, MonitoredMetric, chosen_mode, describe_logged
 from .helpers.save_schedule import IntervalClock, SaveSchedule
 from .on_exception_checkpoint import refuse_several
 from .run import Run
@@ -52,7 +52,7 @@ class ModelCheckpoint(Callback):
         save_top_k: the number of checkpoints to keep; -1 for all, 0 for none except the last.
         save_weights_only: leave out state that is needed only to resume.
         save_on_exception: save when training raises, with one process only; a resume skips the failed step's data.
-        mode: whether ``min`` or ``max`` of the metric is better.
+        mode: whether ``min``, the default, or ``max`` of the metric is better.
         auto_insert_metric_name: write ``epoch=3`` instead of ``3``.
         every_n_train_steps: save every n optimizer steps.
         train_time_interval: save each time this interval has passed on rank 0.
@@ -85,7 +85,7 @@ class ModelCheckpoint(Callback):
         *,
         save_weights_only: bool = False,
         save_on_exception: bool = False,
-        mode: Mode = "min",
+        mode: Mode | None = None,
         auto_insert_metric_name: bool = True,
         every_n_train_steps: int | None = None,
         train_time_interval: timedelta | None = None,
@@ -94,7 +94,7 @@ class ModelCheckpoint(Callback):
         single_file: bool | None = None,
     ) -> None:
         check_kept(save_top_k, monitor, save_last)
-        check_mode("ModelCheckpoint", mode)
+        mode = chosen_mode("ModelCheckpoint", monitor, mode)
         self.dirpath = "" if dirpath is None else str(local_path("dirpath", dirpath))
         self.monitor, self.mode = monitor, mode
         self.verbose, self.save_last, self.save_top_k = verbose, save_last, save_top_k
@@ -106,12 +106,12 @@ class ModelCheckpoint(Callback):
         self._default_name = f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
         self._name = CheckpointName(filename or self._default_name, auto_insert_metric_name)
         self._last = self.CHECKPOINT_NAME_LAST + self.FILE_EXTENSION
-        self._schedule = SaveSchedule(
+        self.schedule = SaveSchedule(
             every_n_train_steps, train_time_interval, every_n_epochs, at_epoch_end=save_on_train_epoch_end
         )
         # only if each save replaces the one before, and no schedule is given
         is_newest_only = monitor is None and save_top_k == 1 and not save_last
-        self._pause = IntervalClock(_PAUSE) if is_newest_only and self._schedule.is_default else None
+        self._pause = IntervalClock(_PAUSE) if is_newest_only and self.schedule.is_default else None
         # without a metric the step is the score: the newest is the best
         self._metric = MonitoredMetric("ModelCheckpoint", monitor or "step", mode if monitor else "max")
         self._kept = KeptCheckpoints()
@@ -130,7 +130,7 @@ class ModelCheckpoint(Callback):
     @property
     def state_key(self) -> str:
         """The class with the arguments that distinguish several in one run."""
-        schedule = self._schedule
+        schedule = self.schedule
         return (
             f"{type(self).__qualname__}(monitor={self.monitor!r}, mode={self.mode!r}, "
             f"every_n_train_steps={schedule.every_n_steps}, train_time_interval={schedule.interval}, "
@@ -183,7 +183,7 @@ class ModelCheckpoint(Callback):
     @property
     def every_n_epochs(self) -> int:
         """The number of epochs from one save to the next; 0 if steps or time decide."""
-        return self._schedule.every_n_epochs
+        return self.schedule.every_n_epochs
 
     @property
     def last_model_path(self) -> str:
@@ -256,7 +256,7 @@ class ModelCheckpoint(Callback):
         self.saved_at = trainer.global_step
         self._metric.start(is_pending=self._was_pending)
         self._was_pending = False
-        self._schedule.start(trainer.global_step)
+        self.schedule.start(trainer.global_step)
 
     def on_train_epoch_start(self, trainer: Run, module: nn.Module) -> None:
         """Note that an epoch has begun."""
@@ -267,20 +267,20 @@ class ModelCheckpoint(Callback):
         if trainer.sanity_checking:
             return
         self._metric.note_validation(trainer.global_step)
-        if self._schedule.is_validation_due(trainer.current_epoch):
+        if self.schedule.is_validation_due(trainer.current_epoch):
             self._is_due = True
 
     def on_train_epoch_end(self, trainer: Run, module: nn.Module) -> None:
         """Mark a save at the end of this epoch as due, unless one follows each validation."""
         self._metric.note_epoch(trainer.global_step)
         self._has_epoch_ended = True
-        if self._schedule.is_at_epoch_end(trainer):
-            self._is_due = self._schedule.is_epoch_due(trainer.current_epoch)
+        if self.schedule.is_at_epoch_end(trainer):
+            self._is_due = self.schedule.is_epoch_due(trainer.current_epoch)
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
         """Save if a save is due, by step or by rank 0's clock; then it is collective: every rank calls it."""
-        if self._schedule.is_by_step:
-            self._is_due = self._schedule.is_step_due(trainer)
+        if self.schedule.is_by_step:
+            self._is_due = self.schedule.is_step_due(trainer)
         if self._is_due and self._pause is not None and self._has_saved and not self._pause.is_over(trainer):
             self._is_due, self._is_postponed = False, True
         if self._is_due or (self._metric.is_pending and self._metric.is_worth_asking(trainer)):
@@ -289,7 +289,7 @@ class ModelCheckpoint(Callback):
 
     def on_train_last_step(self, trainer: Run, module: nn.Module) -> None:
         """Save as at the end of an epoch if training ends inside one, and save what would be lost. Collective."""
-        if not self._has_epoch_ended and self._schedule.is_epoch_due(trainer.current_epoch):
+        if not self._has_epoch_ended and self.schedule.is_epoch_due(trainer.current_epoch):
             self._save(trainer)
             if self.save_top_k != 0 and not self._kept.names and not trainer.is_interrupted:
                 self._save(trainer, top_k=False, force=True)  # better unranked than nothing

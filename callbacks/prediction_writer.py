@@ -37,6 +37,13 @@ class BasePredictionWriter(Callback):
             )
         self.interval = write_interval
 
+    def setup(self, trainer: Run, module: nn.Module, stage: str) -> None:
+        """Check that what is called to write is overridden, before anything is predicted."""
+        needed = {"write_on_batch_end": self.interval != "epoch", "write_on_epoch_end": self.writes_epoch}
+        for method, is_needed in needed.items() if stage == "predict" else ():
+            if is_needed and getattr(type(self), method) is getattr(BasePredictionWriter, method):
+                raise NotImplementedError(self._missing(method))
+
     @property
     def writes_epoch(self) -> bool:
         """Whether predictions are kept until the end of the epoch, also with ``return_predictions=False``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -96,6 +97,12 @@ class StochasticWeightAveraging(WeightAveraging):
                 raise ConfigError(f"swa_epoch_start={start} is a fraction of max_epochs=-1 (no limit); give an epoch.")
             start = int(trainer.max_epochs * start)
         self._first_epoch = max(start - 1, 0)
+        if 0 <= trainer.max_epochs <= self._first_epoch and trainer.is_global_zero:
+            warnings.warn(
+                f"StochasticWeightAveraging(swa_epoch_start={self._epoch_start}) averages nothing in "
+                f"max_epochs={trainer.max_epochs}; lower it, or train longer.",
+                stacklevel=2,
+            )
         super().on_fit_start(trainer, module)
 
     def on_train_epoch_start(self, trainer: Run, module: nn.Module) -> None:

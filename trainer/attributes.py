@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
@@ -17,7 +19,7 @@ from ..callbacks.helpers.loggers import run_folder
 from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.progress_display import ProgressDisplay
 from ..callbacks.run import Logger
-from ..strategies.errors import ConfigError, RunError
+from ..strategies.errors import ConfigError, RunError, did_you_mean
 from .module.data_module import DataModule
 from .module.train_module import TrainModule
 from .runner import Runner
@@ -35,10 +37,36 @@ _FIXED: Final = (
 """Settings by which a trainer is made: its strategy, callbacks and folder are what they said."""
 
 
+def _pointing_out(method: Any) -> Any:
+    """Return a method whose error about an unknown argument names the one that is meant."""
+    known = inspect.signature(method).parameters
+    if any(one.kind is one.VAR_KEYWORD for one in known.values()):
+        return method
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for name, value in kwargs.items():
+            if name not in known:
+                raise ConfigError(
+                    f"Trainer.{method.__name__} has no argument {name!r} (given as {value!r:.60})."
+                    f"{did_you_mean(name, list(known)[1:])}"
+                )
+        return method(*args, **kwargs)
+
+    return call
+
+
 class TrainerAttributes:
     """Lightning's names for the state, the parts and the processes of a run; read-only unless noted."""
 
     _runner: Runner
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Point out misspelt arguments of the methods that start a run."""
+        super().__init_subclass__(**kwargs)
+        for name in ("fit", "validate", "test", "predict"):
+            if name in vars(cls):
+                setattr(cls, name, _pointing_out(vars(cls)[name]))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute, or a setting of later runs; warn of a misspelt one, which no run would read.

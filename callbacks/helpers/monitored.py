@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Mapping
 from typing import Final, Literal
@@ -81,7 +82,7 @@ class MonitoredMetric:
         if strict and computed_at is None and self._is_overdue(trainer):
             raise ConfigError(
                 f"{self._owner}(monitor={self._monitor!r}): nothing was logged under this name; "
-                f"{describe_logged(trainer.callback_metrics, self._monitor)}"
+                f"{describe_logged(trainer.callback_metrics, self._monitor)}{self._without_validation(trainer)}"
             )
         return None
 
@@ -101,6 +102,12 @@ class MonitoredMetric:
         has_validated = self._validated_at is not None or not sum(trainer.num_val_batches)
         return self._epoch_ended_at is not None and has_validated
 
+    @staticmethod
+    def _without_validation(trainer: Run) -> str:
+        if sum(trainer.num_val_batches):
+            return ""
+        return " This fit validates nothing: it has no validation data, or limit_val_batches=0 or overfit_batches."
+
     def rank_of(self, value: float) -> tuple[bool, float]:
         """Return a sort key that is larger for better values; a value that is not finite is the worst."""
         return (True, self._sign * value) if math.isfinite(value) else (False, 0.0)
@@ -108,6 +115,31 @@ class MonitoredMetric:
     def is_better(self, value: float, than: float) -> bool:
         """Return whether a value is strictly better than another."""
         return self.rank_of(value) > self.rank_of(than)
+
+
+_LARGER_IS_BETTER: Final = frozenset(
+    ["acc", "accuracy", "auc", "auroc", "auprc", "f1", "iou", "miou", "map", "precision", "recall", "psnr", "ssim"]
+)
+"""Words in the names of metrics of which larger values are better."""
+
+
+def chosen_mode(owner: str, monitor: str | None, mode: Mode | None) -> Mode:
+    """Return the mode, by default ``min``; warn if it was not given, and the metric's name asks for ``max``.
+
+    Raises:
+        ConfigError: for an unknown mode.
+    """
+    if mode is not None:
+        check_mode(owner, mode)
+        return mode
+    words = set(re.split(r"[^a-z0-9]+", (monitor or "").lower()))
+    if words & _LARGER_IS_BETTER and not words & {"loss", "error", "err"}:
+        warnings.warn(
+            f"{owner}(monitor={monitor!r}) takes the smallest value for the best, as mode='min' is the default; set "
+            "mode='max', or mode='min' to say that it is meant.",
+            stacklevel=4,
+        )
+    return "min"
 
 
 def check_mode(owner: str, mode: str) -> None:

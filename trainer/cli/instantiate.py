@@ -10,10 +10,13 @@ import types
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
+from ... import callbacks
 from ...strategies.errors import ConfigError, did_you_mean
 from ..session.setting_types import describe, fits
 
 TARGET: Final = "_target_"
+_RENAMED: Final = {"LearningRateLogger": "LearningRateMonitor", "GPUStatsMonitor": "DeviceStatsMonitor"}
+"""Callbacks of Lightning 1, by their names since."""
 _SIMPLE: Final = (int, float, str, bool, type(None))
 _CLASS_PATH: Final = re.compile(r"[A-Za-z]\w*(\.[A-Za-z_]\w*)*\.[A-Za-z]\w*")
 
@@ -95,9 +98,11 @@ def find_class(path: object, key: str) -> type[Any]:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
+        own = _RENAMED.get(class_name, class_name)
+        hint = f"write echelon.{own}, or " if "lightning" in module_name and hasattr(callbacks, own) else ""
         raise ConfigError(
-            f"{key}={path!r}: there is no module {error.name!r}; it must be installed, or be in the folder of the "
-            "config file or the working directory."
+            f"{key}={path!r}: there is no module {error.name!r}; {hint}it must be installed, or be in the folder of "
+            "the config file or the working directory."
         ) from None
     cls = getattr(module, class_name, None)
     if not isinstance(cls, type):

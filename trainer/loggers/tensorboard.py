@@ -67,6 +67,13 @@ class TensorBoardLogger(FolderLogger):
         self._is_resumed = False
         self._is_ended = False
 
+    def __getattr__(self, name: str) -> Any:
+        """Raise an `AttributeError` that says where the methods of torch's ``SummaryWriter`` are."""
+        hint = ""
+        if name.startswith("add_"):
+            hint = f"; torch's SummaryWriter is logger.experiment: call self.logger.experiment.{name}(...)"
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self)
+
     @property
     def experiment(self) -> SummaryWriter:
         """Torch's ``SummaryWriter``, for images, histograms and so on; on ranks other than 0 it writes nothing."""
