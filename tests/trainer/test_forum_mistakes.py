@@ -109,6 +109,26 @@ def test_metric_objects_that_are_shared_or_never_reset_are_pointed_out(caplog: A
     assert "The metric mean of Measured, which on_validation_epoch_end reads, still has" in caplog.text
 
 
+def test_a_metric_that_each_batch_makes_anew_is_refused() -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Makes(Regression):
+        def on_validation_epoch_start(self) -> None:
+            self.metric = torchmetrics.MeanMetric()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            metric = self.metric if self.is_right else torchmetrics.MeanMetric()
+            metric(float(batch_idx))
+            self.log("mean", metric)
+
+    module: Any = Makes()
+    module.is_right = True
+    assert float(fit(module).callback_metrics["mean"]) == 1.5
+    module.is_right = False
+    with raises(ModuleError, "self.log('mean', metric) got another MeanMetric", "make one MeanMetric in __init__"):
+        fit(module)
+
+
 # --- what a step returns ---
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...strategies import Strategy
+from ...strategies.errors import ModuleError
 from .entry import Entry
 
 _MERGED: Final = ("dim_zero_sum", "dim_zero_max", "dim_zero_min", "dim_zero_cat")
@@ -48,6 +49,20 @@ def load_objects(state: Mapping[str, Any], module: nn.Module | None, *, is_heard
             for name, value in saved["states"].items():
                 setattr(metric, name, _moved(value, metric.device))
             metric._update_count = saved["count"]  # noqa: SLF001 - without updates it would have no value
+
+
+def refuse_another(entry: Entry, metric: Any) -> None:
+    """Refuse a metric object in place of the one that was logged under the name earlier in the epoch.
+
+    Raises:
+        ModuleError: as the epoch's value would be that of the last object alone.
+    """
+    if entry.computed is not None and entry.stamp >= 0 and entry.epoch is not None:
+        kind, name = type(metric).__name__, entry.step_line.name
+        raise ModuleError(
+            f"self.log({name!r}, metric) got another {kind} than in the batches before, and the epoch's value would be "
+            f"of the last alone; make one {kind} in __init__, and log it in each batch."
+        )
 
 
 def warn_if_shared(stages: Mapping[str, Mapping[str, Entry]], stage: str, entry: Entry, metric: Any) -> None:

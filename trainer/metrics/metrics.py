@@ -16,7 +16,7 @@ from ...strategies.state.dtensor import gathered
 from .accumulator import to_numbers
 from .entry import Entry, Moment, Scope, two_ways
 from .gathering import gather_once
-from .kept_objects import load_objects, objects_state, warn_if_shared
+from .kept_objects import load_objects, objects_state, refuse_another, warn_if_shared
 from .reduction import ComputedMetric, Line, Reduction
 from .sample_guard import SampleGuard
 
@@ -165,6 +165,7 @@ class Metrics:
     def _number(self, entry: Entry, value: Any) -> Tensor | float:
         if isinstance(value, ComputedMetric):
             if entry.computed is not value:
+                refuse_another(entry, value)
                 warn_if_shared(self._stages, self.stage, entry, value)
                 gather_once(value, self._strategy)
                 if self.in_batch:
