@@ -10,7 +10,6 @@ import types
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
-from ... import callbacks
 from ...strategies.errors import ConfigError, did_you_mean
 from ..session.setting_types import describe, fits
 
@@ -98,7 +97,7 @@ def find_class(path: object, key: str) -> type[Any]:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
-        own = _RENAMED.get(class_name, class_name)
+        own, callbacks = _RENAMED.get(class_name, class_name), importlib.import_module("...callbacks", __package__)
         hint = f"write echelon.{own}, or " if "lightning" in module_name and hasattr(callbacks, own) else ""
         raise ConfigError(
             f"{key}={path!r}: there is no module {error.name!r}; {hint}it must be installed, or be in the folder of "
