@@ -77,9 +77,9 @@ class KeptResults:
             if name in read and type(held) is list and held and _has_tensor(held[-1])
         }
         counts |= {
-            f"metric {name}": part._update_count  # noqa: SLF001 - torchmetrics has no other name for it
-            for name, part in session.module.named_children()
-            if name in read and isinstance(getattr(part, "_update_count", None), int)
+            f"metric {name}": count
+            for name, part in session.module.named_children()  # torchmetrics has no other name for the count
+            if name in read and isinstance(count := getattr(part, "_update_count", None), int)
         }
         before, self._counts = self._counts, counts
         for name, count in counts.items():

@@ -65,7 +65,7 @@ def refuse_another(entry: Entry, metric: Any) -> None:
         )
 
 
-def warn_if_shared(stages: Mapping[str, Mapping[str, Entry]], stage: str, entry: Entry, metric: Any) -> None:
+def warn_if_shared(stages: Mapping[Any, Mapping[str, Entry]], stage: str, entry: Entry, metric: Any) -> None:
     """Warn of a metric object that training and an evaluation both log, if each resets it at its end."""
     for other, entries in stages.items():
         shared = next((one for one in entries.values() if one.computed is metric and one.epoch is not None), None)
