@@ -178,14 +178,14 @@ class Collectives:
             return data
         self._announce(f"broadcast(src={src})", data, compared=("name",))
         parcel = Parcel.pack(data if self.rank == src else None, self.rank, keeps_gradients=True)
-        payload = self._broadcast_bytes(parcel.payload, src)
+        payload = tensor_collectives.broadcast_bytes(self._cpu_wire, parcel.payload, src)
         parcel.raise_if_refused()
         skeleton = parcel.skeleton if self.rank == src else unpack(payload)
         tensors = parcel.tensors if self.rank == src else [slot.empty(self.device) for slot in slots(skeleton)]
         sent = map_joined(
             tensors, lambda flat: tensor_collectives.broadcast(self._wire_of(flat), flat, src), by_gradient=True
         )
-        return fill(skeleton, sent)
+        return fill(skeleton, sent, self.device)
 
     def on_first_rank(self, function: Callable[[], T]) -> T:
         """Call `function` on rank 0 and return its result on every rank. Collective.
@@ -292,14 +292,10 @@ class Collectives:
         """Return what `all_gather_object` does, from ranks whose code calls it in different places. Collective."""
         if not self._has_group:
             return [data]
-        import torch.distributed as dist
-
-        payloads: list[Any] = [None] * self.world_size
         parcel = Parcel.pack(data, self.rank, is_whole=True)
-        dist.all_gather_object(payloads, parcel.payload, group=self._cpu_group)
+        payloads = tensor_collectives.all_gather_bytes(self._cpu_wire, parcel.payload)
         parcel.raise_if_refused()
-        skeletons = [unpack(payload) for payload in payloads]
-        return [fill(skeleton, [slot.read(self.device) for slot in slots(skeleton)]) for skeleton in skeletons]
+        return [fill(unpack(payload), (), self.device) for payload in payloads]
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until every rank has called this. Collective; a `name` is accepted for Lightning."""
@@ -340,13 +336,6 @@ class Collectives:
 
     def _wire_of(self, flat: Tensor) -> Wire:
         return self._cpu_wire if flat.is_cpu else self._wire
-
-    def _broadcast_bytes(self, payload: bytes, src: int) -> bytes:
-        import torch.distributed as dist
-
-        box = [payload if self.rank == src else None]
-        dist.broadcast_object_list(box, group=self._cpu_group, group_src=src)
-        return box[0]  # type: ignore[return-value]
 
     def _check_rank(self, name: str, rank: int) -> None:
         if not 0 <= rank < self.world_size:

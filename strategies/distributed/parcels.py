@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from . import pickling
 from .nested import map_tensors, named_leaves
 from .tensor_collectives import as_bytes
 
+_SMALL: Final = 1 << 13  # bytes: the state of a random number generator, but not of many layers
+
 
 class TensorSlot:
     """Placeholder of a tensor in a structure; not a dataclass, because those are traversed."""
@@ -22,7 +24,9 @@ class TensorSlot:
         self.shape, self.dtype, self.is_cpu = tensor.shape, tensor.dtype, tensor.device.type == "cpu"
         self.requires_grad = requires_grad
         # torch's own pickling does not support float8 (2.14), and would restore a tensor on the sender's GPU
-        self._content = as_bytes(tensor.detach().cpu().reshape(-1)).numpy().tobytes() if holds_content else b""
+        self._content = _content_of(tensor.detach().cpu()) if holds_content else b""
+        self.is_sent = holds_content
+        """Whether the tensor travels in the slot."""
 
     def empty(self, device: torch.device) -> Tensor:
         """Return a tensor to receive into, on `device` unless the sender's was on the CPU."""
@@ -38,6 +42,10 @@ class TensorSlot:
         return tensor
 
 
+def _content_of(tensor: Tensor) -> bytes:
+    return as_bytes(tensor.resolve_conj().resolve_neg().reshape(-1)).numpy().tobytes()
+
+
 class _SendError:
     """Message in place of a structure that could not be sent."""
 
@@ -47,7 +55,7 @@ class _SendError:
 
 @dataclass(frozen=True)
 class Parcel:
-    """Nested structure in two parts: a pickled skeleton with slots, and the tensors of these slots.
+    """Nested structure in two parts: a pickled skeleton with slots, and the tensors of the slots that hold none.
 
     A structure that cannot be pickled is an error on every rank: the bytes then hold the error, so that no rank waits
     forever.
@@ -60,15 +68,21 @@ class Parcel:
 
     @classmethod
     def pack(cls, data: Any, rank: int, *, keeps_gradients: bool = False, is_whole: bool = False) -> Self:
-        """Return a structure ready to be sent by `rank`; with `is_whole`, the bytes include its tensors."""
+        """Return a structure ready to be sent by `rank`; with `is_whole`, the bytes include its tensors.
+
+        Without, they still include small ones on the CPU for which no gradient comes back: a collective costs more.
+        """
         tensors: list[Tensor] = []
         keeps_gradients = keeps_gradients and torch.is_grad_enabled()
 
         def take(tensor: Tensor) -> Any:
             if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
                 return tensor  # sparse tensors and subclasses are pickled with the rest
-            tensors.append(tensor if keeps_gradients else tensor.detach())
-            return TensorSlot(tensor, requires_grad=keeps_gradients and tensor.requires_grad, holds_content=is_whole)
+            needs_grad = keeps_gradients and tensor.requires_grad
+            is_small = tensor.is_cpu and not needs_grad and tensor.nbytes <= _SMALL
+            if not (is_whole or is_small):
+                tensors.append(tensor if keeps_gradients else tensor.detach())
+            return TensorSlot(tensor, requires_grad=needs_grad, holds_content=is_whole or is_small)
 
         try:
             skeleton = map_tensors(take, data)
@@ -105,15 +119,20 @@ def unpack(payload: bytes) -> Any:
 
 
 def slots(skeleton: Any) -> list[TensorSlot]:
-    """Return the slots of a skeleton, in order."""
-    return [leaf for _, leaf in named_leaves(skeleton) if isinstance(leaf, TensorSlot)]
+    """Return the slots of a skeleton whose tensors are sent on their own, in order."""
+    return [leaf for _, leaf in named_leaves(skeleton) if isinstance(leaf, TensorSlot) and not leaf.is_sent]
 
 
-def fill(skeleton: Any, tensors: Sequence[Tensor]) -> Any:
-    """Return the structure with a tensor in each slot, reshaped to the slot's shape."""
+def fill(skeleton: Any, tensors: Sequence[Tensor], device: torch.device) -> Any:
+    """Return the structure with a tensor in each slot: the one that it holds, or the next of `tensors` in its shape.
+
+    A tensor that a slot holds is put on `device`, unless the sender's was on the CPU.
+    """
     new = iter(tensors)
-    return map_tensors(
-        lambda tensor: tensor,
-        skeleton,
-        lambda leaf: next(new).reshape(leaf.shape) if isinstance(leaf, TensorSlot) else leaf,
-    )
+
+    def put(leaf: Any) -> Any:
+        if not isinstance(leaf, TensorSlot):
+            return leaf
+        return leaf.read(device) if leaf.is_sent else next(new).reshape(leaf.shape)
+
+    return map_tensors(lambda tensor: tensor, skeleton, put)

@@ -69,6 +69,7 @@ class Mailbox:
         return fill(
             skeleton,
             [flat if slot.is_cpu else flat.to(self._device) for slot, flat in zip(places, received, strict=True)],
+            self._device,
         )
 
     def _fetch(self, flat: Tensor, src: int, tag: int) -> Tensor:

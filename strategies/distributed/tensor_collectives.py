@@ -1,4 +1,4 @@
-"""Collectives on a single flat tensor, with their gradients."""
+"""Collectives on a single flat tensor, with their gradients, and on bytes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ from torch.autograd.function import once_differentiable
 
 ReduceOp = Literal["sum", "mean", "min", "max"]
 REDUCE_OPS: Final = ("sum", "mean", "min", "max")
+
+_NUMBER: Final = 8  # bytes in which the length of a payload is sent
+# The first bytes are sent with the length: most payloads then take one collective, where torch's functions for objects
+# always take two. In a gather each rank sends them to all others.
+_GATHERED_FIRST: Final = 1 << 6
+_BROADCAST_FIRST: Final = 1 << 8
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,48 @@ def broadcast(wire: Wire, flat: Tensor, src: int) -> Tensor:
         return _Broadcast.apply(wire, flat, src)  # type: ignore[no-any-return]
     dist.broadcast(as_bytes(flat), group=wire.process_group, group_src=src)
     return flat.detach()
+
+
+def all_gather_bytes(wire: Wire, payload: bytes) -> list[bytes]:
+    """Return every rank's bytes, in rank order."""
+    heads = _all_gather(wire, _head(payload, _GATHERED_FIRST)).view(wire.world_size, -1)
+    lengths, room = [_length(head) for head in heads], _GATHERED_FIRST - _NUMBER
+    firsts = [_bytes(head[_NUMBER:]) for head in heads]
+    if (longest := max(lengths)) > room:
+        rests = _all_gather(wire, _padded(payload[room:], longest - room)).view(wire.world_size, -1)
+        firsts = [first + _bytes(rest) for first, rest in zip(firsts, rests, strict=True)]
+    return [first[:length] for first, length in zip(firsts, lengths, strict=True)]
+
+
+def broadcast_bytes(wire: Wire, payload: bytes, src: int) -> bytes:
+    """Return rank `src`'s bytes; others may pass any."""
+    import torch.distributed as dist
+
+    is_source = wire.rank == src
+    head = _head(payload, _BROADCAST_FIRST) if is_source else torch.empty(_BROADCAST_FIRST, dtype=torch.uint8)
+    dist.broadcast(head, group=wire.process_group, group_src=src)
+    length, room = _length(head), _BROADCAST_FIRST - _NUMBER
+    if length <= room:
+        return payload if is_source else _bytes(head[_NUMBER : _NUMBER + length])
+    rest = _padded(payload[room:], length - room) if is_source else torch.empty(length - room, dtype=torch.uint8)
+    dist.broadcast(rest, group=wire.process_group, group_src=src)
+    return payload if is_source else _bytes(head[_NUMBER:]) + _bytes(rest)
+
+
+def _head(payload: bytes, size: int) -> Tensor:
+    return _padded(len(payload).to_bytes(_NUMBER, "little") + payload[: size - _NUMBER], size)
+
+
+def _padded(content: bytes, size: int) -> Tensor:
+    return torch.frombuffer(bytearray(content.ljust(size, b"\0")), dtype=torch.uint8)
+
+
+def _length(head: Tensor) -> int:
+    return int.from_bytes(_bytes(head[:_NUMBER]), "little")
+
+
+def _bytes(content: Tensor) -> bytes:
+    return content.numpy().tobytes()
 
 
 def as_bytes(flat: Tensor) -> Tensor:

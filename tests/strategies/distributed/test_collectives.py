@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon.strategies.cluster.launchers import detect_environment
 from echelon.strategies.distributed.collectives import Collectives
@@ -276,6 +277,40 @@ def refuse_what_cannot_travel(ranks):
     with pytest.raises(ConfigError, match="must name another rank, got this rank"):
         ranks.send(1, ranks.rank)
     assert ranks.all_reduce(1) == ranks.world_size  # and all continue
+
+
+def move_any_length():
+    ranks = joined_collectives()
+    lengths = [0, 1, *range(20, 64, 3), *range(200, 256, 3), 100_000]  # around what one collective sends
+    for length in lengths:
+        assert ranks.broadcast("x" * length if ranks.rank == 1 else None, src=1) == "x" * length
+        mine = "x" * (length if ranks.rank == 1 else 3)
+        assert ranks.all_gather_object(mine) == ["xxx", "x" * length, *["xxx"] * (ranks.world_size - 2)]
+    few = [torch.ones(3, dtype=torch.complex64).conj(), torch.ones(2)]
+    equal(ranks.broadcast(few)[0], few[0])
+    assert ranks.broadcast(few)[1] is not few[1]
+    for call, number in (
+        (lambda: ranks.broadcast("text"), 1),
+        (lambda: ranks.all_gather_object((ranks.rank, "text")), 1),
+        (lambda: ranks.broadcast(few), 2),  # not two more for its small tensors
+    ):
+        with CountedCollectives() as counted:
+            call()
+        assert counted.number == number
+
+
+class CountedCollectives(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += func.namespace == "c10d"
+        return func(*args, **(kwargs or {}))
+
+
+def test_objects_of_any_length_travel_and_small_ones_in_one_collective():
+    run_ranks(move_any_length, 3)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
