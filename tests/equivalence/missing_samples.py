@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from as_rank import step_by_hand_on
 from matrix import whole_state
+from pairwise import covering
 from residual import PLAN, Block
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -49,6 +50,16 @@ class Layout:
     """A key of `MODULES`."""
     is_checked: bool = False
     """Whether the first step of each kind runs twice more to be checked, which is undone in the module only."""
+
+    @property
+    def strategy(self) -> str:
+        """The strategy and its number of processes, without how they are used."""
+        return self.title.partition(", ")[0]
+
+    @property
+    def use(self) -> str:
+        """How they are used; nothing for the plain way."""
+        return self.title.partition(", ")[2]
 
     @property
     def trainer_settings(self) -> Mapping[str, Any]:
@@ -91,6 +102,11 @@ LAYOUTS = [
     of("dp_shard 2 x cp 2", 4, lambda: ParallelStrategy(dp_shard=2, cp=2), is_checked=True),
     of("pp 2 x dp_shard 2", 4, lambda: ParallelStrategy(pp=2, dp_shard=2), global_batch=8),
 ]
+CELLS = covering(
+    [(layout, number) for layout in LAYOUTS for number in NUMBERS],
+    lambda cell: {"strategy": cell[0].strategy, "use": cell[0].use, "number": cell[1]},
+)
+"""Each strategy, and each way to use one, with each number; each layout with one at least."""
 
 
 class Tracing(TrainModule):
@@ -305,10 +321,10 @@ def checked(records):
 def run_all(processes: int) -> dict[Any, Any]:
     """Run every program for a number of processes; in each of them."""
     warnings.simplefilter("ignore")
-    layouts = [layout for layout in LAYOUTS if layout.processes == processes]
+    cells = [(layout, number) for layout, number in CELLS if layout.processes == processes]
     named = [strategy for strategy in ("ddp", "fsdp") if processes in OWN_LOOPS]
     return {
-        **{(layout.title, n): attempt(partial(program, layout, n)) for layout in layouts for n in NUMBERS},
+        **{(layout.title, n): attempt(partial(program, layout, n)) for layout, n in cells},
         **{("own loop", name, n): attempt(partial(in_own_loop, name, n)) for name in named for n in NUMBERS},
         **{("drawing", name): attempt(partial(draw, name, 13)) for name in named},
     }

@@ -4,7 +4,19 @@ import functools
 
 import pytest
 import torch
-from missing_samples import KINDS, LAYOUTS, NUMBERS, OWN_LOOPS, STAGES, Layout, checked, in_own_loop, program, run_all
+from missing_samples import (
+    CELLS,
+    KINDS,
+    LAYOUTS,
+    NUMBERS,
+    OWN_LOOPS,
+    STAGES,
+    Layout,
+    checked,
+    in_own_loop,
+    program,
+    run_all,
+)
 from once import once
 
 from echelon.testing import run_ranks
@@ -26,7 +38,8 @@ def records_of(ends_of):
 
     def get(title):
         ends = ends_of(BY_TITLE[title].processes)
-        return {number: checked([end[title, number] for end in ends]) for number in NUMBERS}
+        numbers = [number for layout, number in CELLS if layout.title == title]
+        return {number: checked([end[title, number] for end in ends]) for number in numbers}
 
     return get
 
