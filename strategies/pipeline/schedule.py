@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Final, Literal, NamedTuple, get_args
 
 from ..errors import ConfigError, did_you_mean
-from ..torch_internals import pipeline_order, with_transfers
+from .torch_pipelining import pipeline_order, with_transfers
 
 ScheduleName = Literal[
     "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"

@@ -14,11 +14,11 @@ from ..distributed.nested import iterate_tensors
 from ..errors import ModuleError
 from ..module.rehearsal import steps_of
 from ..module.traces import Traceless
-from ..torch_internals import backward_for_inputs, backward_for_weights
 from .schedule import Action, Schedule, without_halves
 from .spec import KnownShapes, Shapes, flat, specs_of, with_tensors
 from .stages import Pass, StagedModule, has_nan
 from .timeline import WindowRecorder
+from .torch_pipelining import backward_for_inputs, backward_for_weights
 from .wire import StageWire, tag_of
 from .work import StepContext, WindowWork
 
