@@ -51,6 +51,7 @@ class Link(C10dRendezvousBackend):
             raise
 
     def get_state(self) -> tuple[bytes, Token] | None:
+        """Return the state with its times on this node's clock, and what `set_state` needs to replace it; None if new."""
         self._check()
         state_and_token = super().get_state()
         self._ahead = time.time() - self._clock()
@@ -60,6 +61,7 @@ class Link(C10dRendezvousBackend):
         return self._by_day(state), token
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        """Write the state unless another node was faster; return what is there then, and whether it was written."""
         self._check()
         now = time.monotonic()
         self._call_store("add", LIFE, 1)
