@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
+from pairwise import covering
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from two_nodes import two_nodes
@@ -110,10 +111,28 @@ class Line:
         return self.strategy + f" x {number}" * (number > 1) + self.note
 
     @property
+    def cases(self):
+        """The cases that it trains, all of which are in the table."""
+        return [case for case in CASES if self.takes(case)]
+
+    @property
+    def tested_cases(self):
+        """The cases of the test: on one process all; on more, each two settings in double precision meet in one."""
+        if self.processes == 1:
+            return self.cases
+        double = [case for case in self.cases if case.precision == "64-true"]
+        return covering(double, vars) + [case for case in self.cases if case not in double]
+
+    @property
     def has_engine(self):
         """Whether a custom loop with an `Engine` also trains its hard cases."""
         is_small = self.nodes == 1 and (self.processes <= 2 or self.strategy == "hsdp")
         return is_small and self.network == "dense" and self.strategy in ENGINES
+
+    @property
+    def engine_cases(self):
+        """The cases that a custom loop trains, if there is one: each two settings meet in one."""
+        return covering([case for case in CASES if is_for_engine(case)], vars) if self.has_engine else []
 
     @property
     def is_named(self):
@@ -510,11 +529,11 @@ def plain(values):
     return {name: value.item() for name, value in values.items()}
 
 
-def train_all(line):
-    """Train every case of the line, in one of its processes; return the results of each."""
+def train_all(line, cases):
+    """Train some cases of the line, in one of its processes; return the results of each."""
     where = {"devices": line.devices if line.processes == 1 else "auto"}
-    ends = {case: train(case, line, **where) for case in CASES if line.takes(case)}
-    by_engine = [replace(case, by_engine=True) for case in CASES if line.has_engine and is_for_engine(case)]
+    ends = {case: train(case, line, **where) for case in cases}
+    by_engine = [replace(case, by_engine=True) for case in line.engine_cases]
     return ends | {case: train_in_own_loop(case, line, **where) for case in by_engine}
 
 
@@ -538,18 +557,18 @@ def train_in_own_loop(case, line, **where):
     return {name: value.clone() for name, value in gather_whole(net.state_dict(), is_kept=True).items()}
 
 
-def run(line):
-    """Return the results of each case of the line on each rank."""
+def run(line, cases):
+    """Return the results of some cases of the line on each rank."""
     if line.processes == 1:
-        return by_case([train_all(line)])
+        return by_case([train_all(line, cases)])
     if line.nodes == 1:
-        return by_case(run_ranks(train_all, line.processes, line, timeout=640))
+        return by_case(run_ranks(train_all, line.processes, line, cases, timeout=640))
     with two_nodes() as nodes:
-        return by_case(run_ranks(train_on_node, line.processes, line, nodes, timeout=640))
+        return by_case(run_ranks(train_on_node, line.processes, line, cases, nodes, timeout=640))
 
 
-def train_on_node(line, nodes):
-    """Train every case of the line, in a process that moves to its node, as a new one would have to import torch."""
+def train_on_node(line, cases, nodes):
+    """Train some cases of the line, in a process that moves to its node, as a new one would have to import torch."""
     rank, on_each = int(os.environ["RANK"]), line.processes // len(nodes)
     node = nodes[rank // on_each]
     with open(f"/run/netns/{node.namespace}") as namespace:
@@ -567,7 +586,7 @@ def train_on_node(line, nodes):
     for name in [name for name in os.environ if name.startswith("TORCHELASTIC_") or name.endswith("_SOCKET_IFNAME")]:
         del os.environ[name]
     os.environ.update({name: str(number) for name, number in numbers.items()}, MASTER_ADDR=node.main_address)
-    return train_all(line)
+    return train_all(line, cases)
 
 
 def by_case(ranks):

@@ -13,15 +13,15 @@ from echelon.strategies.placement import BY_NAME
 PAGE = Path(__file__).parents[2] / "docs" / "equivalence.md"
 ONE_PROCESS = LINES[0]
 STRATEGIES = {line.strategy for line in LINES if line.is_named}
-CELLS = [(line, case) for line in LINES for case in CASES if line.takes(case)]
+CELLS = [(line, case) for line in LINES for case in line.tested_cases]
 WITH_ENGINE = [line for line in LINES if line.has_engine]
 LAUNCHED = {line.strategy: line for line in LINES if line.processes == 2 and line.is_named}
 
 
 @pytest.fixture(scope="module")
 def ends_of():
-    """Return the ends of every case of a line on each rank; the first request for a line waits for its run."""
-    return once(run)
+    """Return the ends of the tested cases of a line on each rank; the first request for a line waits for its run."""
+    return once(lambda line: run(line, line.tested_cases))
 
 
 @pytest.fixture(scope="module")
