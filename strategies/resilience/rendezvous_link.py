@@ -51,7 +51,7 @@ class Link(C10dRendezvousBackend):
             raise
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        """Return the state with its times on this node's clock, and what `set_state` needs to replace it; None if new."""
+        """Return the state with times on this clock, and what `set_state` needs to replace it; None if new."""
         self._check()
         state_and_token = super().get_state()
         self._ahead = time.time() - self._clock()
