@@ -12,6 +12,7 @@ import gc
 import importlib
 import os
 import signal
+import sys
 
 from .worker import CULPRITS, NOT_FOR_THE_FORK_SERVER, makes_cuda_unusable, take_preload
 
@@ -27,6 +28,15 @@ def _import_all(names: str) -> None:
                 CULPRITS.append(name)
 
 
+def _end() -> None:
+    """End this process at once: taking down what is frozen takes a second, and triton 3.9 reports it as leaks."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(0)
+
+
 _import_all(take_preload())
 gc.freeze()  # garbage collections in workers neither search what was imported nor copy its pages
-atexit.register(gc.unfreeze)  # otherwise triton 3.9 reports what it finds frozen as leaks when this server ends
+if any("multiprocessing.forkserver" in argument for argument in sys.orig_argv):  # not if something else imports this
+    atexit.register(_end)
