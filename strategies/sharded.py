@@ -28,7 +28,7 @@ from .parallel.equal_ranks import configure
 from .parallel.mesh import Degrees, make_mesh
 from .parallel.optimizer_probe import check_can_be_dealt, check_can_be_sharded
 from .parallel.replica_check import ReplicaCheck, ReplicaDifference
-from .parallel.shard_update import STEPPED, on_shards, step_on_shards
+from .parallel.shard_update import note_use_of_shards, on_shards, step_on_shards
 from .parallel.sharded_module import ShardedModule
 from .parallel.sharding_policy import ShardingOptions, check_dimensions, check_gradients
 from .pipeline.pipeline import Pipeline
@@ -318,16 +318,7 @@ class ShardedStrategy(Strategy):
                 "A pipeline stage has only its own part of a step's graph, so a step cannot compute a derivative "
                 "(torch.autograd.grad) through several stages; use dp_shard and tp instead of pp."
             )
-        is_of_optimizer = any(STEPPED in note for note in getattr(error, "__notes__", ()))
-        texts = () if is_of_optimizer else ("mixed torch.Tensor and DTensor", "inputs with different meshes")
-        if any(text in str(error) for text in texts):
-            error.add_note(
-                "A sharded parameter was used while this rank had only its shard. The parameters of a unit are "
-                "gathered while its forward runs, all others while a step or the module's own forward runs: call the "
-                "layer there, through its forward, or let policy make a larger submodule a unit (print "
-                "strategy.plan(module)). Compute a penalty on weights in the forward of their layers, or use the "
-                "optimizer's weight_decay."
-            )
+        note_use_of_shards(error)
 
     # --- state -------------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ ELEMENTWISE: Final = frozenset(
     for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 )
 """Optimizers that update each element from its own gradient and state, so that shards can be updated separately."""
-STEPPED: Final = "stepped on DTensors"
+_STEPPED: Final = "stepped on DTensors"
 """What a note says on the error of an optimizer."""
 
 
@@ -36,13 +36,32 @@ def step_on_shards(optimizer: Optimizer, step: Callable[[], Any]) -> None:
             step()
         except Exception as error:
             error.add_note(
-                f"{type(optimizer).__name__} {STEPPED}, which its operations may not know; use strategy='zero' or "
+                f"{type(optimizer).__name__} {_STEPPED}, which its operations may not know; use strategy='zero' or "
                 "'ddp', or another optimizer."
             )
             raise
         return
     with _holding(optimizer, shards):
         step()
+
+
+def note_use_of_shards(error: BaseException) -> None:
+    """Add to torch's error about DTensors what to do, unless it is an optimizer's, which has a note."""
+    if any(_STEPPED in note for note in getattr(error, "__notes__", ())):
+        return
+    if any(text in str(error) for text in ("mixed torch.Tensor and DTensor", "inputs with different meshes")):
+        error.add_note(
+            "A sharded parameter was used while this rank had only its shard. The parameters of a unit are gathered "
+            "while its forward runs, all others while a step or the module's own forward runs: call the layer there, "
+            "through its forward, or let policy make a larger submodule a unit (print strategy.plan(module)). Compute "
+            "a penalty on weights in the forward of their layers, or use the optimizer's weight_decay."
+        )
+    elif "Sharding propagation failed" in str(error) or "must have the same mesh" in str(error):
+        error.add_note(
+            "Parameters and their gradients are DTensors outside of the forward, as in hooks, and torch does not know "
+            "this operation on them; use strategy='ddp' or 'zero', or compute with whole tensors "
+            "(parameter.grad.full_tensor(), on every rank)."
+        )
 
 
 @contextmanager

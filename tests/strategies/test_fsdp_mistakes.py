@@ -39,6 +39,12 @@ class CallsALayerBetweenSteps(Net):
         self.last(torch.ones(1, 4))
 
 
+class LimitsNormsInPlace(Net):
+    def on_before_optimizer_step(self, optimizer):
+        for parameter in self.parameters():
+            parameter.grad.norm().clamp_(max=1.0)
+
+
 class CreatesAParameter(Net):
     def configure_optimizers(self):
         self.late = nn.Parameter(torch.ones(3))
@@ -118,6 +124,7 @@ USED_A_SHARD = "while this rank had only its shard.*print strategy.plan"
 MISTAKES = [
     (UsesWeightOfAUnit, {}, RuntimeError, USED_A_SHARD),
     (CallsALayerBetweenSteps, {}, RuntimeError, USED_A_SHARD),
+    (LimitsNormsInPlace, {}, RuntimeError, "aten.clamp_.*does not know this operation on them; use strategy='ddp'"),
     (
         CreatesAParameter,
         {},
