@@ -7,10 +7,10 @@ import warnings
 from collections.abc import Iterator
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, PolynomialLR
 
 from ..callbacks.model_checkpoint import ModelCheckpoint
+from ..strategies.torch_internals import BatchNorm
 from .loop.schedule import num_steps, validates
 from .module.optimizers import LRSchedulerConfig
 from .session.session import Session
@@ -68,7 +68,7 @@ def _of_frozen_norms(module: nn.Module) -> Iterator[str]:
     names = [
         name
         for name, part in module.named_modules()
-        if isinstance(part, _BatchNorm) and part.training and part.track_running_stats and part.affine
+        if isinstance(part, BatchNorm) and part.training and part.track_running_stats and part.affine
         if not any(parameter.requires_grad for parameter in part.parameters(recurse=False))
     ]
     if names:
