@@ -174,8 +174,15 @@ class FilePiece:
 
 
 def is_one_file(path: Path, held: int | None) -> bool:
-    """Return whether a checkpoint, which may be `held` open, is a file and not a folder."""
-    return path.is_file() if held is None else stat.S_ISREG(os.fstat(held).st_mode)
+    """Return whether a checkpoint, which may be `held` open, is a file and not a folder.
+
+    Raises:
+        CheckpointError: if the disk does not say.
+    """
+    try:
+        return path.is_file() if held is None else stat.S_ISREG(os.fstat(held).st_mode)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {explain(error)}.") from error
 
 
 T = TypeVar("T")
@@ -193,8 +200,7 @@ def while_it_stays(path: Path, read: Callable[[int | None], T]) -> T:
         except OSError:
             return read(None)  # which says what is wrong with it
         try:
-            mode = os.fstat(held).st_mode
-            return read(held if stat.S_ISDIR(mode) or stat.S_ISREG(mode) else None)
+            return read(held if _can_be_held(held) else None)
         except CheckpointError:
             if _is_still(path, held):
                 raise
@@ -202,6 +208,15 @@ def while_it_stays(path: Path, read: Callable[[int | None], T]) -> T:
             with suppress(OSError):  # it was only read, and is closed all the same
                 os.close(held)
     return read(None)
+
+
+def _can_be_held(held: int) -> bool:
+    """Return whether what is open is a folder or a regular file, as far as the disk says so."""
+    try:
+        mode = os.fstat(held).st_mode
+    except OSError:
+        return False
+    return stat.S_ISDIR(mode) or stat.S_ISREG(mode)
 
 
 def _is_still(path: Path, held: int) -> bool:
