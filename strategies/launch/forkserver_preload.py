@@ -28,8 +28,10 @@ def _import_all(names: str) -> None:
                 CULPRITS.append(name)
 
 
-def _end() -> None:
-    """End this process at once: taking down what is frozen takes a second, and triton 3.9 reports it as leaks."""
+def _end(server: int) -> None:
+    """End the process `server` at once: taking down what is frozen takes a second, and triton 3.9 reports leaks."""
+    if os.getpid() != server:  # a child of it
+        return
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -39,4 +41,4 @@ def _end() -> None:
 _import_all(take_preload())
 gc.freeze()  # garbage collections in workers neither search what was imported nor copy its pages
 if any("multiprocessing.forkserver" in argument for argument in sys.orig_argv):  # not if something else imports this
-    atexit.register(_end)
+    atexit.register(_end, os.getpid())
