@@ -123,6 +123,13 @@ class EpochLoop:
         return _progress(self.batch_idx + 1, counters.batches_in_epoch, self.total_batch_idx + 1, counters.batches_seen)
 
     @property
+    def val_loop(self) -> Any:
+        """Whether there are validation loaders, as gluonts asks: ``val_loop._data_source.is_defined()``."""
+        return SimpleNamespace(
+            _data_source=SimpleNamespace(is_defined=lambda: self._trainer.val_dataloaders is not None)
+        )
+
+    @property
     def _batches_that_stepped(self) -> int:
         return self.global_step
 

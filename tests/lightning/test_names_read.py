@@ -1,6 +1,7 @@
 """What libraries read from a trainer, its parts and Lightning's utilities; the values are those of Lightning 2.6.6."""
 
 from functools import partial
+from typing import get_args
 
 import pytest
 import torch
@@ -59,6 +60,20 @@ def test_counters_and_limits_of_the_loop():
     assert loop.epoch_loop.batch_progress.total.completed == 8
     loop.max_epochs, loop.epoch_loop.max_steps = 4, 7
     assert (own.max_epochs, own.max_steps) == (4, 7)
+
+
+@pytest.mark.parametrize("validates", [True, False])
+def test_a_module_may_ask_for_the_validation_loop_where_it_makes_its_optimizer(validates):
+    class Asks(boring.BoringModel):
+        def configure_optimizers(self):
+            self.found = self.trainer.fit_loop.epoch_loop.val_loop._data_source.is_defined()
+            return super().configure_optimizers()
+
+    net = Asks()
+    if not validates:
+        net.val_dataloader = None
+    trainer(fast_dev_run=True).fit(net)
+    assert net.found is validates
 
 
 def test_the_state_is_of_lightnings_enums():
@@ -143,7 +158,8 @@ def test_what_is_none_or_the_bases_is_not_overridden():
 def test_annotations_and_bases_of_hooks_are_there():
     from echelon.lightning import LRSchedulerCallable, OptimizerCallable
 
-    assert LRSchedulerCallable is OptimizerCallable  # anything
+    assert get_args(OptimizerCallable)[1] is torch.optim.Optimizer
+    assert get_args(LRSchedulerCallable)[0] == [torch.optim.Optimizer]
     hooks = module("core.hooks")
 
     class Mixin(hooks.ModelHooks):
