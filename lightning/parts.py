@@ -47,6 +47,7 @@ __all__ = [
     "grad_norm",
     "is_overridden",
     "move_data_to_device",
+    "num_cuda_devices",
     "rank_prefixed_message",
     "rank_zero_debug",
     "rank_zero_deprecation",
@@ -300,6 +301,11 @@ class AcceleratorChoice:
 
 
 # --- functions ---
+
+
+def num_cuda_devices() -> int:
+    """Return the number of GPUs."""
+    return torch.cuda.device_count()
 
 
 class RankZeroOnly:

@@ -53,7 +53,8 @@ _BELOW_PYTORCH: Final = (
     *("utilities.types", "utilities.warnings"),
 )
 _BELOW_FABRIC: Final = (
-    *("accelerators", "fabric", "loggers", "plugins", "plugins.environments", "plugins.io", "plugins.io.checkpoint_io"),
+    *("accelerators", "accelerators.cuda", "fabric", "loggers", "plugins", "plugins.environments", "plugins.io"),
+    "plugins.io.checkpoint_io",
     *("plugins.io.torch_io", "plugins.precision", "strategies", "utilities", "utilities.cloud_io"),
     *("utilities.exceptions", "utilities.rank_zero", "utilities.seed", "utilities.types", "utilities.warnings"),
     *("plugins.environments.cluster_environment", "plugins.environments.lightning", "plugins.environments.slurm"),

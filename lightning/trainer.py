@@ -6,9 +6,11 @@ import inspect
 import logging
 import warnings
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 from ..callbacks import ProgressDisplay
+from ..trainer.checkpoint.single_file import keep_classes
 from ..trainer.session.train_state import TrainerState
 from ..trainer.trainer import Trainer
 from .extras.plugins import settings_of
@@ -26,6 +28,7 @@ from .parts import (
 )
 
 _log = logging.getLogger("echelon.lightning")
+keep_classes()  # libraries call them: hyper_parameters["encoder"].pop("cls")(...)
 
 
 class LightningTrainer(Trainer):
@@ -63,6 +66,13 @@ class LightningTrainer(Trainer):
     def accelerator(self) -> Accelerator:
         """The accelerator of this trainer's devices; ``str`` returns its name."""
         return ACCELERATORS[self._runner.hardware.device_type]()
+
+    @property
+    def _accelerator_connector(self) -> Any:
+        """The devices under the name that libraries read."""
+        hardware = self._runner.hardware
+        devices = [hardware.device(index) for index in range(len(hardware.devices))]
+        return SimpleNamespace(_parallel_devices=devices, _accelerator_flag=hardware.device_type)
 
     @property
     def fit_loop(self) -> FitLoop:

@@ -1,5 +1,6 @@
 """What libraries read from a trainer, its parts and Lightning's utilities; the values are those of Lightning 2.6.6."""
 
+import pickle
 from functools import partial
 from typing import get_args
 
@@ -216,3 +217,28 @@ def test_boring_classes_train_evaluate_and_predict():
     assert len(boring.RandomDataset(32, 64)) == len(boring.RandomIterableDatasetWithLen(32, 64)) == 64
     assert boring.RandomDictDataset(3, 2)[0]["b"].shape == (3,)
     assert boring.DemoModel()(torch.ones(1, 32)).shape == (1, 10)
+
+
+def test_devices_are_where_libraries_look_for_them():
+    assert trainer()._accelerator_connector._parallel_devices == [torch.device("cpu")]
+    cuda = module_of("lightning.fabric.accelerators.cuda", "lightning.fabric.accelerators.cuda")
+    assert cuda.num_cuda_devices() == torch.cuda.device_count()
+
+
+class WithAClass(boring.BoringModel):
+    def __init__(self, kind=torch.nn.ReLU):
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_a_class_among_the_hyper_parameters_is_one_in_a_file(tmp_path):
+    own = trainer(fast_dev_run=True)
+    own.fit(WithAClass(torch.nn.Tanh))
+    own.save_checkpoint(tmp_path / "model.ckpt")
+    opened = torch.load(tmp_path / "model.ckpt", weights_only=False)
+    assert opened["hyper_parameters"] == {"kind": torch.nn.Tanh}
+    with pytest.raises(pickle.UnpicklingError, match="Unsupported global.*Tanh"):
+        torch.load(tmp_path / "model.ckpt", weights_only=True)
+    with torch.serialization.safe_globals([torch.nn.Tanh]):
+        assert torch.load(tmp_path / "model.ckpt", weights_only=True)["hyper_parameters"] == {"kind": torch.nn.Tanh}
+    assert WithAClass.load_from_checkpoint(tmp_path / "model.ckpt").hparams.kind is torch.nn.Tanh

@@ -65,6 +65,24 @@ _KINDS: Final = {
 """The class that torch names in the pickled member for the storage of each dtype; it has none for newer dtypes."""
 
 
+_NAMES: Final[dict[str, Callable[[str], Any]]] = {"class": str}
+"""What the pickled member has in place of the name of a class."""
+
+
+def keep_classes() -> None:
+    """Have ``torch.load`` return the classes among hyper-parameters as Lightning's files do, and not their names.
+
+    It takes such a file only with ``weights_only=False``, or if they are in ``torch.serialization.get_safe_globals()``.
+    """
+    _NAMES["class"] = _class_named
+
+
+def _class_named(name: str) -> Any:
+    """Return the class with this name if it is imported and pickle can refer to it; otherwise the name."""
+    module, _, own = name.partition(":")
+    return getattr(sys.modules.get(module), own, name)
+
+
 @dataclass(frozen=True)
 class _Storage:
     """A reference from the pickled member to the bytes of a tensor."""
@@ -289,6 +307,10 @@ def _plain(encoded: Any, part: str, references: _References) -> Any:
     return _PLAIN[tag](content) if tag in _PLAIN else content
 
 
+def _class_or_name(name: str) -> Any:
+    return _NAMES["class"](name)
+
+
 def _as_key(value: Any) -> Any:
     try:
         hash(value)
@@ -312,5 +334,6 @@ _PLAIN: Final[Mapping[str, Callable[[Any], Any]]] = {
     "$timedelta": lambda numbers: 86400 * numbers[0] + numbers[1] + numbers[2] / 1e6,
     "$dtype": lambda name: getattr(torch, name),
     "$device": torch.device,
+    "$class": _class_or_name,
 }
-"""The value of each tag that is not its content: text for a path, a date, a class; seconds; a pair for a complex."""
+"""The value of each tag that is not its content: text for a path, a date; seconds; a pair for a complex."""
