@@ -84,7 +84,8 @@ def stand_in() -> None:
     """
     if _FINDER in sys.meta_path:
         return
-    imported = [root for root in ROOTS if root in sys.modules]
+    # a folder of that name that is no package has no file
+    imported = [root for root in ROOTS if getattr(sys.modules.get(root), "__file__", None) is not None]
     if imported:
         raise RunError(
             f"stand_in() must come before the first import of Lightning, but {imported[0]!r} is imported already; call "
