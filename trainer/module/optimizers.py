@@ -129,25 +129,26 @@ class ManagedOptimizer:
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Update the parameters; a closure, which computes loss and gradients, is called first."""
-        if self._looks and self._kept is not None:
-            self._warn_if_added(*self._kept)
+        is_added_up = bool(self._looks) and self._kept is not None and self._is_added_up(*self._kept)
         self._step(closure)
+        if is_added_up:
+            self._looks = 0
+            warnings.warn(
+                f"{type(self.optimizer).__name__} steps with the gradients of earlier steps added to its own; call "
+                "optimizer.zero_grad() before the backward of each step.",
+                stacklevel=2,
+            )
         if self._looks:
             self._looks -= 1
             held = (p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None)
             one = next(held, None)
             self._kept = None if one is None else (one, weakref.ref(one.grad), one.grad._version)  # noqa: SLF001
 
-    def _warn_if_added(self, parameter: nn.Parameter, kept: weakref.ref[Tensor], version: int) -> None:
-        """Warn once if the gradients of a step were added to those of the step before: one backward, and no reset."""
+    @staticmethod
+    def _is_added_up(parameter: nn.Parameter, kept: weakref.ref[Tensor], version: int) -> bool:
+        """Return whether the gradients were added to those of the step before: by one backward, without a reset."""
         gradient = parameter.grad
-        if gradient is not None and gradient is kept() and gradient._version == version + 1:  # noqa: SLF001
-            self._looks = 0
-            warnings.warn(
-                f"{type(self.optimizer).__name__} steps with the gradients of earlier steps added to its own; call "
-                "optimizer.zero_grad() before self.manual_backward(loss).",
-                stacklevel=3,
-            )
+        return gradient is not None and gradient is kept() and gradient._version == version + 1  # noqa: SLF001
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients."""

@@ -106,7 +106,7 @@ def test_print_config_gives_every_default(folder, capsys):
     shown = yaml.safe_load(capsys.readouterr().out)
     net = {"_target_": "choice_parts.Net", "width": 2, "rate": 0.5, "kind": "dict", "further": None}
     assert shown["module"] == net
-    assert shown["trainer"]["callbacks"][0]["mode"] == "min" and shown["trainer"]["callbacks"][0]["save_last"] is True
+    assert shown["trainer"]["callbacks"][0]["mode"] is None and shown["trainer"]["callbacks"][0]["save_last"] is True
     assert shown["optimizer"]["momentum"] == 0 and shown["trainer"]["precision"] == "32-true"
 
 
