@@ -305,7 +305,7 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path, capsys: Any, monkeypatch
     torch.save({"w": torch.zeros(2)}, "plain.pt")
     for path, text in (
         ("lightning.ckpt", "'lightning.ckpt' is a file of Lightning's, not a checkpoint of Echelon's"),
-        ("plain.pt", "'plain.pt' is a file, but"),
+        ("plain.pt", "'plain.pt' is a file, not a checkpoint of Echelon's"),
         ("all", "'all' is a folder of checkpoints; give one of them: a.ckpt"),
     ):
         assert main(["ckpt", "show", path]) == 2

@@ -291,7 +291,7 @@ def test_a_ckpt_path_that_is_absent_a_file_or_foreign_is_refused_unread(tmp_path
     (tmp_path / "foreign" / "weights.bin").touch()
     with raises(CheckpointError, f"ckpt_path={str(tmp_path / 'modl.ckpt')!r} does not exist", "has model.ckpt"):
         quiet().fit(Regression(), data, ckpt_path=tmp_path / "modl.ckpt")
-    with raises(CheckpointError, "model.ckpt' is a file", "folder", "echelon.load_weights"):
+    with raises(CheckpointError, "model.ckpt' is a file", "not a checkpoint of Echelon's", "echelon.load_weights"):
         quiet().fit(Regression(), data, ckpt_path=tmp_path / "model.ckpt")
     with raises(CheckpointError, "foreign' is not a checkpoint", "manifest.json", "weights.bin", "give another"):
         quiet().fit(Regression(), data, ckpt_path=tmp_path / "foreign")

@@ -123,6 +123,9 @@ class ProfilingStrategy(Strategy):
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
         assert self._memory is not None
+        if closure is not None:  # the forward and backward of this step are no part of its update
+            first, evaluate = [closure()], closure
+            closure = lambda: first.pop() if first else evaluate()  # noqa: E731
         if not self._updates:
             return
         self._memory.begin_update()

@@ -264,6 +264,7 @@ ON_PURPOSE = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:SumMetric is logged as")  # Shared is told in another way
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("kind", ON_PURPOSE, ids=lambda kind: kind.__name__)
 def test_what_a_module_does_on_purpose_is_not_told(kind, accumulate):
