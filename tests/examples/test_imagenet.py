@@ -17,7 +17,7 @@ COMMAND = "import sys; from echelon.trainer.cli.main import main; sys.exit(main(
 TRAIN_THEN_EVALUATE = f"""
 import runpy, sys
 for words in (["--epochs", "1"], ["--resume", "last", "--evaluate"]):
-    small = ["--size", "32", "--workers", "0", "--batch-size", "4", "--log-every", "1"]
+    small = ["--size", "32", "--workers", "0", "--batch-size", "4", "--lr", "0.01", "--log-every", "1"]
     sys.argv = ["imagenet.py", "--data", "images", *small, *words]
     runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
 """
