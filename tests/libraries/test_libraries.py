@@ -19,8 +19,11 @@ NEEDS = {
     "darts": "darts",
     "pytorch_forecasting": "pytorch_forecasting",
     "scvi": "scvi",
+    "gluonts": "gluonts",
+    "uq_box": "lightning_uq_box",
+    "pina": "pina",
 }
-SAME_ORDER = {"torchgeo", "lightly", "segmentation_models"}
+SAME_ORDER = {"torchgeo", "lightly", "segmentation_models", "uq_box", "pina"}
 """Programs that do not shuffle: their numbers are Lightning's."""
 
 
