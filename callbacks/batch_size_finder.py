@@ -147,21 +147,7 @@ class BatchSizeFinder(Callback):
 
     def _search(self, tunable: Tunable, most: int) -> int:
         """Return the largest size that fits, among those tried."""
-        size, best, too_large = min(self._init_val, most), 0, 0
-        while self._may_try():
-            if self._fits(tunable, size):
-                best = size
-                if too_large or size == most:
-                    break
-                size = min(2 * size, most)
-            else:
-                too_large = size
-                if best:
-                    break
-                size = max(1, size // 2)
-        while self._mode == "binsearch" and best and too_large - best > 1 and self._may_try():
-            middle = (best + too_large) // 2
-            best, too_large = (middle, too_large) if self._fits(tunable, middle) else (best, middle)
+        size, best, too_large = self.try_sizes(lambda size: self._fits(tunable, size), most)
         if self._mode == "binsearch" and best and too_large:
             best = max(1, int(best * (1 - self._margin)))
         # the allocator's fragmentation grows over many micro-batches
@@ -173,6 +159,28 @@ class BatchSizeFinder(Callback):
                 f"{len(self.trials)} trials; set a larger max_trials, or a smaller init_val."
             )
         return best
+
+    def try_sizes(self, fits: Callable[[int], bool], most: int) -> tuple[int, int, int]:
+        """Return the last size of the doubling or halving, the largest that `fits`, and the smallest that does not.
+
+        The last two are 0 if there is none.
+        """
+        size, best, too_large = min(self._init_val, most), 0, 0
+        while self._may_try():
+            if fits(size):
+                best = size
+                if too_large or size == most:
+                    break
+                size = min(2 * size, most)
+            else:
+                too_large = size
+                if best:
+                    break
+                size = max(1, size // 2)
+        while self._mode == "binsearch" and best and too_large - best > 1 and self._may_try():
+            middle = (best + too_large) // 2
+            best, too_large = (middle, too_large) if fits(middle) else (best, middle)
+        return size, best, too_large
 
     def _may_try(self) -> bool:
         return len(self.trials) < self._max_trials

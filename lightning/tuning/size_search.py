@@ -37,21 +37,8 @@ class LoaderSizes(BatchSizeFinder):
             RunError: if none fits.
         """
         most = self._max_val if num_samples is None else max(1, min(self._max_val, num_samples))
-        self.trials, size, best, too_large = [], min(self._init_val, most), 0, 0
-        while self._may_try():
-            if self._takes(try_size, size):
-                best = size
-                if too_large or size == most:
-                    break
-                size = min(2 * size, most)
-            else:
-                too_large = size
-                if best:
-                    break
-                size = max(1, size // 2)
-        while self._mode == "binsearch" and best and too_large - best > 1 and self._may_try():
-            middle = (best + too_large) // 2
-            best, too_large = (middle, too_large) if self._takes(try_size, middle) else (best, middle)
+        self.trials = []
+        size, best, _ = self.try_sizes(lambda size: self._takes(try_size, size), most)
         if not best:
             raise RunError(
                 f"scale_batch_size found no size that fits: {size} samples did not fit into memory after "
