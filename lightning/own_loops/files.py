@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from ...strategies.errors import CheckpointError, ConfigError
+from ...strategies.state.regular_file import open_regular
 from ...trainer.engine.saved_objects import Owner, put_back
 
 
@@ -20,6 +21,7 @@ def read_file(path: str | Path) -> Any:
         CheckpointError: for other files, and those with objects other than tensors and plain values.
     """
     try:
+        open_regular(Path(path)).close()  # a named pipe would make the reader wait
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a malicious file can make the reader raise anything
         if isinstance(error, OSError):
