@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from as_rank import calm_down, double_trainer
+from as_rank import calm_down
 from small import Regression, loader, quiet, raises
-from test_early_end import ACCUMULATE, DATA, RATE, Net, Own
+from test_early_end import DATA, RATE, STRATEGIES, Net, Own, trained
 from torch import Tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from torch.utils.data import DataLoader
 
-from echelon import LocalSGDStrategy, ModuleError, ParallelStrategy, ParameterServerStrategy, Strategy
+from echelon import ModuleError, ParallelStrategy, Strategy
 from echelon.testing import run_ranks
 
 
@@ -61,26 +60,11 @@ RUNS = {
     "one rank has none": (DATA[:13], -1),
     "ends early": (Own(20, 8), 4),
 }
-STRATEGIES: dict[str, Strategy | str] = {
-    "ddp": "ddp",
-    "zero": "zero",
-    "fsdp": "fsdp",
-    "local_sgd": LocalSGDStrategy(period=1),
-    "ps": ParameterServerStrategy(),
-}
 
 
 def train(strategy: Strategy | str, data: Any, leaves_at: int, *, calls_twice: bool = False) -> dict[str, Any]:
     module = Sets(leaves_at=leaves_at, calls_twice=calls_twice)
-    trainer = double_trainer(strategy=strategy, accumulate_grad_batches=ACCUMULATE, max_epochs=2)
-
-    def its_loader() -> DataLoader[Tensor]:
-        if isinstance(data, Own):
-            data.rank = trainer.strategy.data_rank
-        return DataLoader(data, batch_size=2)
-
-    module.train_dataloader = its_loader  # type: ignore[method-assign]
-    trainer.fit(module)
+    trainer = trained(module, strategy, data)
     return {
         "state": trainer.strategy.collectives.broadcast(trainer.strategy.full_model_state()),
         "weighed": trainer.strategy.all_gather_object(module.weighed),

@@ -11,7 +11,7 @@ from as_rank import calm_down, double_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from echelon import LocalSGDStrategy, Loss, ParallelStrategy, ParameterServerStrategy, Strategy, TrainModule
+from echelon import LocalSGDStrategy, Loss, ParallelStrategy, ParameterServerStrategy, Strategy, Trainer, TrainModule
 from echelon.testing import run_ranks
 
 DATA = torch.randn(40, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -68,7 +68,7 @@ RUNS = {
     "a stream that is over": (Own(20, 6), 3),
 }
 """Data, and the micro-batch at which the first epoch ends."""
-STRATEGIES = {
+STRATEGIES: dict[str, Strategy | str] = {
     "ddp": "ddp",
     "zero": "zero",
     "fsdp": "fsdp",
@@ -77,9 +77,8 @@ STRATEGIES = {
 }
 
 
-def train(strategy: Strategy | str, data: Any, leaves_at: int, *, units: bool = False) -> dict[str, Any]:
-    """Train two epochs, the first of which ends early."""
-    module = Net(leaves_at=leaves_at, units=units)
+def trained(module: Net, strategy: Strategy | str, data: Any) -> Trainer:
+    """Train a module two epochs, the first of which may end early, and return the trainer."""
     trainer = double_trainer(strategy=strategy, accumulate_grad_batches=ACCUMULATE, max_epochs=2)
 
     def loader() -> DataLoader[Tensor]:
@@ -89,6 +88,13 @@ def train(strategy: Strategy | str, data: Any, leaves_at: int, *, units: bool = 
 
     module.train_dataloader = loader  # type: ignore[method-assign]
     trainer.fit(module)
+    return trainer
+
+
+def train(strategy: Strategy | str, data: Any, leaves_at: int, *, units: bool = False) -> dict[str, Any]:
+    """Train two epochs, the first of which ends early."""
+    module = Net(leaves_at=leaves_at, units=units)
+    trainer = trained(module, strategy, data)
     return {
         "state": trainer.strategy.collectives.broadcast(trainer.strategy.full_model_state()),
         "trained": trainer.strategy.all_gather_object(module.trained),
