@@ -260,7 +260,7 @@ def compare_replicas(number: int, num_tensors: int) -> tuple[float, float]:
     torch.manual_seed(0)
     shared = nn.ParameterList([nn.Parameter(torch.randn(number // num_tensors)) for _ in range(num_tensors)])
     engine.setup(nn.Linear(1, 1))
-    check = ReplicaCheck(shared, engine.strategy.collectives)
+    check = ReplicaCheck(shared, engine.strategy.ranks.all)
     for parameter in shared:
         parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW(shared.parameters())

@@ -80,7 +80,7 @@ class ChaosMonkey(Callback):
         strategy, pid = trainer.strategy, os.getpid()
         self._rank, self._node, self._local_rank = strategy.rank, strategy.node_rank, strategy.local_rank
         self._world_size = strategy.world_size
-        workers = strategy.collectives.all_gather_object((self._node, pid))
+        workers = strategy.ranks.all.all_gather_object((self._node, pid))
         self._neighbours = [other for node, other in workers if node == self._node and other != pid]
         self._reach("start", self._round)
 

@@ -111,7 +111,7 @@ class GoodputMonitor(Callback):
             cast(Recoverable, trainer).checkpoint_seconds,
         )
         self._status, self._cause = "success", ""
-        trainer.strategy.collectives.on_first_rank(partial(self._open, trainer))
+        trainer.strategy.ranks.all.on_first_rank(partial(self._open, trainer))
         self._due_at = math.inf if self._file is None else 0.0
 
     def _open(self, trainer: Run) -> None:

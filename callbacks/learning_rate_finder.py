@@ -193,9 +193,9 @@ class _Sweep(Callback):
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
         strategy = trainer.strategy
-        total, num_samples = strategy.loss_collectives.all_reduce([self._total, self._num_samples], "sum")
+        total, num_samples = strategy.ranks.loss.all_reduce([self._total, self._num_samples], "sum")
         # ranks that share one replica may differ in the last bit
-        loss = strategy.collectives.broadcast(float(total / num_samples) if num_samples else None)
+        loss = strategy.ranks.all.broadcast(float(total / num_samples) if num_samples else None)
         self._total = self._num_samples = 0.0
         if len(self._curve.results["loss"]) == self._curve.num_training:
             return

@@ -164,7 +164,7 @@ class LossSpikePolicy(Callback):
         shards = square_of_shards([gradient for gradient in gradients if is_dtensor(gradient)], trainer.strategy)
         numbers_here = [loss, norm, loss.new_tensor(has_any), shards]
         reduced = torch.stack([number.to(loss.device, torch.float64) for number in numbers_here])
-        mean_loss, mean_norm, share, square = trainer.strategy.collectives.all_reduce(reduced, "mean").tolist()
+        mean_loss, mean_norm, share, square = trainer.strategy.ranks.all.all_reduce(reduced, "mean").tolist()
         if not share:
             return None
         return [mean_loss, mean_norm if square == 0 else math.sqrt(mean_norm**2 + square)]

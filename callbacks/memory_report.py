@@ -114,10 +114,10 @@ class MemoryReport(Callback):
         held = held_memory(module, optimizers)
         on_gpu = torch.cuda.max_memory_allocated(strategy.device) if strategy.device.type == "cuda" else 0
         own = [held.parameters, self._gradients, held.optimizer, self._activations, on_gpu]
-        most = strategy.collectives.all_reduce([float(number) for number in own], "max")
+        most = strategy.ranks.all.all_reduce([float(number) for number in own], "max")
         self.measured = dict(zip(_KINDS if on_gpu else _KINDS[:4], most, strict=False))
         expected = expected_memory(module, optimizers, strategy.memory_share)
-        shared = strategy.collectives.all_reduce([expected.parameters, expected.gradients, expected.optimizer], "max")
+        shared = strategy.ranks.all.all_reduce([expected.parameters, expected.gradients, expected.optimizer], "max")
         self.expected = dict(zip(_KINDS, shared, strict=False))
         if trainer.is_global_zero:
             say(self._table(strategy.world_size))

@@ -107,7 +107,7 @@ class SnapshotInMemory(Callback):
         costs = [*self._costs, cost or SnapshotCost()]
         gathering, writing = median(cost.gathering for cost in costs), median(cost.writing for cost in costs)
         own = [float(cost is None), writing, -gathering, -median(self._times)]
-        is_under_way, writing, gathering, seconds = trainer.strategy.collectives.all_reduce(own, "max")
+        is_under_way, writing, gathering, seconds = trainer.strategy.ranks.all.all_reduce(own, "max")
         if is_under_way:
             return sys.maxsize
         # the rank that waited least for the others shows how long collecting the state takes

@@ -234,16 +234,16 @@ class ModelCheckpoint(Callback):
         self._was_pending = False
         if not self.is_dirpath_given:
             self._saved_best = self.best_model_path
-            self.dirpath = trainer.strategy.collectives.broadcast(str(Path(trainer.log_dir) / "checkpoints"))
+            self.dirpath = trainer.strategy.ranks.all.broadcast(str(Path(trainer.log_dir) / "checkpoints"))
             self._is_dirpath_chosen = True
 
     def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
         """Lock rank 0's folder, and forget checkpoints that are gone or of another run. Collective."""
         if self.save_top_k != 0 or self.save_last or self.save_on_exception:
-            trainer.strategy.collectives.on_first_rank(lambda: self._lock.take_for(trainer, Path(self.dirpath)))
+            trainer.strategy.ranks.all.on_first_rank(lambda: self._lock.take_for(trainer, Path(self.dirpath)))
         best = self._saved_best if self._saved_best and os.path.exists(self._saved_best) else ""
         kept = self._kept.of_this_run(trainer, self.dirpath)
-        self._kept, self._saved_best = trainer.strategy.collectives.broadcast((kept, best))
+        self._kept, self._saved_best = trainer.strategy.ranks.all.broadcast((kept, best))
         # a kill may have come between a save and its link, or before the save deleted what it replaces
         if self.save_last and self._kept.newest:
             trainer.point_to_checkpoint(self._path(self._last), self._path(self._kept.newest))

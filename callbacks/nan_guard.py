@@ -51,7 +51,7 @@ class NaNGuard(Callback):
             parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         checked = _largest([*self._losses, *(p.grad for p in parameters)])
         is_bad = checked is not None and not math.isfinite(checked)
-        if trainer.strategy.collectives.all_reduce(float(is_bad), "max"):
+        if trainer.strategy.ranks.all.all_reduce(float(is_bad), "max"):
             self._explain(trainer, module, parameters if is_bad else [])
         self._clear()
 
@@ -66,7 +66,7 @@ class NaNGuard(Callback):
 
     def _explain(self, trainer: Run, module: nn.Module, parameters: Sequence[Tensor]) -> NoReturn:
         """Raise the error, the same on every rank. Collective: every rank calls it."""
-        diagnoses = trainer.strategy.collectives.all_gather_object(self._diagnose(trainer, module, parameters))
+        diagnoses = trainer.strategy.ranks.all.all_gather_object(self._diagnose(trainer, module, parameters))
         # a loss belongs to one rank; its gradients have been reduced over all of them
         rank, (_, message) = min(enumerate(diagnoses), key=lambda each: (each[1][0], each[0]))
         raise NonFiniteError(f"Rank {rank}: {message}" if len(diagnoses) > 1 else message)

@@ -84,7 +84,7 @@ class BasePredictionWriter(Callback):
         self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Write this batch, unless all are written at the end."""
-        is_first = trainer.strategy.data_collectives.ranks[0] == 0  # of the ranks that made this prediction
+        is_first = trainer.strategy.ranks.data.ranks[0] == 0  # of the ranks that made this prediction
         if self.interval != "epoch" and is_first:
             self.write_on_batch_end(trainer, module, outputs, trainer.batch_indices, batch, batch_idx, dataloader_idx)
 

@@ -80,7 +80,7 @@ class SampleLedger(Callback):
         self._folder = Path(trainer.log_dir, FOLDER)
         self._trained = []
         own = next_attempt(self._folder) if trainer.is_global_zero else 0, strategy.data_rank
-        rows = strategy.collectives.all_gather_object(own)
+        rows = strategy.ranks.all.all_gather_object(own)
         # ranks that share one replica read the same samples
         is_first = [data_rank for _, data_rank in rows].index(strategy.data_rank) == strategy.rank
         self._begin(trainer, rows[0][0], writes=is_first)

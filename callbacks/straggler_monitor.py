@@ -71,7 +71,7 @@ class StragglerMonitor(Callback):
     def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
         """Gather the machine of each rank. Collective: every rank calls it."""
         place = f"node {trainer.strategy.node_rank}, host {socket.gethostname()}"
-        self._places = trainer.strategy.collectives.all_gather_object(place)
+        self._places = trainer.strategy.ranks.all.all_gather_object(place)
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
         """Set up the clock; it starts after the first step, which does a lot of one-time work."""
@@ -136,7 +136,7 @@ class StragglerMonitor(Callback):
             self._clock.interrupt()
 
     def _report(self, trainer: Run, times: StepTimes) -> None:
-        gathered = trainer.strategy.collectives.all_gather(torch.tensor(times, dtype=torch.float64))
+        gathered = trainer.strategy.ranks.all.all_gather(torch.tensor(times, dtype=torch.float64))
         if not trainer.is_global_zero:
             return
         assert self._clock is not None

@@ -77,18 +77,18 @@ class ReplicaStrategy(Strategy):
         )
 
     def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
-        if self.group is not None:
+        if self.ranks.group is not None:
             check_sendable(module, self.name)  # with what configure_model has built
         super().setup_module(module, is_manual=is_manual)
         self._replica = self._make_replica(module, is_manual=is_manual)
-        self._check = None if self.group is None else self._make_check(module)
+        self._check = None if self.ranks.group is None else self._make_check(module)
 
     def _make_replica(self, module: nn.Module, *, is_manual: bool) -> Replica:
-        collectives = None if self.group is None else self.collectives
+        collectives = None if self.ranks.group is None else self.ranks.all
         return Replica(module, collectives, self.options, is_manual=is_manual)
 
     def _make_check(self, module: nn.Module) -> ReplicaCheck | None:
-        return ReplicaCheck(module, self.collectives)
+        return ReplicaCheck(module, self.ranks.all)
 
     def run(self, step_name: str, *args: Any) -> Any:
         with self.forward_context:

@@ -173,7 +173,7 @@ class ElasticStrategy(ForwardingStrategy):
         self.supervisor = Supervisor.find(detect_environment().local_rank, self._settings)
         self.inner.connect(hardware, precision)
         if self.supervisor is not None:
-            self.supervisor.join(self.group)
+            self.supervisor.join(self.ranks.group)
 
 
 def parse_nodes(nodes: int | str) -> tuple[int, int]:

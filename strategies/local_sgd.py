@@ -95,7 +95,7 @@ class LocalSGDStrategy(ReplicaStrategy):
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         self._averages, self._has_diverged = {}, False
-        if self.group is None:
+        if self.ranks.group is None:
             return
         for optimizer in optimizers:
             if needs_closure(optimizer):
@@ -118,7 +118,7 @@ class LocalSGDStrategy(ReplicaStrategy):
             self._plan_step()
 
     def _make_check(self, module: nn.Module) -> ReplicaCheck:
-        return ReplicaCheck(module, self.collectives, with_frozen=False)  # these are not averaged
+        return ReplicaCheck(module, self.ranks.all, with_frozen=False)  # these are not averaged
 
     def sync_replicas(self, *, only_compares: bool = False, with_buffers: bool = False) -> ReplicaDifference | None:
         """Average the replicas and optimizer states, and copy rank 0's buffers. Collective: every rank calls it."""
@@ -133,10 +133,10 @@ class LocalSGDStrategy(ReplicaStrategy):
         for average in self._averages.values():
             own = average.tensors()
             # a rank has no optimizer state for parameters that it has never used
-            names = set.intersection(*map(set, self.collectives.all_gather_object(list(own))))
+            names = set.intersection(*map(set, self.ranks.all.all_gather_object(list(own))))
             common = [tensor for name, tensor in own.items() if name in names]
             with torch.no_grad():
-                for tensor, mean in zip(common, self.collectives.all_reduce(common, "mean"), strict=True):
+                for tensor, mean in zip(common, self.ranks.all.all_reduce(common, "mean"), strict=True):
                     tensor.copy_(mean)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, ClassVar, Final, Unpack
@@ -44,9 +45,6 @@ from .tensor_parallel.plan import TensorPlan
 
 _DATA: Final = ("dp_replicate", "dp_shard")
 """The axes along which ranks read different samples."""
-
-_OF_STAGE: Final = (*_DATA, "cp", "tp")
-"""The axes along which ranks hold the same stage."""
 
 
 class ParallelStrategy(ShardedStrategy):
@@ -200,38 +198,33 @@ class ParallelStrategy(ShardedStrategy):
 
     def connect(self, hardware: Hardware, precision: Precision) -> None:
         super().connect(hardware, precision)
-        if self.group is None:
+        if self.ranks.group is None:
             self.degrees = Degrees.fit(1, 1, self._given)  # an elastic run may be down to a single process
         self.has_stages = self.degrees.pp > 1
-        if self.group is None:
+        if self.ranks.group is None:
             return
-        self.data_collectives = self.collectives.over(self.degrees.along(self.rank, _DATA))
-        self.loss_collectives = self.count_collectives = self.data_collectives
+        data = self._over(*_DATA)
+        place, size = self.degrees.place(self.rank, _DATA), self.degrees.dp_replicate * self.degrees.dp_shard
+        self.ranks = replace(self.ranks, data=data, loss=data, count=data, data_rank=place, data_size=size)
         if self.degrees.cp > 1:
             self._share_sequences()
         if self.degrees.pp > 1:
-            self._peer_collectives = self.collectives.over(self.degrees.along(self.rank, _OF_STAGE))
-            self.stage_collectives = self.collectives.over(self.degrees.along(self.rank, ("pp",)))
-            self.count_collectives = self.collectives.over(self.degrees.along(self.rank, ("pp", *_DATA, "cp")))
+            peers, stages, count = self._over(*_DATA, "cp", "tp"), self._over("pp"), self._over("pp", *_DATA, "cp")
+            self.ranks = replace(self.ranks, peers=peers, stage=stages, count=count)
+
+    def _over(self, *axes: str) -> Collectives:
+        """Return the collectives of the ranks that differ from this one only along these axes. Collective."""
+        return self.ranks.all.over(self.degrees.along(self.rank, axes))
 
     def _share_sequences(self) -> None:
-        self.loss_collectives = self.collectives.over(self.degrees.along(self.rank, (*_DATA, "cp")))
-        self.count_collectives = self.loss_collectives
-        self._sequence_collectives = self.collectives.over(self.degrees.along(self.rank, ("cp",)))
+        loss = self._over(*_DATA, "cp")
+        self.ranks = replace(self.ranks, loss=loss, count=loss)
+        self._sequence_collectives = self._over("cp")
         group, place = self._sequence_collectives.device_group, self.degrees.place(self.rank, ("cp",))
         context = ContextParallel(
             group, self.degrees.cp, place, exchange=self.cp_exchange, sequence_dim=self.sequence_dim
         )
-        ranks = (self.degrees.along(self.rank, axes) for axes in (("pp", "cp"), ("dp_shard",)))
-        self._sequences = CutSteps(context, *map(self.collectives.over, ranks))
-
-    @property
-    def data_rank(self) -> int:
-        return 0 if self.group is None else self.degrees.place(self.rank, _DATA)
-
-    @property
-    def data_size(self) -> int:
-        return 1 if self.group is None else self.degrees.dp_replicate * self.degrees.dp_shard
+        self._sequences = CutSteps(context, self._over("pp", "cp"), self._over("dp_shard"))
 
     def positions(self, length: int) -> Tensor:
         if self._sequences is None:
@@ -343,9 +336,9 @@ class ParallelStrategy(ShardedStrategy):
         check_module(module, self._schedule, is_built=True)
         for part in (*(module.get_submodule(name) for name in find_parts(module)), module):
             # on the CPU, as other ranks will hold most of it
-            make_equal(chain(part.parameters(), part.buffers()), torch.device("cpu"), self.collectives)
-        self._deferred.generator = self.collectives.broadcast(self._deferred.generator).cpu()
-        self._pipeline = Pipeline(module, self._schedule, self.stage_collectives, self.device)
+            make_equal(chain(part.parameters(), part.buffers()), torch.device("cpu"), self.ranks.all)
+        self._deferred.generator = self.ranks.all.broadcast(self._deferred.generator).cpu()
+        self._pipeline = Pipeline(module, self._schedule, self.ranks.stage, self.device)
 
     def _sharded_parts(self) -> tuple[Collectives, Collection[nn.Parameter], Callable[..., Any] | None]:
         pipeline = self._pipeline
@@ -353,7 +346,7 @@ class ParallelStrategy(ShardedStrategy):
             return super()._sharded_parts()
         pipeline.start(self._around_stages())
         self.has_loss = pipeline.rank == pipeline.last_rank
-        return self._peer_collectives, pipeline.elsewhere, pipeline.staged.run
+        return self.ranks.peers, pipeline.elsewhere, pipeline.staged.run
 
     def _around_stages(self) -> StepContext:
         around = StepContext(
@@ -383,9 +376,9 @@ class ParallelStrategy(ShardedStrategy):
             plan = plan.of_layers(self._pipeline.is_here, self._pipeline.ends)
         for name in plan.words:
             layer = module.get_submodule(name)
-            make_equal(chain(layer.parameters(), layer.buffers()), self.device, self._peer_collectives)
+            make_equal(chain(layer.parameters(), layer.buffers()), self.device, self.ranks.peers)
         mesh = self._mesh["tp" if self._pipeline is None else in_stage("tp")]
-        self._check = None if self.collectives.is_rehearsed else BlockCheck(module, plan, mesh)
+        self._check = None if self.ranks.all.is_rehearsed else BlockCheck(module, plan, mesh)
         cut_module(module, plan, mesh)
 
     def _find_plan(self, module: nn.Module) -> TensorPlan:

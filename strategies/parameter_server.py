@@ -172,9 +172,9 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
 
     def _make_replica(self, module: nn.Module, *, is_manual: bool) -> Replica:
         if self._tables is not None:
-            collectives = None if self.group is None else self.collectives
+            collectives = None if self.ranks.group is None else self.ranks.all
             return Replica(module, collectives, self.options, is_manual=is_manual, ignored=self._tables.all_names)
-        copy_from_first(chain(module.parameters(), module.buffers()), self.collectives)
+        copy_from_first(chain(module.parameters(), module.buffers()), self.ranks.all)
         return Replica(module, None, self.options, is_manual=is_manual)
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
@@ -183,8 +183,8 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
         choices, settings = self.choices, self._process_settings
         connection = self._connection = Connection(
             self.environment,
-            self.collectives,
-            None if self.group is None else self.group.store,
+            self.ranks.all,
+            None if self.ranks.group is None else self.ranks.group.store,
             num_servers=None if choices.servers == "nodes" else choices.servers,
             max_staleness=choices.bound,
             timeouts=Timeouts(self.start_timeout, choices.answer_timeout, settings.get("timeout", _PUSH_TIMEOUT)),
@@ -199,7 +199,7 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
                     key,
                     self.module,
                     connection,
-                    self.collectives,
+                    self.ranks.all,
                     holders=holders,
                     tables={} if self._tables is None else self._tables.sparse,
                     is_async=choices.bound is not None,
@@ -222,7 +222,7 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
                     "use strategy='ddp', or an optimizer that updates each parameter by itself."
                 )
             if self._num_servers > 1 or self._tables is not None:
-                check_can_be_dealt(optimizer, self.name, self.collectives)
+                check_can_be_dealt(optimizer, self.name, self.ranks.all)
         owners = [name for optimizer in optimizers for name in self._names(optimizer)]
         twice = sorted({name for name in owners if owners.count(name) > 1})
         if twice:
@@ -264,7 +264,7 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
         super().unscale(optimizer)
         if not is_done:
             for overflow in overflows_of(self.scaler, optimizer, self.device):
-                overflow.copy_(self.collectives.all_reduce(overflow, "max"))
+                overflow.copy_(self.ranks.all.all_reduce(overflow, "max"))
 
     def clip(self, optimizer: Optimizer, limit: float, algorithm: ClipAlgorithm) -> None:
         served = self._served.get(optimizer)
@@ -339,9 +339,9 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
         super().sync_replicas(only_compares=only_compares)
         if self._tables is None and not only_compares:
             if self.options.broadcast_buffers:
-                copy_from_first(self.module.buffers(), self.collectives)
+                copy_from_first(self.module.buffers(), self.ranks.all)
             if self.choices.bound is not None and self._served:
-                self.collectives.barrier()  # now all trainers have pushed
+                self.ranks.all.barrier()  # now all trainers have pushed
                 for served in self._served.values():
                     served.pull()
 
@@ -349,7 +349,7 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
         state = super().model_state()
         if self._tables is None or self._connection is None:
             return state
-        return Sharded(self._tables.own_share(state, self._connection, self.collectives))
+        return Sharded(self._tables.own_share(state, self._connection, self.ranks.all))
 
     def full_model_state(self) -> dict[str, Any]:
         state = dict(super(ReplicaStrategy, self).model_state())
@@ -361,7 +361,7 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
         served = {n: p for n, p in named.items() if self._tables is None or n in self._tables.names}
         rest = super().whole_tensors({n: p for n, p in named.items() if n not in served}, gradients=gradients)
         if gradients:
-            return rest | mean_gradients(served, self.collectives)
+            return rest | mean_gradients(served, self.ranks.all)
         if self._tables is None or self._connection is None:
             return rest | super().whole_tensors(served)
         return rest | self._tables.fetch(self._connection, list(served))
@@ -372,7 +372,7 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
             for served in self._served.values():
                 served.take_weights()
             return
-        self._tables.load(state, self._connection, self.collectives)
+        self._tables.load(state, self._connection, self.ranks.all)
         super().load_model_state(self._tables.without_memory(state), strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -380,7 +380,7 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
         state = super().optimizer_state(optimizer)
         served = self._served.get(optimizer)
         # after a fit that has failed, the servers may have answered some of the trainers only
-        if served is None and self.collectives.all_reduce(float(isinstance(optimizer.state, ServedState)), "max"):
+        if served is None and self.ranks.all.all_reduce(float(isinstance(optimizer.state, ServedState)), "max"):
             raise RunError(
                 "The state of the optimizers cannot be saved, got none: it was lost with a server when the fit "
                 "failed. Save with weights_only=True, or resume with fit(..., ckpt_path='last')."

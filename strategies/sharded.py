@@ -75,8 +75,6 @@ class ShardedStrategy(Strategy):
         self._sharded: ShardedModule | None = None
         self._gradient_hooks: GradientHooks | None = None
         self._pipeline: Pipeline | None = None
-        self._peer_collectives = self.collectives
-        """Those of the ranks that hold the same pipeline stages; without a pipeline, of all ranks."""
         self._deferred = DeferredInit()
         self._holders = Holders()
         self._plain_only: set[int] = set()
@@ -124,8 +122,7 @@ class ShardedStrategy(Strategy):
 
     def connect(self, hardware: Hardware, precision: Precision) -> None:
         super().connect(hardware, precision)
-        self._peer_collectives = self.collectives
-        if self.group is not None and self._mesh is None:
+        if self.ranks.group is not None and self._mesh is None:
             self.degrees = self._find_degrees()
             self._mesh = make_mesh(self.device.type, self.degrees, axes=self._axes)
 
@@ -144,10 +141,10 @@ class ShardedStrategy(Strategy):
 
     def init_context(self) -> AbstractContextManager[object]:
         self._deferred = DeferredInit()
-        return self._deferred.recording() if self.deferred_init and self.group is not None else nullcontext()
+        return self._deferred.recording() if self.deferred_init and self.ranks.group is not None else nullcontext()
 
     def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
-        if self.group is None:
+        if self.ranks.group is None:
             super().setup_module(module, is_manual=is_manual)
             return
         is_own = self._sharded is not None and self._sharded.module is module
@@ -168,14 +165,14 @@ class ShardedStrategy(Strategy):
         is_manual = is_manual or not getattr(module, "automatic_optimization", True)
         places, hooks = self._deferred.places(module), GradientHooks(module)  # before the conversion replaces tensors
         self.precision.convert_module(module)
-        configure(module, self._mesh, self.device, self.collectives)
+        configure(module, self._mesh, self.device, self.ranks.all)
         self._cut(module)
         collectives, elsewhere, runs = self._sharded_parts()
         self._sharded = ShardedModule(
             module,
             self._mesh,
             collectives=collectives,
-            data_collectives=self.data_collectives,
+            data_collectives=self.ranks.data,
             device=self.device,
             precision=self.precision,
             options=self.options,
@@ -194,7 +191,7 @@ class ShardedStrategy(Strategy):
 
     def _sharded_parts(self) -> tuple[Collectives, Collection[nn.Parameter], Callable[..., Any] | None]:
         """Return the ranks that shard this one's parameters, parameters held elsewhere, and what runs partial steps."""
-        return self.collectives, (), None
+        return self.ranks.all, (), None
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         if self._sharded is None:
@@ -211,8 +208,8 @@ class ShardedStrategy(Strategy):
                     "it in configure_optimizers from self.parameters()."
                 )
             if self._pipeline is not None:  # each stage has parameters of its own
-                check_can_be_dealt(optimizer, self.name, self.collectives)
-            steps_on_plain = check_can_be_sharded(optimizer, self.name, self.collectives)
+                check_can_be_dealt(optimizer, self.name, self.ranks.all)
+            steps_on_plain = check_can_be_sharded(optimizer, self.name, self.ranks.all)
             (self._plain_only.add if steps_on_plain else self._plain_only.discard)(id(optimizer))
 
     def _check_kinds(self, optimizers: Sequence[Optimizer]) -> None:
@@ -268,10 +265,10 @@ class ShardedStrategy(Strategy):
         has_whole = not is_done and self._sharded is not None and self._sharded.runs.whole is not None
         with on_shards(optimizer) if has_whole else nullcontext():
             super().unscale(optimizer)
-        if not is_done and (has_whole or self.data_collectives is not self.collectives):
+        if not is_done and (has_whole or self.ranks.data is not self.ranks.all):
             # torch asks the ranks of the first gradient's mesh
             for overflow in overflows_of(self.scaler, optimizer, self.device):
-                overflow.copy_(self.collectives.all_reduce(overflow, "max"))
+                overflow.copy_(self.ranks.all.all_reduce(overflow, "max"))
 
     def scale_gradients(self, factor: Tensor | float) -> None:
         multiply_all([local_shard(p.grad) for p in self.module.parameters() if p.grad is not None], factor)
@@ -281,7 +278,7 @@ class ShardedStrategy(Strategy):
         gradients = [parameter.grad for parameter in parameters]
         if algorithm == "norm":
             copies = None if self._pipeline is None else self._pipeline.copies_of(parameters)
-            return clip_by_norm(gradients, limit, self.collectives, self._holders, copies)
+            return clip_by_norm(gradients, limit, self.ranks.all, self._holders, copies)
         if gradients:
             shards = [local_shard(gradient) for gradient in gradients]
             torch._foreach_clamp_min_(shards, -limit)
@@ -330,11 +327,11 @@ class ShardedStrategy(Strategy):
             self._sharded.runs.writes.agree()
             # a sharded buffer differs between ranks
             self.sync_buffers({name: b for name, b in self.module.named_buffers() if not is_dtensor(b)})
-        return ReplicaCheck(self.module, self.collectives, self._ranks_of).compare(with_buffers=with_buffers)
+        return ReplicaCheck(self.module, self.ranks.all, self._ranks_of).compare(with_buffers=with_buffers)
 
     def _ranks_of(self, name: str, parameter: Tensor) -> Sequence[int]:
         """Return the ranks that hold the same part of a parameter, or a buffer, as this one."""
-        ranks = self._holders.of(parameter) if is_dtensor(parameter) else self._peer_collectives.ranks
+        ranks = self._holders.of(parameter) if is_dtensor(parameter) else self.ranks.peers.ranks
         if self._pipeline is None:
             return ranks
         places = self._pipeline.ranks_of.get(name, [self._pipeline.rank])
@@ -355,7 +352,7 @@ class ShardedStrategy(Strategy):
     def full_model_state(self) -> dict[str, Any]:
         if self._pipeline is not None and self._sharded is not None:
             self._sharded.reshard()
-            state = gather_all(self._pipeline, self.collectives, is_kept=self.local_rank == 0)
+            state = gather_all(self._pipeline, self.ranks.all, is_kept=self.local_rank == 0)
         else:
             state = gather_whole(self.model_state(), is_kept=self.local_rank == 0)
         return as_tied(self.module, state)
@@ -379,7 +376,7 @@ class ShardedStrategy(Strategy):
         state = super().optimizer_state(optimizer)
         if self._pipeline is None:
             return state
-        return own_entries(self._pipeline, state, self._peer_collectives)
+        return own_entries(self._pipeline, state, self.ranks.peers)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         own = dict(self.module.named_parameters())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, Literal, Self, TypeVar, Unpack
@@ -16,12 +17,10 @@ from torch.optim import Optimizer
 from .cluster.environment import Environment
 from .cluster.hardware import Hardware
 from .cluster.launchers import detect_environment
-from .distributed.collectives import Collectives
-from .distributed.data_rank_collectives import broadcast, of_data_ranks
 from .distributed.nested import to_device
 from .distributed.process_group import START_TIMEOUT, ProcessGroup, ProcessSettings, check_settings
-from .distributed.rehearsed import collectives_of
-from .distributed.tensor_collectives import ReduceOp
+from .distributed.rank_methods import RankMethods
+from .distributed.ranks import Ranks
 from .errors import ConfigError, ProcessError, RunError, not_set_up
 from .estimate.estimate import Estimate, estimate_alone
 from .estimate.profile import Profile
@@ -40,7 +39,7 @@ T = TypeVar("T")
 ClipAlgorithm = Literal["norm", "value"]
 
 
-class Strategy(ABC):
+class Strategy(RankMethods, ABC):
     """Train one module in any number of processes.
 
     The loop calls it in the order of the methods below and never asks which one it is. A subclass decides where
@@ -83,24 +82,12 @@ class Strategy(ABC):
     """The devices that the run may use."""
     precision: Precision
     """The dtypes in which the module computes; until then, ``32-true``."""
-    environment: Environment
-    """The ranks of this process, and what launched it; until then, a single process."""
+    ranks: Ranks
+    """The ranks of this process, and what launched it: a single process until then, all of the run after `connect`."""
 
     # Known after `connect`:
-    group: ProcessGroup | None
-    """The process group of this run; None for a single process, and until `connect`."""
     device: torch.device
     """Where this process computes; until then, the CPU."""
-    collectives: Collectives
-    """The collectives of all ranks; until then, of this process alone."""
-    data_collectives: Collectives
-    """Those of the data ranks: in each replica, the rank that holds the same part as this one. All ranks by default."""
-    loss_collectives: Collectives
-    """Those of the ranks whose losses make up a step's loss: the data ranks, and also the cp ranks of cut sequences."""
-    count_collectives: Collectives
-    """Those of `loss_collectives` and of the earlier pipeline stages, which compute no loss."""
-    stage_collectives: Collectives
-    """Those of the ranks of one pipeline, through whose stages `run_window` runs a step; by default this rank alone."""
     scaler: torch.amp.GradScaler
     """The gradient scaler, disabled where `precision` does not need one."""
     forward_context: AbstractContextManager[object]
@@ -113,15 +100,8 @@ class Strategy(ABC):
     def __init__(self, **settings: Unpack[ProcessSettings]) -> None:
         """Take the process settings; a strategy without processes of its own has none."""
         self._process_settings = settings
-        self.environment = detect_environment({})
-        self.precision = Precision()
-        self.group, self.device = None, torch.device("cpu")
-        self._use(Collectives(None, self.device))
-
-    def _use(self, collectives: Collectives) -> None:
-        """Use the same collectives for every purpose."""
-        self.collectives = self.data_collectives = self.loss_collectives = self.count_collectives = collectives
-        self.stage_collectives = Collectives(None, self.device)
+        self.precision, self.device = Precision(), torch.device("cpu")
+        self.ranks = Ranks.of(detect_environment({}), None, self.device)
 
     def __getattr__(self, name: str) -> Any:
         """Raise an error which says that an attribute declared above is not known before a run."""
@@ -133,7 +113,7 @@ class Strategy(ABC):
         Raises:
             RunError: if it has joined one.
         """
-        if self.group is not None:
+        if self.ranks.group is not None:
             raise RunError(
                 f"A strategy that has joined others, as rank {self.rank} of {self.world_size}, cannot be copied or "
                 "pickled, nor can its trainer; copy it before its first run, or the module alone."
@@ -149,7 +129,8 @@ class Strategy(ABC):
             ConfigError: if it cannot.
         """
         self.hardware, self.precision = hardware, precision
-        self.environment = environment = hardware.environment
+        environment = hardware.environment
+        self.ranks = replace(self.ranks, environment=environment)
         has_several = environment.world_size > 1
         if self.uses_processes:
             check_settings(self._process_settings, hardware.device_type, is_needed=has_several, of=type(self))
@@ -199,16 +180,16 @@ class Strategy(ABC):
         """Take the device and join the process group. Collective: every rank calls it."""
         environment = detect_environment() if self.uses_processes else self.environment
         has_peers = self.uses_processes and environment.world_size > 1
-        if has_peers:
-            self.environment = environment
+        if not has_peers:
+            environment = self.environment
         self.hardware, self.precision = hardware, precision
-        self.device = hardware.device(self.local_rank)
+        self.device = hardware.device(environment.local_rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # this thread's default for streams, events and NCCL
-        if has_peers:
-            self.group = ProcessGroup(self.environment, self.device, **self._process_settings)
-            self.group.join()
-        self._use(collectives_of(self.group, self.device))
+        group = ProcessGroup(environment, self.device, **self._process_settings) if has_peers else None
+        if group is not None:
+            group.join()
+        self.ranks = Ranks.of(environment, group, self.device)
         self.scaler = precision.make_scaler(self.device)
         self._scaling = LossScaling(self.scaler, self.device)
         self.forward_context = precision.forward_context(self.device)
@@ -223,7 +204,7 @@ class Strategy(ABC):
         """Tell the other ranks of this rank's error; if another rank is at fault, return an error that names it."""
         from .launch.peer_failures import blame_peer
 
-        return blame_peer(self.group, error) if self.group is not None else None
+        return blame_peer(self.ranks.group, error) if self.ranks.group is not None else None
 
     def role_of(self, rank: int) -> str:
         """Return what sets a rank apart, such as its pipeline stage, for messages; empty if all ranks are equal."""
@@ -241,47 +222,9 @@ class Strategy(ABC):
         return (self.device,)
 
     @property
-    def root_device(self) -> torch.device:
-        """Lightning's name for `device`."""
-        return self.device
-
-    @property
-    def rank(self) -> int:
-        """The global rank of this process; rank 0 writes checkpoints and logs."""
-        return self.environment.rank
-
-    global_rank = rank
-    """Lightning's name for `rank`."""
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is rank 0."""
-        return self.rank == 0
-
-    @property
-    def local_rank(self) -> int:
-        """The rank of this process on its node."""
-        return self.environment.local_rank
-
-    @property
-    def node_rank(self) -> int:
-        """The rank of this process's node."""
-        return self.environment.node_rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of processes."""
-        return self.group.world_size if self.group is not None else 1
-
-    @property
-    def data_rank(self) -> int:
-        """The index of the slice of every global batch that this process reads."""
-        return self.rank
-
-    @property
-    def data_size(self) -> int:
-        """The number of slices into which every global batch is cut."""
-        return self.world_size
+    def environment(self) -> Environment:
+        """The ranks of this process, and what launched it; until `validate`, a single process."""
+        return self.ranks.environment
 
     @property
     def mesh_axes(self) -> Mapping[str, int]:
@@ -409,7 +352,7 @@ class Strategy(ABC):
 
     def sync_buffers(self, copies: Mapping[str, Tensor]) -> None:
         """Make these copies of the module's buffers, by name, equal on all ranks. Collective: every rank calls it."""
-        copy_from_first(copies.values(), self.loss_collectives)
+        copy_from_first(copies.values(), self.ranks.loss)
 
     def model_state(self) -> dict[str, Any]:
         """Return the module's state dict under the plain module's names. Collective: every rank calls it."""
@@ -434,26 +377,3 @@ class Strategy(ABC):
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load what any strategy's `optimizer_state` returned. Collective: every rank calls it."""
         load_by_name(optimizer, self.module, state)
-
-    # --- collectives of the data ranks, as `Collectives` documents them ----------------------------------------------
-
-    all_reduce = of_data_ranks(Collectives.all_reduce)
-    all_gather = of_data_ranks(Collectives.all_gather)
-    reduce_scatter = of_data_ranks(Collectives.reduce_scatter)
-    scatter = of_data_ranks(Collectives.scatter)
-    gather = of_data_ranks(Collectives.gather)
-    all_gather_object = of_data_ranks(Collectives.all_gather_object)
-    send = of_data_ranks(Collectives.send)
-    recv = of_data_ranks(Collectives.recv)
-    isend = of_data_ranks(Collectives.isend)
-    irecv = of_data_ranks(Collectives.irecv)
-    broadcast = broadcast
-    barrier = of_data_ranks(Collectives.barrier, "collectives")
-
-    def reduce(self, data: Any, reduce_op: ReduceOp = "mean") -> Any:
-        """Return `all_reduce` of the data, by default the mean. Collective: every rank calls it."""
-        return self.data_collectives.all_reduce(data, reduce_op)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether `decision` is true on all ranks, or on any with ``all=False``. Collective."""
-        return bool(self.collectives.all_reduce(int(decision), "min" if all else "max"))

@@ -68,11 +68,11 @@ class ZeroStrategy(ReplicaStrategy):
         super().setup_module(module, is_manual=is_manual)
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        if self.group is not None:
+        if self.ranks.group is not None:
             for optimizer in optimizers:
-                check_can_be_dealt(optimizer, self.name, self.collectives)
+                check_can_be_dealt(optimizer, self.name, self.ranks.all)
         self._sharded = (
-            {} if self.group is None else {optimizer: ShardedOptimizer(optimizer) for optimizer in optimizers}
+            {} if self.ranks.group is None else {optimizer: ShardedOptimizer(optimizer) for optimizer in optimizers}
         )
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

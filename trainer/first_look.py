@@ -22,7 +22,7 @@ _LENGTHS = {OneCycleLR: "total_steps", CosineAnnealingLR: "T_max", PolynomialLR:
 
 def look_at(session: Session, *, is_resumed: bool) -> None:
     """Log what may be meant otherwise, and warn of schedules that do not fit the run; on rank 0."""
-    if session.strategy.rank or session.strategy.collectives.is_rehearsed:
+    if session.strategy.rank or session.strategy.ranks.all.is_rehearsed:
         return
     for line in (*_of_limits(session), *_of_savers(session), *_of_frozen_norms(session.module)):
         tell(session, line)

@@ -45,7 +45,7 @@ def fit(session: Session, request: Request) -> None:
     if saved is not None:
         load_position(session, saved)  # the order of the samples depends on the seed
         assert session.resumed_from is not None
-        with session.strategy.collectives.fail_together():
+        with session.strategy.ranks.all.fail_together():
             session.origin = session.origin.going_on_from(read_manifest(session.resumed_from))
     session.reload = partial(_load_data, session, request)
     _load_data(session, request, "train", is_resumed=saved is not None)
@@ -64,7 +64,7 @@ def fit(session: Session, request: Request) -> None:
         session.is_built = True
         # a run that asked for its last checkpoint, but was killed before there was one, starts its curves again
         asks_to_resume = request.ckpt_path is not None or session.is_restarted
-        session.strategy.collectives.on_first_rank(partial(introduce, session, is_resumed=asks_to_resume))
+        session.strategy.ranks.all.on_first_rank(partial(introduce, session, is_resumed=asks_to_resume))
         session.streams.part(session.strategy, session.state.seed)
         if session.strategy.rank == 0:
             advise_precision(session.strategy.device, session.strategy.precision)

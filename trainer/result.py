@@ -108,9 +108,9 @@ def _leave_training_state(session: Session) -> Path | None:
     strategy = session.strategy
     if session.saved_list is None or strategy.environment.num_nodes > 1:
         return None
-    if strategy.collectives.on_first_rank(partial(_last_saved, session, ("loop",))) is not None:
+    if strategy.ranks.all.on_first_rank(partial(_last_saved, session, ("loop",))) is not None:
         return None
-    if strategy.collectives.all_reduce(float(_optimizer_bytes(session)), "max") > _LARGEST_LEFT:
+    if strategy.ranks.all.all_reduce(float(_optimizer_bytes(session)), "max") > _LARGEST_LEFT:
         return None
     left = session.saved_list.parent / _LEFT
     try:

@@ -307,14 +307,14 @@ class Runner:
         strategy, environment = self.strategy, self.hardware.environment
         session.resumed_from = request.checkpoint
         if environment.is_external:  # nobody has looked at the disk yet, even with one process
-            with strategy.collectives.fail_together():
+            with strategy.ranks.all.fail_together():
                 self._settle_folders(request)
-            session.resumed_from = strategy.collectives.on_first_rank(partial(self._find_checkpoint, request))
+            session.resumed_from = strategy.ranks.all.on_first_rank(partial(self._find_checkpoint, request))
         if strategy.world_size > 1:
-            if strategy.rank == 0 and not (self._has_described or strategy.collectives.is_rehearsed):
+            if strategy.rank == 0 and not (self._has_described or strategy.ranks.all.is_rehearsed):
                 say(environment.describe())
             self._has_described = True
-            session.state.seed = strategy.collectives.broadcast(session.state.seed)
+            session.state.seed = strategy.ranks.all.broadcast(session.state.seed)
         is_link = names_a_link(session, request.ckpt_path)
         session.named_checkpoint = None if is_link else session.resumed_from
         if strategy.rank:
@@ -323,7 +323,7 @@ class Runner:
             go_on(session)
             hold_and_choose(session, is_link=is_link)
             continued = None if session.is_restarted else session.resumed_from
-            versions = strategy.collectives.on_first_rank(partial(open_loggers, session, continued))
+            versions = strategy.ranks.all.on_first_rank(partial(open_loggers, session, continued))
             note_run(session, versions)
             if strategy.rank:
                 continue_loggers(self.loggers, versions)
@@ -358,7 +358,7 @@ class Runner:
             task=request.task,
             run=self._run,
             settings=self.settings,
-            writer=make_writer(self.strategy.group, is_async=request.task == "fit"),
+            writer=make_writer(self.strategy.ranks.group, is_async=request.task == "fit"),
             strategy=self.strategy,
             module=request.module,
             datamodule=request.datamodule,

@@ -220,7 +220,7 @@ def _ranks(session: Session) -> DataRanks:
         planned_size=session.state.data_size,
         is_dealing=session.settings.use_distributed_sampler,
         agree=partial(gather_numbers, strategy) if strategy.data_size > 1 else None,
-        share=strategy.collectives.broadcast if strategy.world_size > 1 else None,
+        share=strategy.ranks.all.broadcast if strategy.world_size > 1 else None,
     )
 
 
@@ -317,7 +317,7 @@ def set_up(session: Session) -> None:
     for owner in (datamodule, module):
         if owner is not None and session.strategy.local_rank == 0:
             owner.prepare_data()
-    session.strategy.collectives.barrier()
+    session.strategy.ranks.all.barrier()
     if datamodule is not None:
         datamodule.setup(stage)
     if stage == "fit":
@@ -330,7 +330,7 @@ def set_up(session: Session) -> None:
 
 def set_up_module(session: Session) -> None:
     """Convert and compile the module as configured, and give it to the strategy."""
-    sharers = session.strategy.loss_collectives
+    sharers = session.strategy.ranks.loss
     if session.settings.sync_batchnorm and sharers.world_size > 1:
         nn.SyncBatchNorm.convert_sync_batchnorm(session.module, sharers.device_group)
     gather_all_once(session.strategy)

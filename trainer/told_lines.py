@@ -53,7 +53,7 @@ def tell_end(session: Session) -> None:
 
 def tell(session: Session, line: str) -> None:
     """Print a line beside the progress bar; without a bar, only log it."""
-    if not session.run.is_global_zero or session.strategy.collectives.is_rehearsed:
+    if not session.run.is_global_zero or session.strategy.ranks.all.is_rehearsed:
         return
     if any(isinstance(one, ProgressDisplay) and one.is_enabled for one in session.callbacks):
         say(line)

@@ -95,7 +95,7 @@ def free_name(trainer: Run, template: CheckpointName, folder: str, taken: Collec
     while str(Path(folder) / name) in taken or (trainer.is_global_zero and _exists(Path(folder) / name)):
         version += 1
         name = numbered(filled, version)
-    free: str = trainer.strategy.collectives.broadcast(name)
+    free: str = trainer.strategy.ranks.all.broadcast(name)
     return free
 
 

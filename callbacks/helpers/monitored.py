@@ -71,7 +71,7 @@ class MonitoredMetric:
         trainer.reduce_metrics()
         step, computed_at = trainer.global_step, trainer.metric_step(self._monitor)
         value = float(trainer.callback_metrics[self._monitor]) if computed_at == step else None
-        of_rank_0: tuple[int | None, float | None] = trainer.strategy.collectives.broadcast((computed_at, value))
+        of_rank_0: tuple[int | None, float | None] = trainer.strategy.ranks.all.broadcast((computed_at, value))
         computed_at, value = of_rank_0
         self.is_pending = computed_at != step
         # a metric that was last computed when neither a validation nor an epoch ended may come at any step

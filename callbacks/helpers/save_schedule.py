@@ -100,7 +100,7 @@ class IntervalClock:
         pace = max(passed / max(step - self._began_at, 1), 1e-9)
         wait = max(1, int((self._seconds - passed) / pace / 2))
         is_over: bool
-        is_over, self._next_look = trainer.strategy.collectives.broadcast((passed >= self._seconds, step + wait))
+        is_over, self._next_look = trainer.strategy.ranks.all.broadcast((passed >= self._seconds, step + wait))
         if is_over:
             self.start(step)
         return is_over

@@ -60,7 +60,7 @@ class SaveConfigCallback(Callback):
             return
         path = Path(trainer.log_dir, self.config_filename)
         if self.save_to_log_dir:
-            exists = trainer.strategy.collectives.broadcast(path.is_file() and not self.overwrite)
+            exists = trainer.strategy.ranks.all.broadcast(path.is_file() and not self.overwrite)
             if exists:
                 raise RunError(
                     f"SaveConfigCallback needs a new file, but {path} exists, of an earlier run; delete it, set "

@@ -255,7 +255,7 @@ class ModelPruning(Callback):
         if trainer.strategy.world_size > 1:
             for module, name in self._parameters_to_prune:
                 mask = getattr(module, f"{name}_mask")
-                mask.copy_(trainer.strategy.collectives.broadcast(mask))
+                mask.copy_(trainer.strategy.ranks.all.broadcast(mask))
         if _at(self._uses_lottery, epoch):
             self.apply_lottery_ticket_hypothesis()
 

@@ -89,7 +89,7 @@ class FabricSpikeDetection:
         """Judge the loss of a batch, and list batches in a file at `path`, as `on_train_batch_end` does."""
         value = float(loss.detach())
         is_spike = batch_idx >= self.warmup and self._is_spike(value)
-        spikes, unfit = strategy.collectives.all_reduce([float(is_spike), float(not math.isfinite(value))], "max")
+        spikes, unfit = strategy.ranks.all.all_reduce([float(is_spike), float(not math.isfinite(value))], "max")
         if spikes:
             self.bad_batches += [batch_idx - 1, batch_idx]
             file = Path(path) if str(path).endswith(".json") else Path(path, "skip_batches.json")

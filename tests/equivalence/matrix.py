@@ -519,9 +519,9 @@ def train(case, line, **where):
 
 def whole_state(trainer, module):
     """Return the whole state of a module on every rank, wherever its parameters are."""
-    if trainer.strategy.stage_collectives.world_size == 1:
+    if trainer.strategy.ranks.stage.world_size == 1:
         return gather_whole(module.state_dict(), is_kept=True)
-    return trainer.strategy.collectives.broadcast(trainer.strategy.full_model_state())
+    return trainer.strategy.ranks.all.broadcast(trainer.strategy.full_model_state())
 
 
 def plain(values):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -28,24 +29,16 @@ class SharedReplicas(Strategy):
         self.size, self.cuts_sequences = size, cuts_sequences
         self._is_last = True
 
-    @property
-    def data_rank(self) -> int:
-        return self.rank // self.size
-
-    @property
-    def data_size(self) -> int:
-        return max(self.world_size // self.size, 1)
-
     def connect(self, hardware: Hardware, precision: Precision) -> None:
         super().connect(hardware, precision)
-        ranks = range(self.rank % self.size, self.world_size, self.size)
-        self.data_collectives = self.collectives.over(ranks)
-        self.loss_collectives = self.collectives if self.cuts_sequences else self.data_collectives
-        self.count_collectives = self.loss_collectives
+        data = self.ranks.all.over(range(self.rank % self.size, self.world_size, self.size))
+        loss = self.ranks.all if self.cuts_sequences else data
+        place, size = self.rank // self.size, max(self.world_size // self.size, 1)
+        self.ranks = replace(self.ranks, data=data, loss=loss, count=loss, data_rank=place, data_size=size)
 
     def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
         super().setup_module(module, is_manual=is_manual)
-        copy_from_first(chain(module.parameters(), module.buffers()), self.collectives)
+        copy_from_first(chain(module.parameters(), module.buffers()), self.ranks.all)
 
     def run(self, step_name: str, *args: Any) -> Any:
         with self.forward_context:
@@ -57,7 +50,7 @@ class SharedReplicas(Strategy):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         super().backward(loss, *args, **kwargs)
         if self._is_last:
-            average_gradients(self.module.parameters(), self.loss_collectives)
+            average_gradients(self.module.parameters(), self.ranks.loss)
 
     def sync_replicas(self, *, only_compares: bool = False, with_buffers: bool = False) -> None:
-        copy_from_first(self.module.buffers(), self.loss_collectives)
+        copy_from_first(self.module.buffers(), self.ranks.loss)

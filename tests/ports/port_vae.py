@@ -58,7 +58,7 @@ class Autoencoder(TrainModule):
 
     def on_train_start(self):
         """Continue with rank 0's random numbers everywhere, to draw the noise of the global batch."""
-        torch.set_rng_state(self.trainer.strategy.collectives.broadcast(torch.get_rng_state()))
+        torch.set_rng_state(self.trainer.strategy.ranks.all.broadcast(torch.get_rng_state()))
 
     def training_step(self, batch, batch_idx):
         (data,) = batch

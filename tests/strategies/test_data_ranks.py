@@ -68,7 +68,7 @@ def talk(**settings):
     trainer = double_trainer(strategy=SharedReplicas(2, **settings), max_steps=1)
     trainer.fit(Talking(), DataLoader(TensorDataset(torch.ones(4, 1, dtype=torch.float64)), batch_size=2))
     forwarding = ForwardingStrategy(trainer.strategy)
-    assert forwarding.data_collectives is trainer.strategy.data_collectives
+    assert forwarding.ranks is trainer.strategy.ranks
     return True
 
 

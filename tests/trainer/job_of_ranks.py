@@ -33,7 +33,7 @@ class Troubles(Callback):
     def teardown(self, trainer, module, stage):
         if self.kind == "slow" and trainer.strategy.rank == 1:
             time.sleep(8)
-            trainer.strategy.group.store.check(["late"])  # as the thread does that writes a checkpoint
+            trainer.strategy.ranks.group.store.check(["late"])  # as the thread does that writes a checkpoint
 
 
 def main(kind, folder):

@@ -47,10 +47,10 @@ def gather_numbers(strategy: Strategy, numbers: list[float]) -> list[list[float]
     Raises:
         DataError: on every rank, if ranks that share one replica differ.
     """
-    if strategy.collectives.is_rehearsed:
+    if strategy.ranks.all.is_rehearsed:
         return [numbers] * strategy.data_size
     own = torch.tensor([strategy.data_rank, *numbers], dtype=torch.float64)
-    rows = strategy.collectives.all_gather(own).tolist()
+    rows = strategy.ranks.all.all_gather(own).tolist()
     by_data_rank: dict[float, tuple[int, list[float]]] = {}
     for rank, row in enumerate(rows):
         first, others = by_data_rank.setdefault(row[0], (rank, row[1:]))
@@ -61,7 +61,7 @@ def gather_numbers(strategy: Strategy, numbers: list[float]) -> list[list[float]
 
 def last_batch_of_any(strategy: Strategy, window: Window) -> Any:
     """Return this rank's last batch of a window or, if it has none, that of the first rank with one. Collective."""
-    collectives = strategy.collectives
+    collectives = strategy.ranks.all
     owner = int(collectives.all_reduce(float(collectives.rank if window else collectives.world_size), "min"))
     batch = collectives.broadcast(window[-1].batch if window else None, src=owner)
     return window[-1].batch if window else batch
@@ -82,8 +82,8 @@ def compared(
     Raises:
         DataError: on every rank, if batches or orders differ.
     """
-    collectives = strategy.collectives
-    shares_replica = strategy.data_collectives is not collectives
+    collectives = strategy.ranks.all
+    shares_replica = strategy.ranks.data is not collectives
     if not shares_replica and (drawn is None or collectives.world_size == 1 or collectives.is_rehearsed):
         return items
     first = next(items, None)

@@ -105,7 +105,7 @@ class Engine(EngineProcesses):
         self._strategies[module] = strategy
         self._gradients.train(strategy)
         if not self._is_parted:
-            seed = strategy.collectives.broadcast(torch.initial_seed())
+            seed = strategy.ranks.all.broadcast(torch.initial_seed())
             part_ranks(strategy.devices, seed, strategy.data_rank)
             self._is_parted = True
         return (module, *self._set_up(strategy, optimizers)) if optimizers else module
@@ -169,7 +169,7 @@ class Engine(EngineProcesses):
                 f"global_batch_size={global_batch_size} derives the accumulation itself, but accumulate_grad_batches="
                 f"{accumulate_grad_batches} is set too; give one of them."
             )
-        seed = self.strategy.collectives.broadcast(torch.initial_seed())
+        seed = self.strategy.ranks.all.broadcast(torch.initial_seed())
         prepared = tuple(
             PreparedLoader(
                 loader,
@@ -316,7 +316,7 @@ class Engine(EngineProcesses):
         saved["precision"] = self.strategy.scaler.state_dict()
         saved["rng"] = of_data_ranks(self.strategy, capture_rng(self.strategy.devices))
         self._origin = self._origin.after()
-        writer = make_writer(self.strategy.group, is_async=False)
+        writer = make_writer(self.strategy.ranks.group, is_async=False)
         writer.save(Path(path), saved, mesh=self.strategy.mesh_axes, origin=self._origin)
 
     def load(

@@ -51,7 +51,7 @@ class PreparedLoader:
         strategy = self._strategy = gradients.strategy
         self._loader, self._gradients = loader, gradients
         agree = partial(gather_numbers, strategy) if strategy.data_size > 1 else None
-        share = strategy.collectives.broadcast if strategy.world_size > 1 else None
+        share = strategy.ranks.all.broadcast if strategy.world_size > 1 else None
         ranks = DataRanks(strategy.data_rank, strategy.data_size, is_dealing=is_dealing, agree=agree, share=share)
         cut = Cut(accumulate, global_batch_size, ranks, pins_memory=strategy.device.type == "cuda")
         self._data = TrainData(loader, seed=seed, cut=cut, limit=1.0, in_order=False)
@@ -95,7 +95,7 @@ class PreparedLoader:
             self._next_epoch()
         self._data.begin_epoch(self.epoch)
         self._was_left = True
-        is_shared = self._strategy.loss_collectives.world_size > 1
+        is_shared = self._strategy.ranks.loss.world_size > 1
         windows = self._data.windows(self.batches_done)
         windows = compared(windows, self._strategy, _first_batch, self._data.drawn, self.epoch)
         try:

@@ -157,7 +157,7 @@ class EngineProcesses:
         if reduction not in ("mean", "sum"):
             raise ConfigError(f"reduction must be 'mean' or 'sum', got {reduction!r}; use all_reduce for others.")
         function = mean_by_samples if reduction == "mean" else total_of
-        return function(data, self._gradients.size, self.strategy.data_collectives)
+        return function(data, self._gradients.size, self.strategy.ranks.data)
 
     def gather_for_metrics(self, data: Any) -> Any:
         """Return tensors with one row per sample of the batch, gathered from all ranks in order, each sample once."""

@@ -49,7 +49,7 @@ def concatenated(data: Any, size: int, strategy: Strategy) -> Any:
     if strategy.data_size == 1:
         return map_tensors(Tensor.detach, data)
     own = [tensor.detach() for tensor in iterate_tensors(data)]
-    rows = strategy.data_collectives.all_gather_object(own if size else None)
+    rows = strategy.ranks.data.all_gather_object(own if size else None)
     columns = zip(*(row for row in rows if row is not None), strict=True)
     joined = iter([torch.cat([part.to(strategy.device) for part in column]) for column in columns])
     return map_tensors(lambda _: next(joined), data)

@@ -270,12 +270,12 @@ class StepGradients:
 
     def _sharing(self) -> Strategy | None:
         """Return the strategy if several ranks share a step."""
-        return self.strategy if self.strategy.loss_collectives.world_size > 1 else None
+        return self.strategy if self.strategy.ranks.loss.world_size > 1 else None
 
     def _window_of_units(self) -> Window:
         """Return a window for losses with their own counts; its sizes have no effect on their gradient."""
         if self._batch.window is not None:
             return self._batch.window
         window = Window((_NO_BATCH,))
-        window.total_size = self.strategy.loss_collectives.world_size
+        window.total_size = self.strategy.ranks.loss.world_size
         return window

@@ -46,7 +46,7 @@ def validate(session: Session) -> None:
         evaluate(session, "validate")
     session.progress.validated_at = session.state.global_step
     if session.settings.validation_seconds is not None:
-        (session.progress.validated_seconds,) = session.strategy.collectives.all_reduce(
+        (session.progress.validated_seconds,) = session.strategy.ranks.all.all_reduce(
             [session.interruption.elapsed()], "max"
         )
 
@@ -183,7 +183,7 @@ def _run_unseen(session: Session, step_name: str, dataloader_idx: int, num_args:
 
 def _gather_predictions(session: Session) -> None:
     """Gather the predictions of all ranks, with their sample indices. Collective: every rank calls it."""
-    gathered = session.strategy.data_collectives.all_gather_object(session.progress.predictions)
+    gathered = session.strategy.ranks.data.all_gather_object(session.progress.predictions)
     loaders = in_dataset_order(gathered)
     session.progress.predictions = [[prediction for prediction, _ in loader] for loader in loaders]
     session.progress.prediction_indices = [[indices for _, indices in loader] for loader in loaders]

@@ -30,11 +30,11 @@ def warn_if_not_finite(session: Session) -> None:
     Collective: every rank calls it.
     """
     strategy = session.strategy
-    if strategy.collectives.is_rehearsed:
+    if strategy.ranks.all.is_rehearsed:
         return
     own = next(_not_finite((n, values_here(p.detach())) for n, p in _trained(session) if not _is_elsewhere(p)), "")
-    if strategy.collectives.all_reduce(float(bool(own)), "max"):
-        names: list[str] = strategy.collectives.all_gather_object(own)
+    if strategy.ranks.all.all_reduce(float(bool(own)), "max"):
+        names: list[str] = strategy.ranks.all.all_gather_object(own)
         if strategy.rank == 0:
             _warn(session, next(filter(None, names)))
 

@@ -44,7 +44,7 @@ class Weights:
         self._is_whole = len(window) == 1 and strategy is None if is_whole is None else is_whole
         # tensors are weighted by the samples of their data rank, and each `Loss` by its share of all counts
         self._ranks = 1 if strategy is None else strategy.data_size
-        self._sharers = 1 if strategy is None else strategy.loss_collectives.world_size
+        self._sharers = 1 if strategy is None else strategy.ranks.loss.world_size
         self._used = 0
         # divides the totals until all counts are known
         self._divisor: Tensor | float = 1.0
@@ -107,10 +107,10 @@ class Weights:
             # plain numbers are sent with gloo, alongside the device's work; tensor counts are only on the device
             is_tensor = isinstance(self._count, Tensor)
             numbers = [0.0 if is_tensor else float(self._count), float(is_tensor)]
-            number, num_tensors = self._strategy.count_collectives.all_reduce(numbers)
+            number, num_tensors = self._strategy.ranks.count.all_reduce(numbers)
             if not num_tensors:
                 return float(self._planned / nonzero(number))
-        count = self._strategy.count_collectives.all_reduce(as_tensor(self._count, like))
+        count = self._strategy.ranks.count.all_reduce(as_tensor(self._count, like))
         return self._planned / nonzero(count)
 
     def _like(self, strategy: Strategy) -> Tensor:
@@ -127,6 +127,6 @@ class Weights:
             like = self._like(self._strategy)
             # in one dtype, also on a rank without a loss
             own = sum((as_tensor(loss, like) for loss in self.losses), as_tensor(0.0, like))
-            total = self._strategy.count_collectives.all_reduce(own) / self._sharers
+            total = self._strategy.ranks.count.all_reduce(own) / self._sharers
         correction = self.correction(counts_units=counts_units)
         return total if correction is None else total * correction

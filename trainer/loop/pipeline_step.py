@@ -128,7 +128,7 @@ class PipelineStep(SharedStep):
         if not (number and is_read):
             return
         is_double = any(loss.dtype == torch.float64 for loss in self.weights.losses) if self.weights else False
-        *losses, num_double = self.strategy.stage_collectives.all_reduce([*self._losses, float(is_double)])
+        *losses, num_double = self.strategy.ranks.stage.all_reduce([*self._losses, float(is_double)])
         dtype = torch.float64 if num_double else None
         for index, loss in enumerate(losses):
             self._outputs.setdefault(index, torch.tensor(loss, dtype=dtype, device=self.strategy.device))

@@ -54,7 +54,7 @@ def is_over(session: Session) -> bool:
             is_between_epochs=state.is_epoch_done or state.batches_in_epoch == 0,
         )
         progress.next_check = min(last_step, meeting)
-        if session.strategy.stage_collectives.world_size > 1:
+        if session.strategy.ranks.stage.world_size > 1:
             session.metrics.reduce()  # brings the values logged by the last stage to rank 0's bar and callbacks
         if has_failed:  # all ranks raise together, so none waits for another in vain
             session.writer.close()

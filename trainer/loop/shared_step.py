@@ -214,7 +214,7 @@ class SharedStep(Step):
             ModuleError: if some ranks return `Loss` and others do not.
         """
         if self._counts_units is None:
-            kinds = self.strategy.collectives.all_gather_object(weights.has_units if weights.losses else None)
+            kinds = self.strategy.ranks.all.all_gather_object(weights.has_units if weights.losses else None)
             known = {rank: has_units for rank, has_units in enumerate(kinds) if has_units is not None}
             if len(set(known.values())) > 1:
                 raise ModuleError(

@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 def make_step(session: Session) -> Step:
     """Return the implementation of the optimizer step for this run."""
-    if session.strategy.stage_collectives.world_size > 1:
+    if session.strategy.ranks.stage.world_size > 1:
         return PipelineStep(session)
     return SharedStep(session) if session.is_shared else OneRankStep(session)
 

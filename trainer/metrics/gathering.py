@@ -29,14 +29,14 @@ class GatherOnce:
         """Return the state of each of these ranks, by default those whose losses count. Collective."""
         from torchmetrics.utilities.distributed import gather_all_tensors
 
-        ranks = group or self._strategy.count_collectives.device_group
+        ranks = group or self._strategy.ranks.count.device_group
         gathered: list[Tensor] = gather_all_tensors(state, ranks)
         return gathered
 
     def all_gather_object(self, data: Any, group: Any = None) -> list[Any]:
         """Return an object of each of these ranks, in the order of their states. Collective."""
         if group is None:
-            return self._strategy.count_collectives.all_gather_object(data)
+            return self._strategy.ranks.count.all_gather_object(data)
         gathered = [None] * torch.distributed.get_world_size(group)
         torch.distributed.all_gather_object(gathered, data, group)
         return gathered
@@ -47,11 +47,11 @@ class GatherOnce:
         Of the ranks that share a sequence, one counts if each has updated the metric with the same (`COUNTS_ONCE`).
         """
         strategy = self._strategy
-        parts = strategy.loss_collectives.world_size // strategy.data_size
+        parts = strategy.ranks.loss.world_size // strategy.data_size
         if parts == 1:
             return None
-        own = getattr(metric, COUNTS_ONCE, False), strategy.loss_collectives.rank % parts
-        rows = strategy.count_collectives.all_gather_object(own)
+        own = getattr(metric, COUNTS_ONCE, False), strategy.ranks.loss.rank % parts
+        rows = strategy.ranks.count.all_gather_object(own)
         return [rank for rank, (_, part) in enumerate(rows) if part == 0] if any(row[0] for row in rows) else None
 
     def __deepcopy__(self, memo: Any) -> GatherOnce:
@@ -65,7 +65,7 @@ def gather_once(metric: Any, strategy: Strategy) -> None:
     """Make a torchmetrics object count each replica once, and gather lists of which ranks have different numbers."""
     if not isinstance(getattr(metric, "dist_sync_fn", metric), GatherOnce | None):
         return  # no such object, or one with the user's own gathering
-    has_peers = strategy.collectives.world_size > 1
+    has_peers = strategy.ranks.all.world_size > 1
     metric.dist_sync_fn = GatherOnce(strategy) if has_peers else None
     if not has_peers:
         vars(metric).pop("_sync_dist", None)
@@ -82,7 +82,7 @@ def gather_all_once(strategy: Strategy) -> None:
     if kind is None:
         return
     _RUN["strategy"] = strategy
-    if strategy.collectives.world_size == 1 or getattr(kind.sync, "__module__", None) == __name__:
+    if strategy.ranks.all.world_size == 1 or getattr(kind.sync, "__module__", None) == __name__:
         return
     sync_as_it_is = kind.sync
 

@@ -28,7 +28,7 @@ def objects_state(metrics: Iterable[Any], module: nn.Module | None, strategy: St
     own = {path: state for path, part in parts.items() if id(part) in ours and (state := _state_of(part)) is not None}
     if strategy.world_size == 1:
         return own
-    of_ranks = strategy.count_collectives.all_gather_object(own)
+    of_ranks = strategy.ranks.count.all_gather_object(own)
     merged = {}
     for path in dict.fromkeys(path for of_rank in of_ranks for path in of_rank):
         reductions = parts[path]._reductions  # noqa: SLF001

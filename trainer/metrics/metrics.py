@@ -155,7 +155,7 @@ class Metrics:
             dataloader_idx=self.dataloader_idx,
             in_batch=self.in_batch,
             in_training=self.stage == "train",
-            is_heard=not scope.rank_zero_only or self._strategy.loss_collectives.rank == 0,
+            is_heard=not scope.rank_zero_only or self._strategy.ranks.loss.rank == 0,
             is_double=isinstance(value, Tensor) and value.dtype == torch.float64,
         )
         if self.stage == "train" and entry.epoch is not None and key in self._resumed:
@@ -365,7 +365,7 @@ class Metrics:
             partials = self._reduction("train", "epoch").partials(shares)
             epoch |= {key: {"total": partial.total, "weight": partial.weight} for key, partial in partials.items()}
         known = {e.epoch_line.key: e.description() for e in entries}
-        for of_stage in self._strategy.stage_collectives.all_gather_object(known):
+        for of_stage in self._strategy.ranks.stage.all_gather_object(known):
             known = {**of_stage, **known}
         return {
             "epoch": {key: {**values, "metric": known.get(key)} for key, values in epoch.items()},
@@ -384,7 +384,7 @@ class Metrics:
 
     def _resume(self, state_dict: Mapping[str, Any] | None) -> None:
         # the values of all ranks count once, on the first of the ranks that have a loss
-        is_heard = state_dict is not None and self._strategy.has_loss and self._strategy.loss_collectives.rank == 0
+        is_heard = state_dict is not None and self._strategy.has_loss and self._strategy.ranks.loss.rank == 0
         self._resumed = dict(state_dict["epoch"]) if state_dict is not None and is_heard else {}
         load_objects((state_dict or {}).get("objects", {}), self._module, is_heard=is_heard)
 

@@ -177,14 +177,14 @@ class Reduction:
         is_new = any(self.lines.get(key) != share.line for key, share in mine.items())
         known = {key: share.accumulator.partial() for key, share in mine.items() if key in self.lines}
         totals = to_numbers({key: total for key, (total, _) in known.items() if total.ndim == 0})
-        vector = [float(is_new), float(self._strategy.loss_collectives.rank)]
+        vector = [float(is_new), float(self._strategy.ranks.loss.rank)]
         for key in self.lines:
             vector += (totals.get(key, 0.0), known[key][1]) if key in known else (0.0, math.nan)
         for key in self._told():
             assert self._guard is not None
             vector += self._guard.tally(key, self._metrics.get(key))
         # on the CPU, whatever the device, since the numbers are read there
-        rows: list[list[float]] = self._strategy.collectives.all_gather(
+        rows: list[list[float]] = self._strategy.ranks.all.all_gather(
             torch.tensor(vector, dtype=torch.float64)
         ).tolist()
         return rows
@@ -195,7 +195,7 @@ class Reduction:
 
     def _agree(self, mine: Mapping[str, Share]) -> None:
         """Add the lines of all ranks to the list, in rank order."""
-        proposed = self._strategy.collectives.all_gather_object([self._described(share) for share in mine.values()])
+        proposed = self._strategy.ranks.all.all_gather_object([self._described(share) for share in mine.values()])
         for rank, lines in enumerate(proposed):
             for line in lines:
                 known = self.lines.setdefault(line.key, line)
@@ -204,7 +204,7 @@ class Reduction:
         homeless = [line for line in self.lines.values() if line.path == ""]
         if not homeless:
             return
-        lacking = self._strategy.collectives.all_gather_object(
+        lacking = self._strategy.ranks.all.all_gather_object(
             [line.name for line in homeless if line.key not in self._metrics]
         )
         for rank, names in enumerate(lacking):
@@ -228,7 +228,7 @@ class Reduction:
             return partials
         rank = self._strategy.rank
         own = {key: mine[key].accumulator.partial()[0].cpu() for key in keys if rank in partials[key].ranks}
-        of_ranks = self._strategy.collectives.all_gather_object(own)
+        of_ranks = self._strategy.ranks.all.all_gather_object(own)
         for key in keys:
             values = torch.cat([values[key] for values in of_ranks if key in values])
             partials[key] = partials[key]._replace(total=values)
@@ -246,7 +246,7 @@ class Reduction:
             if partials[key].ranks[0] == rank
         }
         return {
-            key: value for values in self._strategy.collectives.all_gather_object(own) for key, value in values.items()
+            key: value for values in self._strategy.ranks.all.all_gather_object(own) for key, value in values.items()
         }
 
     def _compute(self, line: Line) -> Tensor | None:

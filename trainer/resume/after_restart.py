@@ -54,9 +54,9 @@ def go_on(session: Session) -> None:
     if supervisor is None:
         return
     recovery = session.recovery = ElasticFit(next(_FITS), MemoryWriter(supervisor.snapshots))
-    in_memory = supervisor.snapshots.agree(strategy.collectives.on_first_rank(partial(_returns, supervisor)))
+    in_memory = supervisor.snapshots.agree(strategy.ranks.all.on_first_rank(partial(_returns, supervisor)))
     least = -1 if in_memory is None else in_memory.step
-    notes = strategy.collectives.on_first_rank(partial(_recall, supervisor, recovery.fit, least))
+    notes = strategy.ranks.all.on_first_rank(partial(_recall, supervisor, recovery.fit, least))
     if notes is None:
         supervisor.snapshots.clear()
         return

@@ -128,7 +128,7 @@ def read_checkpoint(
     target = _follow(path, strategy)
     while True:
         try:
-            with strategy.collectives.fail_together():
+            with strategy.ranks.all.fail_together():
                 state = checkpoint.load(target or path, parts=parts, lazy=lazy, verify=verify, share=share)
                 checked(state, str(path))
         except EchelonError:  # on every rank
@@ -142,4 +142,4 @@ def read_checkpoint(
 def _follow(path: Path, strategy: Strategy) -> Path | None:
     """Return the checkpoint to which a link points on rank 0; None if it is none. Collective: every rank calls it."""
     # not Path.is_symlink(), which raises errors of the disk
-    return strategy.collectives.on_first_rank(lambda: Path(os.path.realpath(path)) if os.path.islink(path) else None)
+    return strategy.ranks.all.on_first_rank(lambda: Path(os.path.realpath(path)) if os.path.islink(path) else None)

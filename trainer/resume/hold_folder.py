@@ -26,7 +26,7 @@ from .find_checkpoint import find_checkpoint, folders_of_runs
 def names_a_link(session: Session, ckpt_path: str | Path | None) -> bool:
     """Return whether a path is ``last`` or a link, such as last.ckpt, on rank 0. Collective: every rank calls it."""
     # not Path.is_symlink(), which raises errors of the disk
-    return session.strategy.collectives.on_first_rank(lambda: ckpt_path == "last" or os.path.islink(ckpt_path or ""))
+    return session.strategy.ranks.all.on_first_rank(lambda: ckpt_path == "last" or os.path.islink(ckpt_path or ""))
 
 
 def hold_and_choose(session: Session, *, is_link: bool) -> None:
@@ -38,7 +38,7 @@ def hold_and_choose(session: Session, *, is_link: bool) -> None:
         CheckpointError: if another run holds one of the folders, and does not end soon.
     """
     if is_link and not session.is_restarted:
-        session.resumed_from = session.strategy.collectives.on_first_rank(partial(_hold_and_choose, session))
+        session.resumed_from = session.strategy.ranks.all.on_first_rank(partial(_hold_and_choose, session))
 
 
 def _hold_and_choose(session: Session) -> Path | None:

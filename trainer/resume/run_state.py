@@ -104,9 +104,9 @@ def of_data_ranks(strategy: Strategy, own: T) -> list[T]:
 
     Ranks that share a replica have the same value; a data rank's is that of its first rank.
     """
-    if strategy.collectives.is_rehearsed:
+    if strategy.ranks.all.is_rehearsed:
         return [copy.deepcopy(own) for _ in range(strategy.data_size)]  # equal tensors, not one shared tensor
-    rows = strategy.collectives.all_gather_object((strategy.data_rank, own))
+    rows = strategy.ranks.all.all_gather_object((strategy.data_rank, own))
     by_data_rank = dict(reversed(rows))
     return [by_data_rank[data_rank] for data_rank in range(strategy.data_size)]
 

@@ -29,15 +29,15 @@ def check_savable(session: Session) -> None:
         CheckpointError: for a value that a checkpoint cannot hold, with its place and what to do.
         ModuleError: for shards of weights that cannot be put together.
     """
-    if session.strategy.starts_processes and not session.strategy.collectives.is_rehearsed:
-        with session.strategy.collectives.fail_together():
+    if session.strategy.starts_processes and not session.strategy.ranks.all.is_rehearsed:
+        with session.strategy.ranks.all.fail_together():
             check_whole(dict(session.module.named_parameters()))
     saves_training = _saves(session, weights_only=False)
-    if session.strategy.collectives.is_rehearsed or not (saves_training or _saves(session, weights_only=True)):
+    if session.strategy.ranks.all.is_rehearsed or not (saves_training or _saves(session, weights_only=True)):
         return
     weights = session.strategy.model_state()
     optimizers = [session.strategy.optimizer_state(each) for each in session.optimizers] if saves_training else []
-    collectives = session.strategy.collectives
+    collectives = session.strategy.ranks.all
     unfit = _fault({"model": dict(weights), "optimizers": optimizers})
     asks_hooks = collectives.all_reduce(float(unfit is not None), "max") and _has_hooks(session)
     if asks_hooks:

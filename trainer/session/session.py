@@ -120,7 +120,7 @@ class Session:
     @property
     def is_shared(self) -> bool:
         """Whether several ranks share each optimizer step."""
-        return self.strategy.count_collectives.world_size > 1
+        return self.strategy.ranks.count.world_size > 1
 
     @property
     def is_restarted(self) -> bool:

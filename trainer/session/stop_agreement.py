@@ -56,7 +56,7 @@ class Meetings:
         flags = float(self._wishes_to_stop), float(has_failed), float(interruption.received or 0)
         self._wishes_to_stop, self._last = False, (step, now)
         own = [*flags, interruption.elapsed(), seconds, float(steps)]
-        return self._strategy.collectives.begin_all_reduce(own, "max")
+        return self._strategy.ranks.all.begin_all_reduce(own, "max")
 
     def _agree(self, step: int, flags_of_all: Sequence[float]) -> tuple[bool, bool, int]:
         wishes, failures, signal, elapsed, slowest, steps = flags_of_all

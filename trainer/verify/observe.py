@@ -103,7 +103,7 @@ def observe(task: RankTask) -> Observation:
             seen.metrics |= {f"{name} of validation": value for found in results for name, value in found.items()}
         strategy = trainer.strategy
         seen.cuts_layers = any(axis == "tp" for axis in strategy.mesh_axes)
-        seen.cuts_sequences = strategy.loss_collectives.world_size > strategy.data_size
+        seen.cuts_sequences = strategy.ranks.loss.world_size > strategy.data_size
     if task.loads is not None:
         recorder = Recorder(task.folder, is_reference=False)
         _fit(task, recorder, size, ckpt_path=task.loads)

@@ -69,7 +69,7 @@ class Trace:
         """Follow the forward pass of a micro-batch whose samples have these indices."""
         self._ids, self._calls = ids, Counter()
         self.traced.ids += ids
-        sharers = strategy.loss_collectives.world_size // max(strategy.data_size, 1)
+        sharers = strategy.ranks.loss.world_size // max(strategy.data_size, 1)
         self._sharers, self._strategy = sharers, strategy
         with ExitStack() as hooks:
             for part in self._module.modules():

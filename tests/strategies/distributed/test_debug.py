@@ -2,6 +2,7 @@
 
 import os
 import re
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -105,9 +106,10 @@ def test_a_disagreement_is_an_error_with_a_table_on_every_rank():
 
 def disagree_through_the_strategy():
     strategy = DDPStrategy()
-    _, strategy.data_collectives = checked_collectives(20)
+    _, ranks = checked_collectives(20)
+    strategy.ranks = replace(strategy.ranks, data=ranks)
     with pytest.raises(CollectiveError) as caught:
-        strategy.all_reduce(torch.ones(1 + strategy.data_collectives.rank))
+        strategy.all_reduce(torch.ones(1 + strategy.ranks.data.rank))
     return str(caught.value)
 
 

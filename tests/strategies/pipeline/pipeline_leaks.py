@@ -87,7 +87,7 @@ class Count(Callback):
             "megabytes": pages * os.sysconf("SC_PAGE_SIZE") / 1e6,
             "shapes": len(trainer.strategy._pipeline.runner.known),
         }
-        most: dict[str, float] = trainer.strategy.collectives.all_reduce(own, "max")
+        most: dict[str, float] = trainer.strategy.ranks.all.all_reduce(own, "max")
         return most
 
 

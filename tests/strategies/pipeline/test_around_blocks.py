@@ -106,7 +106,7 @@ def train(strategy: str | Strategy, recomputed: Any = None, **options: Any) -> d
     )
     trainer.fit(module, batches(), batches())
     return {
-        "state": trainer.strategy.collectives.broadcast(trainer.strategy.full_model_state()),
+        "state": trainer.strategy.ranks.all.broadcast(trainer.strategy.full_model_state()),
         "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
         "losses": module.losses,
         "backwards": module.num_backwards,

@@ -230,7 +230,7 @@ def train(kind: type[Model], degrees: dict[str, Any], **options: Any) -> Any:
     strategy = "single" if is_alone else ParallelStrategy(**degrees)
     trainer = double_trainer(strategy=strategy, max_epochs=2, accumulate_grad_batches=2, num_sanity_val_steps=0)
     trainer.fit(kind(), batches(**options), batches())
-    state = trainer.strategy.collectives.broadcast(trainer.strategy.full_model_state())
+    state = trainer.strategy.ranks.all.broadcast(trainer.strategy.full_model_state())
     parameters = {name: value for name, value in state.items() if "seen" not in name}
     return parameters, {name: value.item() for name, value in trainer.callback_metrics.items()}
 

@@ -120,7 +120,7 @@ def train(name: str, strategy: str | Strategy) -> dict[str, Any]:
     )
     trainer.fit(module, data)
     loss = trainer.callback_metrics["loss/train"]
-    state = trainer.strategy.collectives.broadcast(trainer.strategy.full_model_state())
+    state = trainer.strategy.ranks.all.broadcast(trainer.strategy.full_model_state())
     predicted = trainer.predict(module, data) if name != "gpt" else None
     return {"state": state, "loss": loss, "predicted": predicted}
 

@@ -91,7 +91,7 @@ def train(
     samples: Any = torch.randint(16, (30, 5), generator=torch.Generator().manual_seed(1))
     loader: DataLoader[Any] = DataLoader(samples, batch_size=2)
     trainer.fit(Model(is_late=is_late), loader, loader, ckpt_path=ckpt_path)
-    state = trainer.strategy.collectives.broadcast(trainer.strategy.full_model_state())
+    state = trainer.strategy.ranks.all.broadcast(trainer.strategy.full_model_state())
     return {"state": state, "loss": trainer.callback_metrics["loss/val"]}
 
 

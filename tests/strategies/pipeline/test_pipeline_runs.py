@@ -102,7 +102,7 @@ def train(
         **{"precision": "64-true", **options},
     )
     trainer.fit(module, batches(), batches(), ckpt_path=ckpt_path)
-    state = trainer.strategy.collectives.broadcast(trainer.strategy.full_model_state())
+    state = trainer.strategy.ranks.all.broadcast(trainer.strategy.full_model_state())
     metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
     torch.manual_seed(0)
     return {

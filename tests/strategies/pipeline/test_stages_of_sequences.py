@@ -148,7 +148,7 @@ def train(strategy: str | Strategy, folder: Path, ckpt_path: Path | None = None,
     saving = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1)
     trainer = make_trainer(strategy, max_epochs=2, callbacks=[saving], gradient_clip_val=0.5, **options)
     trainer.fit(module, batches(), batches((8, 4, 6)), ckpt_path=ckpt_path)
-    state = trainer.strategy.collectives.broadcast(trainer.strategy.full_model_state())
+    state = trainer.strategy.ranks.all.broadcast(trainer.strategy.full_model_state())
     metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
     metrics |= trainer.test(module, batches((4, 8)), verbose=False)[0]
     return {"state": state, "metrics": metrics, "predicted": trainer.predict(module, batches((8, 7, 4)))}

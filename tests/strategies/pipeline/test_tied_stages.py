@@ -90,7 +90,7 @@ def train(kind: type[Tied], accumulate: int, degrees: dict[str, Any] | None) -> 
     tokens: Any = torch.randint(16, (24, 5), generator=torch.Generator().manual_seed(1))
     size = 4 // (degrees or {}).get("dp_shard", 1)
     trainer.fit(kind(), DataLoader(tokens, size), DataLoader(tokens, size))
-    state = trainer.strategy.collectives.broadcast(trainer.strategy.full_model_state())
+    state = trainer.strategy.ranks.all.broadcast(trainer.strategy.full_model_state())
     return {"state": state, "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()}}
 
 

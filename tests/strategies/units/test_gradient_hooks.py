@@ -82,7 +82,7 @@ def train(strategy: Strategy | str, data_size: int = 1, *, accumulate: int = ACC
     module = Net(**options)
     trainer = double_trainer(strategy=strategy, accumulate_grad_batches=accumulate, max_epochs=3)
     trainer.fit(module, DataLoader(DATA, 24 // accumulate // data_size))
-    return trainer.strategy.collectives.broadcast(trainer.strategy.full_model_state()), module.calls
+    return trainer.strategy.ranks.all.broadcast(trainer.strategy.full_model_state()), module.calls
 
 
 RUNS: dict[str, tuple[Callable[[], Strategy | str], int, dict[str, Any]]] = {

@@ -66,7 +66,7 @@ def train(strategy: Strategy | str, data: Any, leaves_at: int, *, calls_twice: b
     module = Sets(leaves_at=leaves_at, calls_twice=calls_twice)
     trainer = trained(module, strategy, data)
     return {
-        "state": trainer.strategy.collectives.broadcast(trainer.strategy.full_model_state()),
+        "state": trainer.strategy.ranks.all.broadcast(trainer.strategy.full_model_state()),
         "weighed": trainer.strategy.all_gather_object(module.weighed),
         "notes": module.notes,
         "counts": (trainer.global_step, trainer.samples_seen),

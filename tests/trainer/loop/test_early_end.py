@@ -96,7 +96,7 @@ def train(strategy: Strategy | str, data: Any, leaves_at: int, *, units: bool = 
     module = Net(leaves_at=leaves_at, units=units)
     trainer = trained(module, strategy, data)
     return {
-        "state": trainer.strategy.collectives.broadcast(trainer.strategy.full_model_state()),
+        "state": trainer.strategy.ranks.all.broadcast(trainer.strategy.full_model_state()),
         "trained": trainer.strategy.all_gather_object(module.trained),
         "counts": (trainer.global_step, trainer.samples_seen),
     }

@@ -56,9 +56,8 @@ def window(size, of_all):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_counts_that_are_numbers_are_reduced_on_the_host(ranks):
     collectives = Numbers()
-    strategy = SimpleNamespace(
-        data_size=2, loss_collectives=collectives, count_collectives=collectives, device=torch.device("cuda", 0)
-    )
+    ranks = SimpleNamespace(loss=collectives, count=collectives)
+    strategy = SimpleNamespace(data_size=2, ranks=ranks, device=torch.device("cuda", 0))
     with fake_gpu() as gpu:
         weights = Weights(window(4, 16), strategy if ranks == 2 else None)
         for count in (3, 5):
@@ -71,9 +70,8 @@ def test_counts_that_are_numbers_are_reduced_on_the_host(ranks):
 
 
 def test_counts_that_are_tensors_stay_on_the_device():
-    strategy = SimpleNamespace(
-        data_size=2, loss_collectives=Numbers(), count_collectives=Numbers(), device=torch.device("cuda", 0)
-    )
+    ranks = SimpleNamespace(loss=Numbers(), count=Numbers())
+    strategy = SimpleNamespace(data_size=2, ranks=ranks, device=torch.device("cuda", 0))
     with fake_gpu() as gpu:
         weights = Weights(window(4, 16), strategy)
         count = torch.full((), 3, device=gpu)

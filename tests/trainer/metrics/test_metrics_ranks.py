@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from echelon.strategies.cluster.launchers import detect_environment
-from echelon.strategies.distributed.collectives import Collectives
 from echelon.strategies.distributed.process_group import ProcessGroup
+from echelon.strategies.distributed.ranks import Ranks
 from echelon.strategies.errors import EchelonError
 from echelon.testing import run_ranks
 from echelon.trainer.metrics.metrics import Metrics
@@ -33,16 +33,13 @@ def joined():
     """Join the group of all ranks; return the ranks and collectives, which are all of a strategy that metrics ask."""
     group = ProcessGroup(detect_environment(), torch.device("cpu"))
     group.join()
-    collectives = Collectives(group, torch.device("cpu"))
+    ranks = Ranks.of(group.environment, group, torch.device("cpu"))
     return SimpleNamespace(
+        ranks=ranks,
         rank=group.rank,
         data_rank=group.rank,
         data_size=group.world_size,
         world_size=group.world_size,
-        collectives=collectives,
-        loss_collectives=collectives,
-        count_collectives=collectives,
-        stage_collectives=Collectives(None, torch.device("cpu")),
         has_loss=True,
     )
 
@@ -274,7 +271,7 @@ def saved_inside_an_epoch(ranks):
     half(metrics, 0)
     state = metrics.state_dict()
     resumed = Metrics(ranks)
-    resumed.load_state_dict(ranks.collectives.broadcast(state))
+    resumed.load_state_dict(ranks.ranks.all.broadcast(state))
     half(metrics, 3)
     half(resumed, 3)
     values = plain(ended(metrics))

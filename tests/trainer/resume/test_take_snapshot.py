@@ -62,7 +62,7 @@ class Supervised(Callback):
     def setup(self, trainer: Any, module: nn.Module, stage: str) -> None:
         strategy, session = trainer.strategy, trainer.session
         node = self.nodes[strategy.rank]
-        snapshots = MemorySnapshots(self.folder / f"node-{node}", self.round, strategy.group, node)
+        snapshots = MemorySnapshots(self.folder / f"node-{node}", self.round, strategy.ranks.group, node)
         recovered = snapshots.agree()
         session.recovery = ElasticFit(0, MemoryWriter(snapshots))
         assert (recovered is None) == (self.round == 0)
@@ -272,7 +272,7 @@ class Noting(Callback):
         self.folder, self.notes = folder, list[str]()
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
-        snapshots = MemorySnapshots(self.folder, 0, trainer.strategy.group)
+        snapshots = MemorySnapshots(self.folder, 0, trainer.strategy.ranks.group)
         snapshots.agree()
         trainer.session.recovery = ElasticFit(0, LateWriter(snapshots, self.notes))
 

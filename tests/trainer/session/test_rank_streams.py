@@ -159,7 +159,7 @@ class Broadcast(Noted):
     """Continues with rank 0's numbers everywhere."""
 
     def on_train_epoch_start(self):
-        torch.set_rng_state(self.trainer.strategy.collectives.broadcast(torch.get_rng_state()))
+        torch.set_rng_state(self.trainer.strategy.ranks.all.broadcast(torch.get_rng_state()))
 
 
 def fit(kind, size=8, epochs=2, resume=None, **settings):
