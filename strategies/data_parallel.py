@@ -16,9 +16,6 @@ from torch import Tensor, nn
 from .cluster.hardware import Hardware
 from .distributed.nested import to_device
 from .errors import ConfigError, ModuleError
-from .estimate.estimate import Estimate, estimate_held, whole_activations
-from .estimate.profile import Profile
-from .module.memory_estimate import MemoryShare, whole
 from .module.precision import Precision
 from .parallel.batch_split import combine, split
 from .strategy import Strategy
@@ -48,14 +45,6 @@ class DataParallelStrategy(Strategy):
                 "num_nodes=1, or use strategy='ddp'."
             )
         super().validate(hardware, precision)
-
-    def _estimate(self, profile: Profile) -> Estimate:
-        num_devices = len(self.hardware.devices)
-        slice_ = whole_activations(profile).times(1 / num_devices)
-        # the first device receives the gradients of the others, and sends each a replica
-        gradients = profile.gradient_bytes(whole) if num_devices > 1 else 0.0
-        sent = profile.num_micro_batches * (num_devices - 1) * profile.parameter_bytes(whole)
-        return estimate_held(profile, MemoryShare(), slice_, communication=gradients, traffic={"devices": sent})
 
     def connect(self, hardware: Hardware, precision: Precision) -> None:
         super().connect(hardware, precision)

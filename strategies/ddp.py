@@ -10,10 +10,6 @@ from torch import Tensor, nn
 
 from .cluster.hardware import Hardware
 from .distributed.process_group import ProcessSettings
-from .estimate.estimate import Estimate, estimate_held, whole_activations
-from .estimate.profile import Profile
-from .estimate.replicas import estimate_replica, replicas_traffic, summed_rows
-from .module.memory_estimate import MemoryShare
 from .module.precision import Precision
 from .parallel.compression import CommHook, Compression
 from .parallel.replica import DDPOptions, Replica
@@ -49,32 +45,6 @@ class ReplicaStrategy(Strategy):
     def validate_module(self, module: nn.Module, *, trains: bool = True) -> None:
         if self.environment.world_size > 1:
             check_sendable(module, self.name)
-
-    def _estimate(self, profile: Profile) -> Estimate:
-        share = MemoryShare(gradients=summed_rows(profile, self.environment.world_size))
-        return self._estimate_replica(profile, share, self._gradient_traffic(profile))
-
-    def _gradient_traffic(self, profile: Profile) -> float:
-        """Return the bytes that a rank sends to average gradients and, if enabled, to broadcast rank 0's buffers."""
-        return replicas_traffic(
-            profile,
-            self.environment.world_size,
-            compressed=self.options.compressed_fraction,
-            broadcasts=self.options.broadcast_buffers,
-        )
-
-    def _estimate_replica(
-        self, profile: Profile, share: MemoryShare, sent: float, *, between_steps: float = 0.0
-    ) -> Estimate:
-        if self.environment.world_size == 1:
-            return estimate_held(profile, share, whole_activations(profile))
-        return estimate_replica(
-            profile,
-            share,
-            sent,
-            are_views=self.options.gradient_as_bucket_view,
-            between_steps=between_steps,
-        )
 
     def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
         if self.ranks.group is not None:

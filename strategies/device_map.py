@@ -13,8 +13,6 @@ from torch import nn
 from .cluster.hardware import Hardware
 from .distributed.nested import can_copy_later, map_tensors
 from .errors import ConfigError
-from .estimate.estimate import Estimate
-from .estimate.profile import Profile
 from .module.device_layout import check_device_map, deal_parts, device_of, match_device_map, room_on
 from .module.precision import Precision
 from .strategy import Strategy
@@ -57,12 +55,6 @@ class DeviceMapStrategy(Strategy):
         super().validate(hardware, precision)
         if isinstance(self.device_map, Mapping):
             check_device_map(self.device_map)
-
-    def _estimate(self, profile: Profile) -> Estimate:
-        raise ConfigError(
-            f"strategy={self.name!r} has no estimate: it places {type(profile.module).__name__} by the memory that is "
-            "free on devices when a run starts; run a step with callbacks=MemoryReport() instead."
-        )
 
     def connect(self, hardware: Hardware, precision: Precision) -> None:
         super().connect(hardware, precision)

@@ -13,9 +13,6 @@ from .cluster.hardware import Hardware
 from .ddp import ReplicaStrategy
 from .distributed.process_group import ProcessSettings
 from .errors import ConfigError
-from .estimate.estimate import Estimate, all_reduced
-from .estimate.profile import Profile
-from .module.memory_estimate import MemoryShare, whole
 from .module.precision import Precision
 from .parallel.model_averaging import ModelAverage
 from .parallel.replica import DDPOptions
@@ -86,12 +83,6 @@ class LocalSGDStrategy(ReplicaStrategy):
                 f"strategy='local_sgd' does not work with static_graph={self.options.static_graph}, which needs the "
                 "gradients of all ranks at every step; leave it out."
             )
-
-    def _estimate(self, profile: Profile) -> Estimate:
-        # for steps after the warm-up; with several periods, as if every average were over all ranks
-        every = self.period if isinstance(self.period, int) else min(self.period)
-        sent = all_reduced(profile.parameter_bytes(whole), self.environment.world_size) / every
-        return self._estimate_replica(profile, MemoryShare(), sent)
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         self._averages, self._has_diverged = {}, False

@@ -20,11 +20,6 @@ from .distributed.collectives import Collectives
 from .distributed.nested import map_tensors
 from .distributed.process_group import ProcessSettings
 from .errors import ConfigError
-from .estimate.cut import cut_shapes
-from .estimate.estimate import Estimate
-from .estimate.layout import CutLayout, estimate_layout
-from .estimate.profile import Profile
-from .estimate.stages import StageEstimates
 from .module.precision import Precision
 from .parallel.equal_ranks import make_equal, overrides
 from .parallel.mesh import Degree, Degrees, check_degrees, in_stage
@@ -136,7 +131,8 @@ class ParallelStrategy(ShardedStrategy):
         return Degrees.fit(self.environment.world_size, self.environment.num_nodes, self._given)
 
     @property
-    def _schedule(self) -> Schedule:
+    def stage_schedule(self) -> Schedule:
+        """The pipeline's schedule."""
         return Schedule.of(self.schedule, self.degrees.pp, self.virtual_stages)
 
     # --- before any process is started -------------------------------------------------------------------------------
@@ -151,13 +147,13 @@ class ParallelStrategy(ShardedStrategy):
         is_sharded = any(is_dtensor(p) for p in module.parameters())
         is_built = not overrides(module, "configure_model") and not is_sharded
         if self.degrees.pp > 1 and not is_sharded:
-            check_module(module, self._schedule, is_built=is_built)
+            check_module(module, self.stage_schedule, is_built=is_built)
         if self.degrees.tp > 1 and is_built and not overrides(module, "configure_sharding"):
-            self._find_plan(module).validate(module, self.degrees.tp)
+            self.find_tensor_plan(module).validate(module, self.degrees.tp)
 
     def validate_micro_batches(self, number: int) -> None:
         if self.degrees.pp > 1:
-            check_number(self._schedule, number)
+            check_number(self.stage_schedule, number)
 
     def plan(self, module: nn.Module) -> ParallelPlan:
         """Return how the module would be split and sharded; print it for a table. The module is not changed.
@@ -177,22 +173,17 @@ class ParallelStrategy(ShardedStrategy):
         if degrees.tp > 1 and overrides(module, "configure_sharding"):
             table = f"Layers are cut by {type(module).__name__}.configure_sharding."
         elif degrees.tp > 1:
-            plan = self._find_plan(module)
+            plan = self.find_tensor_plan(module)
             plan.validate(module, degrees.tp)
-            table, shapes = plan.table(module, degrees.tp), cut_shapes(module, plan, degrees.tp)
+            table, shapes = plan.table(module, degrees.tp), plan.cut_shapes(module, degrees.tp)
         return ParallelPlan(table, self.options.plan(module, self.precision, degrees, shapes), stages)
 
-    def _estimate(self, profile: Profile) -> Estimate:
-        degrees, module = self.degrees, profile.module
-        if degrees.world_size == 1 or (degrees.tp > 1 and overrides(module, "configure_sharding")):
-            return super()._estimate(profile)  # how a module's configure_sharding splits it is unknown
-        self._check_kinds(profile.optimizers)
-        plan = self._find_plan(module) if degrees.tp > 1 else None
-        layout = CutLayout(profile, degrees, self.options, plan, self.cp_exchange)
-        if degrees.pp > 1:
-            check_number(self._schedule, profile.num_micro_batches)
-            return max(StageEstimates(layout, self._schedule).of_ranks(), key=lambda estimate: estimate.total)
-        return estimate_layout(layout, is_on_host=self._is_offloaded)
+    def role_of(self, rank: int) -> str:
+        if not self.has_stages:
+            return super().role_of(rank)
+        stages = self.stage_schedule.stages_of(self.degrees.place(rank, ("pp",)))
+        word = "stage" if len(stages) == 1 else "stages"
+        return f"{word} {' and '.join(map(str, stages))} of {self.stage_schedule.num_stages}"
 
     # --- in every process --------------------------------------------------------------------------------------------
 
@@ -257,7 +248,7 @@ class ParallelStrategy(ShardedStrategy):
         assert self._pipeline is not None and self._sharded is not None
         arguments = partial(_arguments, work)
         if not self._has_run:
-            check_number(self._schedule, work.micro_batches_a_step)
+            check_number(self.stage_schedule, work.micro_batches_a_step)
         if self._sequences is not None:
             self._check_sequences("training_step", *arguments())
         if self.precision.uses_scaler:
@@ -333,12 +324,12 @@ class ParallelStrategy(ShardedStrategy):
     def _make_stages(self, module: nn.Module) -> None:
         if self.degrees.pp == 1:
             return
-        check_module(module, self._schedule, is_built=True)
+        check_module(module, self.stage_schedule, is_built=True)
         for part in (*(module.get_submodule(name) for name in find_parts(module)), module):
             # on the CPU, as other ranks will hold most of it
             make_equal(chain(part.parameters(), part.buffers()), torch.device("cpu"), self.ranks.all)
         self._deferred.generator = self.ranks.all.broadcast(self._deferred.generator).cpu()
-        self._pipeline = Pipeline(module, self._schedule, self.ranks.stage, self.device)
+        self._pipeline = Pipeline(module, self.stage_schedule, self.ranks.stage, self.device)
 
     def _sharded_parts(self) -> tuple[Collectives, Collection[nn.Parameter], Callable[..., Any] | None]:
         pipeline = self._pipeline
@@ -370,7 +361,7 @@ class ParallelStrategy(ShardedStrategy):
         if any(is_dtensor(parameter) for parameter in module.parameters()):  # its configure_sharding has split it
             check_cut(module, self.degrees.tp)
             return
-        plan = self._find_plan(module)
+        plan = self.find_tensor_plan(module)
         plan.validate(module, self.degrees.tp)
         if self._pipeline is not None:
             plan = plan.of_layers(self._pipeline.is_here, self._pipeline.ends)
@@ -381,7 +372,8 @@ class ParallelStrategy(ShardedStrategy):
         self._check = None if self.ranks.all.is_rehearsed else BlockCheck(module, plan, mesh)
         cut_module(module, plan, mesh)
 
-    def _find_plan(self, module: nn.Module) -> TensorPlan:
+    def find_tensor_plan(self, module: nn.Module) -> TensorPlan:
+        """Return the cuts of the module's layers: those of `tp_plan`, or those that are found."""
         words = {"sequence_parallel": self.sequence_parallel, "loss_parallel": self.loss_parallel}
         return find_plan(module, self.tp_plan, **words)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from itertools import chain
 from typing import Any, ClassVar, Final, Literal, Unpack
@@ -17,9 +16,6 @@ from .cluster.launchers import detect_environment
 from .ddp import ReplicaStrategy
 from .distributed.process_group import ProcessSettings
 from .errors import ConfigError, RunError
-from .estimate.estimate import Estimate
-from .estimate.profile import Profile
-from .estimate.served import ServedStep
 from .module.memory_estimate import MemoryShare
 from .module.precision import Precision
 from .parallel.equal_ranks import overrides
@@ -118,7 +114,7 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
         """
         check_unshared(module, self.name, with_buffers=False)
         named = {n: p for n, p in module.named_parameters() if tables is None or n in tables.names}
-        self.choices.check_number(self._num_servers, len(named))
+        self.choices.check_number(self.num_servers, len(named))
         for name, _ in sparse_layers(module) if tables is None else ():
             raise sparse_gradient(f"{name}.weight" if name else "weight")
         return {name: parameter.numel() * parameter.element_size() for name, parameter in named.items()}
@@ -140,29 +136,9 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
             return MemoryShare(optimizer=lambda _: 0.0)
         return MemoryShare() if self._tables is None else self._tables.memory_share
 
-    def _estimate(self, profile: Profile) -> Estimate:
-        step = self._served_step(profile)
-        self.choices.check_number(self._num_servers, len(step.served))
-        servers = [server.total for server in step.of_servers()]
-        trainer = step.of_trainer(super()._estimate, is_on_cpu=self.hardware.device_type == "cpu")
-        return replace(trainer, host=max(servers) if self.choices.servers == "nodes" else sum(servers))
-
-    def estimate_servers(self, profile: Profile, hardware: Hardware) -> list[Estimate]:
-        """Return what each server would hold, send and receive in a step; see `estimate`, which adds it to ``host``."""
-        self.estimate(profile, hardware)
-        return self._served_step(profile).of_servers()
-
-    def _served_step(self, profile: Profile) -> ServedStep:
-        return ServedStep(
-            profile,
-            serves_all=self.choices.serves_all,
-            num_trainers=self.environment.world_size,
-            num_servers=self._num_servers,
-            is_async=self.choices.bound is not None,
-        )
-
     @property
-    def _num_servers(self) -> int:
+    def num_servers(self) -> int:
+        """The number of servers, on all nodes."""
         return self.environment.num_nodes if self.choices.servers == "nodes" else self.choices.servers
 
     def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
@@ -221,7 +197,7 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
                     f"strategy='ps' does not work with {type(optimizer).__name__}, which evaluates the loss itself; "
                     "use strategy='ddp', or an optimizer that updates each parameter by itself."
                 )
-            if self._num_servers > 1 or self._tables is not None:
+            if self.num_servers > 1 or self._tables is not None:
                 check_can_be_dealt(optimizer, self.name, self.ranks.all)
         owners = [name for optimizer in optimizers for name in self._names(optimizer)]
         twice = sorted({name for name in owners if owners.count(name) > 1})
@@ -230,7 +206,7 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
                 f"strategy='ps' needs one optimizer for each parameter, got two for {twice[0]}; give it one."
             )
         sizes = self._check_parameters(self.module, self._tables)
-        return {name: index for index, names in enumerate(deal(sizes, self._num_servers)) for name in names}
+        return {name: index for index, names in enumerate(deal(sizes, self.num_servers)) for name in names}
 
     def annotate(self, error: BaseException) -> None:
         self._has_failed = True

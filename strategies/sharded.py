@@ -17,9 +17,6 @@ from .distributed.collectives import Collectives
 from .distributed.nested import map_tensors
 from .distributed.process_group import ProcessSettings
 from .errors import ConfigError, ModuleError
-from .estimate.estimate import Estimate, whole_activations
-from .estimate.profile import Profile
-from .estimate.sharded import estimate_sharded
 from .launch.registries import follow_classes
 from .module.deferred_init import DeferredInit
 from .module.memory_estimate import MemoryShare
@@ -32,7 +29,6 @@ from .parallel.shard_update import note_use_of_shards, on_shards, step_on_shards
 from .parallel.sharded_module import ShardedModule
 from .parallel.sharding_policy import ShardingOptions, check_dimensions, check_gradients
 from .pipeline.pipeline import Pipeline
-from .pipeline.schedule import Schedule
 from .pipeline.state import gather_all, here, marked, own_entries, whole_of_stages, without_elsewhere
 from .pipeline.timeline import WindowRecorder
 from .state.dtensor import clip_by_norm, gather_whole, is_dtensor, local_shard, multiply_all, shard_like
@@ -104,17 +100,8 @@ class ShardedStrategy(Strategy):
         if self.degrees.tp > 1 or self.degrees.pp > 1:
             check_dimensions(module)
 
-    def _estimate(self, profile: Profile) -> Estimate:
-        if self.degrees.world_size == 1:
-            return super()._estimate(profile)
-        self._check_kinds(profile.optimizers)
-        # a unit that computes in half precision is gathered in it, so autocast copies nothing
-        activations = whole_activations(profile, has_casts=False)
-        plan = self.options.plan(profile.module, self.precision, self.degrees)
-        return estimate_sharded(profile, plan, self.options, self.degrees, activations, is_on_host=self._is_offloaded)
-
     @property
-    def _is_offloaded(self) -> bool:
+    def keeps_shards_on_host(self) -> bool:
         """Whether shards are kept on the CPU, away from the device."""
         return self.options.cpu_offload and self.hardware.device_type != "cpu"
 
@@ -197,7 +184,7 @@ class ShardedStrategy(Strategy):
         if self._sharded is None:
             return
         self._sharded.check_all_sharded()
-        self._check_kinds(optimizers)
+        self.check_kinds(optimizers)
         for optimizer in optimizers:
             held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             foreign = [tuple(parameter.shape) for parameter in held if parameter not in self._sharded.parameters]
@@ -212,7 +199,8 @@ class ShardedStrategy(Strategy):
             steps_on_plain = check_can_be_sharded(optimizer, self.name, self.ranks.all)
             (self._plain_only.add if steps_on_plain else self._plain_only.discard)(id(optimizer))
 
-    def _check_kinds(self, optimizers: Sequence[Optimizer]) -> None:
+    def check_kinds(self, optimizers: Sequence[Optimizer]) -> None:
+        """Raise a `ConfigError` for an optimizer that treats all parameters as one vector."""
         for optimizer in optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise ConfigError(
@@ -295,19 +283,6 @@ class ShardedStrategy(Strategy):
             super().step(optimizer, closure)
         else:
             step_on_shards(optimizer, optimizer.step)
-
-    @property
-    def _schedule(self) -> Schedule | None:
-        """The pipeline's schedule, for a strategy that can have a pipeline."""
-        return None
-
-    def role_of(self, rank: int) -> str:
-        schedule = self._schedule
-        if schedule is None or not self.has_stages:
-            return super().role_of(rank)
-        stages = schedule.stages_of(self.degrees.place(rank, ("pp",)))
-        word = "stage" if len(stages) == 1 else "stages"
-        return f"{word} {' and '.join(map(str, stages))} of {schedule.num_stages}"
 
     def annotate(self, error: BaseException) -> None:
         if self.has_stages and "not have been used in the graph" in str(error):

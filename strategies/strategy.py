@@ -22,8 +22,6 @@ from .distributed.process_group import START_TIMEOUT, ProcessGroup, ProcessSetti
 from .distributed.rank_methods import RankMethods
 from .distributed.ranks import Ranks
 from .errors import ConfigError, ProcessError, RunError, not_set_up
-from .estimate.estimate import Estimate, estimate_alone
-from .estimate.profile import Profile
 from .module.loss_scaling import LossScaling
 from .module.memory_estimate import MemoryShare
 from .module.precision import Precision
@@ -235,16 +233,6 @@ class Strategy(RankMethods, ABC):
     def memory_share(self) -> MemoryShare:
         """The fraction of each parameter's memory that a rank holds."""
         return MemoryShare()
-
-    def estimate(self, profile: Profile, hardware: Hardware) -> Estimate:
-        """Return what a rank would hold and send in a step on this hardware, or raise a `ConfigError` if it cannot."""
-        self.validate(hardware, profile.precision)
-        self.validate_module(profile.module)
-        return self._estimate(profile)
-
-    def _estimate(self, profile: Profile) -> Estimate:
-        """Return `estimate` for hardware that `validate` has accepted; the default supports only one process."""
-        return estimate_alone(profile, self.name, self.environment.world_size)
 
     def positions(self, length: int) -> Tensor:
         """Return the positions of a step's `length` tokens in the whole sequence, of which they may be a part."""

@@ -10,13 +10,10 @@ from torch.optim import Optimizer
 
 from .ddp import ReplicaStrategy
 from .distributed.process_group import ProcessSettings
-from .estimate.estimate import Estimate, exchanged
-from .estimate.profile import Profile
-from .estimate.replicas import summed_rows
 from .module.memory_estimate import MemoryShare
 from .parallel.optimizer_probe import check_can_be_dealt
 from .parallel.replica import DDPOptions
-from .parallel.sharded_optimizer import ShardedOptimizer, check_one_by_one, deal
+from .parallel.sharded_optimizer import ShardedOptimizer
 from .state.optimizer_state import Sharded, parameter_names
 from .state.shared_memory import check_unshared
 
@@ -42,21 +39,6 @@ class ZeroStrategy(ReplicaStrategy):
     @property
     def memory_share(self) -> MemoryShare:
         return MemoryShare(optimizer=lambda _: 1 / self.world_size)
-
-    def _estimate(self, profile: Profile) -> Estimate:
-        num_ranks = self.environment.world_size
-        for optimizer in profile.optimizers:
-            check_one_by_one(optimizer)
-        by_optimizer = [deal(optimizer, num_ranks) for optimizer in profile.optimizers]
-        dealt = [set().union(*of_rank) for of_rank in zip(*by_optimizer, strict=True)] or [set()]
-        most = max(dealt, key=lambda own: sum(size.tensors for p, size in profile.state.items() if p in own))
-        share = MemoryShare(
-            gradients=summed_rows(profile, num_ranks), optimizer=lambda parameter: float(parameter in most)
-        )
-        updated = sum(parameter.nbytes for own in dealt for parameter in own if parameter.requires_grad)
-        sent = self._gradient_traffic(profile) + exchanged(updated, num_ranks)
-        # updated parameters are copied into a buffer to be sent
-        return self._estimate_replica(profile, share, sent, between_steps=updated)
 
     def validate_module(self, module: nn.Module, *, trains: bool = True) -> None:
         super().validate_module(module, trains=trains)

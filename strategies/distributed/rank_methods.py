@@ -89,12 +89,12 @@ class RankMethods:
     isend = _of_data_ranks(Collectives.isend)
     irecv = _of_data_ranks(Collectives.irecv)
 
-    @wraps(Collectives.barrier)
     def barrier(self, name: str | None = None) -> None:
         """Wait until every rank has called this. Collective."""
         self.ranks.all.barrier(name)
 
-    @wraps(Collectives.broadcast)
+    barrier.__doc__ = Collectives.barrier.__doc__
+
     def broadcast(self, data: Any, src: int = 0) -> Any:
         """Return the data of the data rank `src` on every rank. Collective."""
         # Data without a gradient, which may exist on one rank only, goes to all ranks, not just to those that hold the
@@ -107,6 +107,8 @@ class RankMethods:
         if (src, False) not in rows:  # or there is no such rank
             return ranks.data.broadcast(data, src)
         return ranks.all.broadcast(data, min(rank for rank, row in enumerate(rows) if row[0] == src))
+
+    broadcast.__doc__ = Collectives.broadcast.__doc__
 
     def reduce(self, data: Any, reduce_op: ReduceOp = "mean") -> Any:
         """Return `all_reduce` of the data, by default the mean. Collective: every rank calls it."""

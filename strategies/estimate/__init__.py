@@ -1,1 +1,1 @@
-"""Estimates of what a step holds and sends under each strategy. Imports parallel, module and below."""
+"""Estimates of what a step holds and sends under each strategy. Imports the strategies and below."""

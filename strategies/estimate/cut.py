@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from torch import nn
 
@@ -157,13 +157,3 @@ def sequence_exchange(profile: Profile, cp: int, kind: str) -> float:
         return (2 * (once + again) + 2 * once) / cp
     # keys and values are gathered in forward and again for backward, where their gradients are scattered
     return once + again + 2 * once
-
-
-def cut_shapes(module: nn.Module, plan: TensorPlan, tp: int) -> dict[nn.Parameter, Sequence[int]]:
-    """Return the shapes of what a rank holds of the parameters that a plan cuts."""
-    shapes: dict[nn.Parameter, Sequence[int]] = {}
-    for name, layer in plan.layers(module).items():
-        for parameter, slices in layer.slices.items():
-            whole = module.get_submodule(name).get_parameter(parameter)
-            shapes[whole] = [size // tp if dim == slices.dim else size for dim, size in enumerate(whole.shape)]
-    return shapes

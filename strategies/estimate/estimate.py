@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from ..errors import ConfigError
 from ..module.memory_estimate import MemoryShare
 from .profile import CASTS, Profile
 
@@ -130,19 +129,6 @@ def estimate_held(
         overlap=max(0.0, separate - most),
         traffic={axis: sent for axis, sent in (traffic or {}).items() if sent},
     )
-
-
-def estimate_alone(profile: Profile, name: str, world_size: int) -> Estimate:
-    """Return the estimate of a single process, which sends nothing.
-
-    Raises:
-        ConfigError: for several; only a strategy knows what each of them holds.
-    """
-    if world_size > 1:
-        raise ConfigError(
-            f"strategy={name!r} has no estimate for {world_size} ranks; run a step with MemoryReport() instead."
-        )
-    return estimate_held(profile, MemoryShare(), whole_activations(profile))
 
 
 def _fraction(profile: Profile, share: MemoryShare) -> float:

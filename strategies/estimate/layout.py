@@ -12,7 +12,7 @@ from ..context_parallel.attention import ExchangeKind
 from ..parallel.mesh import Degrees
 from ..parallel.sharding_policy import ShardingOptions
 from ..tensor_parallel.plan import TensorPlan
-from .cut import CutActivations, cut_shapes, sequence_exchange, summed_parameters
+from .cut import CutActivations, sequence_exchange, summed_parameters
 from .estimate import Estimate, all_reduced
 from .profile import Profile
 from .sharded import estimate_sharded
@@ -33,7 +33,7 @@ class CutLayout:
     @cached_property
     def shapes(self) -> Mapping[nn.Parameter, Sequence[int]]:
         """The shapes of the parameters that are cut."""
-        return {} if self.plan is None else cut_shapes(self.profile.module, self.plan, self.degrees.tp)
+        return {} if self.plan is None else self.plan.cut_shapes(self.profile.module, self.degrees.tp)
 
     @cached_property
     def activations(self) -> CutActivations:

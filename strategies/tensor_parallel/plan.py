@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -112,6 +112,15 @@ class TensorPlan:
     def table(self, module: nn.Module, tp: int) -> str:
         """Return a table of the cut layers: their words, and the shapes and bytes that a rank holds."""
         return plan_table(module, self.words, self.layers(module), tp)
+
+    def cut_shapes(self, module: nn.Module, tp: int) -> dict[nn.Parameter, Sequence[int]]:
+        """Return the shapes of what a rank holds of the parameters that are cut."""
+        shapes: dict[nn.Parameter, Sequence[int]] = {}
+        for name, layer in self.layers(module).items():
+            for parameter, slices in layer.slices.items():
+                whole = module.get_submodule(name).get_parameter(parameter)
+                shapes[whole] = [size // tp if dim == slices.dim else size for dim, size in enumerate(whole.shape)]
+        return shapes
 
     def _check_ties(self, module: nn.Module, layers: Mapping[str, CutLayer]) -> None:
         planned: dict[tuple[nn.Module, str], str] = {}

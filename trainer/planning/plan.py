@@ -8,6 +8,7 @@ from typing import Final
 
 from ...strategies import Strategy
 from ...strategies.errors import ConfigError, EchelonError
+from ...strategies.estimate.by_strategy import estimate_step
 from ...strategies.estimate.estimate import Estimate
 from ...strategies.estimate.profile import Profile
 from .layouts import RunLayout, possible_layouts
@@ -203,7 +204,7 @@ def _planned(
     num_samples, global_batch_size = sizes
     number = max(1, global_batch_size // (layout.num_readers * num_samples))
     profile = replace(profiles.of(num_samples, recomputes=recomputes), num_micro_batches=number)
-    estimate = strategy.estimate(profile, machine.hardware(uses_processes=strategy.uses_processes))
+    estimate = estimate_step(strategy, profile, machine.hardware(uses_processes=strategy.uses_processes))
     flops = profile.flops * number * layout.num_readers / machine.num_devices
     available = machine.available(strategy.mesh_axes, forward_is_collective=strategy.forward_is_collective)
     return PlannedLayout(

@@ -8,6 +8,7 @@ from planned_modules import GPT, MODULES, HugeEmbedding, ViT, hardware_of, measu
 
 from echelon import ActivationCheckpointing, ConfigError
 from echelon.strategies import FSDPStrategy, ParallelStrategy
+from echelon.strategies.estimate.by_strategy import estimate_step
 from echelon.strategies.registry import find_strategy
 from echelon.testing import run_ranks
 
@@ -66,7 +67,7 @@ def test_what_ranks_hold_and_send_is_what_was_estimated(world_size, profiles):
     hardware = hardware_of(world_size)
     wrong = []
     for (kind, setting, name), measured in zip(cases(world_size), measured_rows, strict=True):
-        estimate = strategy_of(world_size, name).estimate(profiles[kind, setting], hardware)
+        estimate = estimate_step(strategy_of(world_size, name), profiles[kind, setting], hardware)
         if name == "cp" and setting is None:
             # attention keeps its parts of keys and values by itself, where no hook counts them
             measured["activations"] += profiles[kind, setting].attention_bytes / world_size
@@ -81,4 +82,4 @@ def test_a_layout_without_an_estimate_says_so(profiles):
         (find_strategy("device_map")(), "it places"),
     ):
         with pytest.raises(ConfigError, match=said):
-            strategy.estimate(profiles[GPT, None], hardware_of(2 if strategy.uses_processes else 1))
+            estimate_step(strategy, profiles[GPT, None], hardware_of(2 if strategy.uses_processes else 1))

@@ -8,6 +8,7 @@ from other_modules import Bags, ByHand, Dropped, Experts, LoRA, Strided, Tagger,
 from planned_modules import hardware_of, measure, misestimated, profile_of
 
 from echelon.strategies import DDPOptions, DDPStrategy, FSDPStrategy, SingleDeviceStrategy, ZeroStrategy
+from echelon.strategies.estimate.by_strategy import estimate_step
 from echelon.testing import run_ranks
 
 NUM_MICRO_BATCHES = 3
@@ -45,6 +46,6 @@ def test_what_ranks_hold_and_send_is_what_was_estimated(num_ranks):
     profiles = {kind: profile_of(kind) for kind in KINDS}
     wrong = []
     for (kind, name, make, number), measured in zip(cases(num_ranks), rows, strict=True):
-        estimate = make().estimate(replace(profiles[kind], num_micro_batches=number), hardware_of(num_ranks))
+        estimate = estimate_step(make(), replace(profiles[kind], num_micro_batches=number), hardware_of(num_ranks))
         wrong += misestimated(f"{kind.__name__}, {name} {num_ranks}, {number} micro-batches", estimate, measured)
     assert not wrong, "\n".join(wrong)

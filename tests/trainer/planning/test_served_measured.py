@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import ConfigError, ParameterServerStrategy, RemoteEmbedding, Trainer, TrainModule
 from echelon.strategies.distributed.nested import iterate_tensors
+from echelon.strategies.estimate.by_strategy import estimate_servers, estimate_step
 from echelon.strategies.estimate.live_memory import storages_bytes
 from echelon.strategies.servers import tensorpipe
 from echelon.testing import run_ranks
@@ -115,7 +116,7 @@ def test_what_trainers_and_servers_hold_and_exchange_is_what_was_estimated():
         profile, hardware = profile_of_case(make), hardware_of(2)
         profile = replace(profile, num_micro_batches=accumulate)
         strategy = ParameterServerStrategy(**choices)
-        estimate, servers = strategy.estimate(profile, hardware), strategy.estimate_servers(profile, hardware)
+        estimate, servers = estimate_step(strategy, profile, hardware), estimate_servers(strategy, profile, hardware)
         for index, rank in enumerate(ranks):
             measured = rank[name]
             for kind in ("parameters", "gradients", "optimizer"):
@@ -135,4 +136,4 @@ def test_what_trainers_and_servers_hold_and_exchange_is_what_was_estimated():
 
 def test_servers_without_a_tensor_have_no_estimate():
     with pytest.raises(ConfigError, match="at most the number of tables of RemoteEmbedding, got 1 for 0"):
-        ParameterServerStrategy(dense="ddp").estimate(profile_of(GPT), hardware_of(2))
+        estimate_step(ParameterServerStrategy(dense="ddp"), profile_of(GPT), hardware_of(2))

@@ -10,6 +10,7 @@ from planned_modules import GPT, hardware_of, loader, profile_of, settings_of
 from echelon import Callback, Trainer
 from echelon.strategies import ParallelStrategy
 from echelon.strategies.distributed.nested import iterate_tensors
+from echelon.strategies.estimate.by_strategy import estimate_step
 from echelon.strategies.estimate.counted_traffic import CountedTraffic
 from echelon.strategies.estimate.live_memory import LiveMemory, storages_bytes
 from echelon.testing import run_ranks
@@ -67,7 +68,7 @@ def test_what_stages_hold_and_send_is_what_was_estimated(world_size):
     profile = replace(profile_of(GPT), num_micro_batches=NUM_MICRO_BATCHES)
     for index, degrees in enumerate(DEGREES[world_size]):
         most = max((rank[index] for rank in ranks), key=lambda measured: measured["total"])
-        estimate = ParallelStrategy(**degrees).estimate(profile, hardware_of(world_size))
+        estimate = estimate_step(ParallelStrategy(**degrees), profile, hardware_of(world_size))
         assert estimate.parameters == pytest.approx(most["parameters"], rel=0.02), degrees
         assert estimate.optimizer == pytest.approx(most["optimizer"], rel=0.02), degrees
         assert estimate.total == pytest.approx(most["total"], rel=0.15), degrees
