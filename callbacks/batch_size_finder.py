@@ -10,13 +10,13 @@ from typing import Any, ClassVar, Final, Literal, cast, get_args
 import torch
 from torch import nn
 
+from ..common.console import say
 from ..strategies import Strategy
 from ..strategies.errors import ConfigError, ModuleError, RunError
 from ..strategies.module.out_of_memory import is_out_of_memory, let_go_of
 from ..strategies.state.schema import COUNT, NUMBER, check
 from .callback import Callback
 from .finders.trials import new_axes, refuse_trials
-from .helpers.console import say
 from .run import Run, Tunable
 
 Mode = Literal["power", "binsearch"]

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..common.console import say
 from ..strategies import Strategy
 from ..strategies.errors import ConfigError, ModuleError
 from .callback import Callback
 from .finders.rate_curve import LearningRateCurve, Mode
 from .finders.trials import refuse_trials
-from .helpers.console import say
 from .run import Run, Tunable
 
 _NAMES: Final = ("lr", "learning_rate")

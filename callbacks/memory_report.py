@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..common.console import say
+from ..common.table import boxed
 from ..strategies.errors import ConfigError
 from ..strategies.module.memory_estimate import KeptForBackward, expected_memory, held_memory
 from .callback import Callback
-from .helpers.console import say
-from .helpers.table import boxed
 from .run import Run
 
 _KINDS: Final = ("parameters", "gradients", "optimizer state", "activations", "GPU memory, at most")

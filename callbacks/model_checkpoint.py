@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Final, Literal
 import torch
 from torch import Tensor, nn
 
+from ..common.local_path import local_path
 from ..strategies import Strategy
 from ..strategies.errors import CheckpointError
 from ..strategies.state.schema import check
@@ -21,7 +22,6 @@ from .callback import Callback
 from .helpers.checkpoint_name import EXTENSION, CheckpointName, free_name
 from .helpers.folder_lock import FolderLock
 from .helpers.kept_checkpoints import STATE, KeptCheckpoints, check_kept, is_own_checkpoint, own_names
-from .helpers.local_path import local_path
 from .helpers.loggers import tell
 from .helpers.monitored import Mode, MonitoredMetric, chosen_mode, describe_logged
 from .helpers.save_schedule import IntervalClock, SaveSchedule

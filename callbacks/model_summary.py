@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ..common.console import say
+from ..common.table import boxed
 from ..strategies import Precision
 from ..strategies.distributed.nested import to_device
 from ..strategies.errors import ConfigError
 from ..strategies.module.memory_estimate import shared_bytes
 from ..strategies.module.rehearsal import Untouched
 from .callback import Callback
-from .helpers.console import say
 from .helpers.flop_count import counted_flops
-from .helpers.table import boxed
 from .run import Run
 
 _OWN: Final = "(own parameters)"

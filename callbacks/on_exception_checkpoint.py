@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from torch import nn
 
+from ..common.local_path import local_path
 from ..strategies import Strategy
 from ..strategies.errors import CheckpointError, ConfigError
 from .callback import Callback
-from .helpers.local_path import local_path
 from .run import Run
 
 

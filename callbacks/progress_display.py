@@ -11,10 +11,10 @@ from typing import Any, Final, Literal
 
 from torch import nn
 
+from ..common.console import Console, current_console, outlives_output_errors
 from ..strategies.errors import ConfigError
 from .callback import Callback
 from .helpers.bars import Bar, FewLines, LineBar, Postfix, Stays
-from .helpers.console import Console, current_console, outlives_output_errors
 from .run import Run
 
 Kind = Literal["train", "sanity_check", "validate", "test", "predict"]

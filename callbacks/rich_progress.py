@@ -11,9 +11,9 @@ from functools import partial
 from time import monotonic
 from typing import Any, Final
 
+from ..common.console import Console
 from ..strategies.errors import MissingDependencyError
 from .helpers.bars import Bar, LineBar, Postfix, Stays
-from .helpers.console import Console
 from .progress_display import Kind, ProgressDisplay
 from .run import Run
 

@@ -9,10 +9,11 @@ from typing import Any, Final, Protocol, cast
 
 from torch import nn
 
+from ..common.console import say
+from ..common.sample_order import Reading, Source
 from .callback import Callback
-from .helpers.console import say
 from .run import Run
-from .samples.file import FOLDER, CountedTurns, Header, Reading, SampleWriter, Source, next_attempt
+from .samples.file import FOLDER, CountedTurns, Header, SampleWriter, next_attempt
 
 _SYNC_EVERY: Final = 1.0
 """Seconds between syncs: there may be many snapshots a second, each cheaper than waiting for a disk."""

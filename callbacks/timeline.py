@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import nn
 
+from ..common.console import say
+from ..common.local_path import local_path
 from ..strategies import Strategy
 from ..strategies.errors import ConfigError, RunError
 from ..strategies.pipeline.timeline import WindowRecorder, WindowTimeline
 from .callback import Callback
 from .figures.figure_file import need_matplotlib
 from .figures.timeline_figure import draw_timeline
-from .helpers.console import say
-from .helpers.local_path import local_path
 from .helpers.loggers import tell
 from .run import Run
 

@@ -10,9 +10,10 @@ from typing import Any, Final, Literal
 
 from torch import nn
 
+from ..common.console import say
+from ..common.durations import parse_duration
 from ..strategies.errors import ConfigError, did_you_mean
 from .callback import Callback
-from .helpers.console import say
 from .run import Run
 
 TimedStage = Literal["train", "sanity_check", "validate", "test", "predict"]
@@ -177,29 +178,6 @@ class Timer(Callback):
         if self._verbose:
             elapsed = timedelta(seconds=int(self.time_elapsed("train")))
             say(f"Timer: training has lasted {elapsed} of {timedelta(seconds=self._duration)}; it ends here.")
-
-
-def parse_duration(name: str, value: str | timedelta | Mapping[str, int] | None) -> timedelta | None:
-    """Return the argument called `name` as a timedelta.
-
-    Raises:
-        ConfigError: unless it is a timedelta, its arguments, or ``"DD:HH:MM:SS"``; or if it is negative.
-    """
-    try:
-        if isinstance(value, str):
-            days, hours, minutes, seconds = (int(part) for part in value.split(":"))
-            duration: timedelta | None = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
-        elif isinstance(value, Mapping):
-            duration = timedelta(**value)
-        else:
-            duration = value
-        if duration is not None and (not isinstance(duration, timedelta) or duration < timedelta()):
-            raise ValueError
-    except (TypeError, ValueError):
-        raise ConfigError(
-            f"{name} must be a timedelta, its arguments as a dict, or 'DD:HH:MM:SS', got {value!r}."
-        ) from None
-    return duration
 
 
 def _known(stage: str) -> str:

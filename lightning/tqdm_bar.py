@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from ..callbacks.helpers.bars import Bar, LineBar, Postfix, TqdmBar
-from ..callbacks.helpers.console import Console
 from ..callbacks.progress import TQDMProgressBar
 from ..callbacks.progress_display import Kind
 from ..callbacks.run import Run
+from ..common.console import Console
 
 _NAMES: Final[Mapping[Kind, str]] = {
     "train": "train_progress_bar",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
-FLOORS = ("strategies", "callbacks", "trainer", "lightning")
+FLOORS = ("common", "strategies", "callbacks", "trainer", "lightning")
 BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Match)
 
 

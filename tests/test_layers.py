@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 # top of that folder which are not named themselves. The root, `__main__` and `testing` are above all others.
 LEVELS = (
     ("strategies.errors",),
+    ("common",),
     ("strategies.torch_internals",),
     ("strategies.cluster",),
     ("strategies.distributed",),
@@ -42,7 +43,7 @@ LEVELS = (
     ("trainer.cli",),
 )
 LEVEL_OF = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
-FLOORS = ("strategies", "callbacks", "trainer", "lightning")
+FLOORS = ("common", "strategies", "callbacks", "trainer", "lightning")
 LARGEST_ROOM = 16
 # It has one file for each callback.
 LARGEST_FLOOR = {"callbacks": 32}

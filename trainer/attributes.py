@@ -14,11 +14,11 @@ from typing import Any, Final
 import torch
 
 from ..callbacks.early_stopping import EarlyStopping
-from ..callbacks.helpers.console import outlives_output_errors
 from ..callbacks.helpers.loggers import run_folder
 from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.progress_display import ProgressDisplay
 from ..callbacks.run import Logger
+from ..common.console import outlives_output_errors
 from ..strategies.errors import ConfigError, RunError, did_you_mean
 from .module.data_module import DataModule
 from .module.train_module import TrainModule

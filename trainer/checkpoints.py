@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-from ..callbacks.helpers.local_path import local_path
+from ..common.local_path import local_path
 from ..strategies.errors import CheckpointError, ConfigError
 from .checkpoint.manifest import read_manifest
 from .result import EndedRun, save_ended

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 from torch import nn
 
 from ..callbacks.dispatch import overrides
-from ..callbacks.helpers.local_path import local_path
+from ..common.local_path import local_path
 from ..strategies import Strategy
 from ..strategies.errors import ConfigError
 from ..strategies.module.compiled_calls import compile_calls

@@ -16,11 +16,11 @@ import torch
 
 from ..callbacks.callback import Callback
 from ..callbacks.dispatch import Hooks, check_state_keys
-from ..callbacks.helpers.console import say
 from ..callbacks.helpers.loggers import tell
 from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.run import Logger, Run, Stage
-from ..callbacks.timer import parse_duration
+from ..common.console import say
+from ..common.durations import parse_duration
 from ..strategies import Precision, is_auto, place
 from ..strategies.errors import CheckpointError, RunError
 from ..strategies.launch.node_folder import NodeFolder

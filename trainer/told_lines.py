@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 
 from ..callbacks.early_stopping import EarlyStopping
-from ..callbacks.helpers.console import say
 from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.progress_display import ProgressDisplay
+from ..common.console import say
 from .request import Request
 from .session.session import Session
 

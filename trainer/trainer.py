@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..callbacks.callback import Callback
-from ..callbacks.helpers.console import say
-from ..callbacks.helpers.table import render_table
 from ..callbacks.run import Logger, Run, Stage
+from ..common.console import say
+from ..common.table import render_table
 from ..strategies import Strategy
 from ..strategies.errors import RunError
 from .attributes import TrainerAttributes

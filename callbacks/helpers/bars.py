@@ -11,8 +11,8 @@ from functools import partial
 from time import monotonic
 from typing import Any, Final, Protocol
 
+from ...common.console import Console, lock_threads_only, say
 from ...strategies.errors import MissingDependencyError
-from .console import Console, lock_threads_only, say
 
 _FREE_LINES: Final = 10
 """Epochs that get a line however short they are; of later ones at most one per second."""

@@ -12,8 +12,9 @@ from typing import Final, NamedTuple
 
 import torch
 
+from ...common.sample_order import Source
 from ...strategies.errors import DataError
-from .file import FOLDER, CountedTurns, Header, SampleRecord, Source, read_header, read_records
+from .file import FOLDER, CountedTurns, Header, SampleRecord, read_header, read_records
 
 _ALL: Final = -1
 _SHOWN: Final = 10

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, Final, NamedTuple
 
 import torch
 
+from ...common.sample_order import Reading, Source
 from ...strategies.errors import CheckpointError, DataError
 from ...strategies.state.regular_file import open_regular
 from ...strategies.state.schema import COUNT, POSITIVE, check, parse_json, shown
@@ -35,35 +36,6 @@ _SCHEMA: Final = {
     "start_step": COUNT,
     "history": [[COUNT]],
 }
-
-
-class Reading(NamedTuple):
-    """The samples that one loader contributed to a micro-batch."""
-
-    loader: int
-    lap: int
-    """How often the loader has restarted in this epoch of the run."""
-    place: int
-    """The place in the loader's order at which it begins."""
-    indices: Any
-    """The indices from the loader's sampler; None if it has none."""
-    size: int = 0
-    """The number of samples, if there are no indices."""
-
-
-class Source(NamedTuple):
-    """The order of one loader in an epoch, as far as it is known."""
-
-    num_indices: int = -1
-    """The size of the data set; -1 if it has no indices."""
-    end: int = -1
-    """The place after the last one that is read; -1 if it is unknown, or a limit cuts the epoch."""
-    comes_once: int = 0
-    """1 if each index comes once; 0 if a user's sampler decides."""
-    in_batches: int = 1
-    """1 if a place is a ready-made batch, 0 if it is a sample."""
-    num_streams: int = 1
-    """1 if all ranks share one order; the number of ranks if each has its own."""
 
 
 class CountedTurns(NamedTuple):

@@ -10,8 +10,8 @@ from typing import Any, cast
 from torch import nn
 
 from ...callbacks import BatchSizeFinder, Callback
-from ...callbacks.helpers.console import say
 from ...callbacks.run import Run, Tunable
+from ...common.console import say
 from ...strategies.errors import ModuleError, RunError
 from ...strategies.module.out_of_memory import is_out_of_memory, let_go_of
 from ...trainer.loop.evaluate import evaluate

@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset
 from echelon import Callback, CSVLogger, Trainer
 from echelon.callbacks import LambdaCallback, TQDMProgressBar
 from echelon.callbacks.helpers.bars import TqdmBar
-from echelon.callbacks.helpers.console import current_console, say
+from echelon.common.console import current_console, say
 from echelon.strategies.errors import ConfigError, RunError
 
 

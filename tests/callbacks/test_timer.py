@@ -11,7 +11,7 @@ import pytest
 from scripted import Scripted, batches, trainer_in
 
 from echelon.callbacks import LambdaCallback, Timer
-from echelon.callbacks.timer import parse_duration
+from echelon.common.durations import parse_duration
 from echelon.strategies.errors import ConfigError
 
 

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from ...callbacks.goodput.ledger import CATEGORIES, FILE_NAME, Category, read_ledger
 from ...callbacks.goodput.spans import Goodput, account, clock, goodput_of
-from ...callbacks.helpers.console import say
-from ...callbacks.helpers.table import boxed
+from ...common.console import say
+from ...common.table import boxed
 from ...strategies.errors import ConfigError, RunError
 from .goodput_figure import draw
 from .output import draw_for_command

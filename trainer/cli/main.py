@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Protocol, cast
 
-from ...callbacks.helpers.console import say
+from ...common.console import say
 from ...strategies.cluster.version import VERSION
 from ...strategies.errors import ConfigError, EchelonError, did_you_mean
 from .output import printable

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from ...callbacks.helpers.console import say
+from ...common.console import say
 from ...strategies.errors import EchelonError
 
 

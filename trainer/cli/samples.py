@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-from ...callbacks.helpers.console import say
-from ...callbacks.helpers.table import boxed
 from ...callbacks.samples.audit import Audit, EpochAudit, audit, samples_folder
+from ...common.console import say
+from ...common.table import boxed
 from .output import printable
 
 _SHOWN: Final = 10

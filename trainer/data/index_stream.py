@@ -11,7 +11,7 @@ from typing import Any, Protocol, SupportsIndex
 
 import torch
 
-from ...callbacks.samples.file import Source
+from ...common.sample_order import Source
 from .generators import GENERATORS
 from .micro_batch import MicroBatch, Window
 from .sampled import HEAD, Place, Sampled, Share

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ...callbacks.samples.file import Source
+from ...common.sample_order import Source
 from .in_process import batches_of
 from .loader_kinds import begin, end_persistent_workers
 from .micro_batch import MicroBatch

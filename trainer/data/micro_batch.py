@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ...callbacks.samples.file import Reading
+from ...common.sample_order import Reading
 
 
 class MicroBatch:

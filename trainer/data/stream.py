@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Protocol
 
-from ...callbacks.samples.file import Source
+from ...common.sample_order import Source
 from ...strategies.errors import ConfigError
 from .index_stream import BatchShare, DataRanks
 from .micro_batch import MicroBatch

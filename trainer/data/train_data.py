@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ...callbacks.samples.file import Reading, Source
+from ...common.sample_order import Reading, Source
 from ...strategies.errors import ConfigError, DataError
 from ..module.batch_size import size_of
 from .combined_loader import CombinedLoader, combined_of

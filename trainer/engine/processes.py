@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...callbacks.helpers.console import outlives_output_errors
+from ...common.console import outlives_output_errors
 from ...strategies import Precision, Strategy, place
 from ...strategies.errors import ConfigError, RunError
 from ..data.seed import capture_rng, restore_rng

@@ -15,9 +15,9 @@ from typing import Any, Final, TextIO
 
 from torch import Tensor
 
-from ...callbacks.helpers.local_path import local_path
 from ...callbacks.helpers.loggers import tell
 from ...callbacks.run import Logger
+from ...common.local_path import local_path
 from ...strategies.errors import ConfigError
 from ...strategies.state.from_environment import FromEnvironment
 

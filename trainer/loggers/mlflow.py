@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 from urllib.parse import unquote, urlparse
 
-from ...callbacks.helpers.local_path import local_path
+from ...common.local_path import local_path
 from ...strategies.errors import ConfigError, MissingDependencyError
 from .base import flatten, plain
 from .dummy import DummyExperiment

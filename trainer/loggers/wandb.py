@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 from torch import nn
 
-from ...callbacks.helpers.local_path import local_path
+from ...common.local_path import local_path
 from ...strategies.errors import ConfigError, MissingDependencyError
 from .base import plain
 from .dummy import DummyExperiment

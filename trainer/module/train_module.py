@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...callbacks.callback import Callback
-from ...callbacks.helpers.console import outlives_output_errors, say
 from ...callbacks.run import Logger, Run
+from ...common.console import outlives_output_errors, say
 from ...strategies.errors import ModuleError, RunError
 from ..metrics.accumulator import Reduce
 from ..metrics.metrics import Metrics

@@ -10,7 +10,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import ClassVar, Final, ParamSpec, TypeVar
 
-from ...callbacks.helpers.console import say
+from ...common.console import say
 from ...strategies.errors import ConfigError
 
 P = ParamSpec("P")

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Concatenate, Final, Literal, ParamSpec, TypeVar, get_type_hints
 
 from ...callbacks.callback import Callback
-from ...callbacks.helpers.local_path import local_path
 from ...callbacks.helpers.loggers import refuse_incomplete
 from ...callbacks.run import Logger
-from ...callbacks.timer import parse_duration
+from ...common.durations import parse_duration
+from ...common.local_path import local_path
 from ...strategies import ActivationCheckpointing, Precision, Strategy, check_strategy
 from ...strategies.errors import ConfigError, did_you_mean
 from ..loggers import DummyLogger, check_name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...callbacks.samples.file import Reading, Source
+from ...common.sample_order import Reading, Source
 from .session import Session
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from ...callbacks.helpers.table import boxed
+from ...common.table import boxed
 
 KINDS: Final = ("loss", "gradient norm", "gradients", "parameters", "metrics", "checkpoint")
 """The columns of the table."""

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from echelon.callbacks.samples.audit import Audit, audit, samples_folder
-from echelon.callbacks.samples.file import CountedTurns, Header, Reading, SampleWriter, Source
+from echelon.callbacks.samples.file import CountedTurns, Header, SampleWriter
+from echelon.common.sample_order import Reading, Source
 from echelon.strategies.errors import DataError
 from echelon.trainer.cli.main import main
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from echelon.callbacks.samples.file import Header, Reading, SampleWriter, Source, next_attempt, read_records
+from echelon.callbacks.samples.file import Header, SampleWriter, next_attempt, read_records
+from echelon.common.sample_order import Reading, Source
 from echelon.strategies.errors import DataError
 
 

@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from ....callbacks.helpers.console import say
-from ....callbacks.helpers.table import boxed
+from ....common.console import say
+from ....common.table import boxed
 from ....strategies.cluster.environment import DEFAULT_PORT, Environment
 from ....strategies.cluster.launchers import detect_environment
 from ....strategies.doctor.examine import Patient, examine

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ....callbacks.helpers.console import say
+from ....common.console import say
 from ....strategies import Strategy
 from ....strategies.errors import ConfigError
 from ....strategies.state.from_environment import FromEnvironment

@@ -14,9 +14,9 @@ from typing import Any, Final
 import yaml
 
 from ....callbacks.callback import Callback
-from ....callbacks.helpers.console import say
 from ....callbacks.helpers.peak_flops import peak_flops_by_name
-from ....callbacks.helpers.table import boxed
+from ....common.console import say
+from ....common.table import boxed
 from ....strategies import ActivationCheckpointing, Hardware, Precision
 from ....strategies.errors import ConfigError
 from ....strategies.torch_internals import fake_mode

@@ -18,8 +18,8 @@ from typing import Any, Final
 
 import torch
 
-from ....callbacks.helpers.console import say
-from ....callbacks.helpers.table import boxed
+from ....common.console import say
+from ....common.table import boxed
 from ....strategies.errors import ConfigError
 from ....strategies.launch.launcher import launch_all
 from ....strategies.placement import BY_NAME, is_auto

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-from ....callbacks.helpers.console import say
+from ....common.console import say
 from ....strategies.errors import MissingDependencyError
 
 _EXAMPLE: Final = "examples.digits"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echelon.callbacks.helpers.table import boxed, render_table
+from echelon.common.table import boxed, render_table
 
 
 def test_one_loader_gives_one_row_for_each_metric() -> None:

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from echelon.callbacks.helpers.console import say
-from echelon.callbacks.helpers.table import render_table
+from echelon.common.console import say
+from echelon.common.table import render_table
 
 
 def test_a_table_is_printed_where_only_ascii_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
