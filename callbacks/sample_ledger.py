@@ -90,7 +90,7 @@ class SampleLedger(Callback):
         self._run, self._attempt, self._turn, self._epoch = run, attempt, 0, -1
         self._last_step = run.global_step
         if writes:
-            strategy, supervisor = run.strategy, run.strategy.supervisor
+            strategy, supervisor = run.strategy, run.strategy.launcher.supervisor
             header = Header(
                 attempt=attempt,
                 data_rank=strategy.data_rank,

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
 
@@ -15,10 +13,11 @@ from .cluster.launchers import detect_environment
 from .errors import ConfigError
 from .module.precision import Precision
 from .registry import STRATEGIES, find_strategy
+from .resilience.elastic_launcher import ElasticLauncher, ElasticOptions
 from .resilience.faults import Chaos
 from .resilience.hang_detection import Limits
 from .resilience.restart_policy import RestartPolicy
-from .resilience.supervisor import ElasticSettings, Supervisor
+from .resilience.supervisor import ElasticSettings
 from .strategy import Strategy
 
 T = TypeVar("T")
@@ -80,9 +79,7 @@ class ElasticStrategy(ForwardingStrategy):
     supports_restarts: bool = False
     needs_trainer: ClassVar[bool] = True
     can_try_steps: bool = False
-    # this strategy's own, not the inner one's
-    supervisor: Supervisor | None = None
-    starts_processes: bool = False
+    launcher: ElasticLauncher
 
     def __init__(
         self,
@@ -100,15 +97,21 @@ class ElasticStrategy(ForwardingStrategy):
     ) -> None:
         super().__init__(_inner(inner))
         self.nodes = parse_nodes(nodes)
-        self._endpoint, self._run_id, self._last_call = rdzv, run_id, last_call
         RestartPolicy(max_restarts)  # raises if it is invalid
-        self._max_restarts = max_restarts
-        self._limits = Limits(None if hang_timeout is None else hang_timeout.total_seconds())
-        self._grace = grace
         if snapshot_every is not None and snapshot_every < 0:
             raise ConfigError(f"snapshot_every must be >= 0 (0 for no snapshots), got {snapshot_every}.")
-        chaos = chaos if isinstance(chaos, Chaos) else Chaos(chaos or "")
-        self._settings = ElasticSettings(snapshot_every, chaos)
+        of_workers = ElasticSettings(snapshot_every, chaos if isinstance(chaos, Chaos) else Chaos(chaos or ""))
+        self._options = ElasticOptions(
+            nodes=self.nodes,
+            rdzv=rdzv,
+            run_id=run_id,
+            max_restarts=max_restarts,
+            limits=Limits(None if hang_timeout is None else hang_timeout.total_seconds()),
+            grace=grace,
+            last_call=last_call,
+            of_workers=of_workers,
+        )
+        self.launcher = ElasticLauncher(self.environment, self._options)
         if self.nodes != (1, 1) and rdzv is None:
             raise ConfigError(
                 f"rdzv must be 'HOST:PORT' for nodes={nodes!r}, got None; give the address of one of the nodes, or of "
@@ -121,59 +124,16 @@ class ElasticStrategy(ForwardingStrategy):
             number = least * environment.local_world_size
             hardware = replace(hardware, environment=replace(environment, num_nodes=least, world_size=number))
         self.inner.validate(hardware, precision)
-        self.starts_processes = not environment.is_external
-
-    def launch(
-        self,
-        function: Callable[[], T],
-        *,
-        on_result: Callable[[T], None] | None = None,
-        parts: Mapping[str, object] | None = None,
-    ) -> T:
-        """Run `function` in this node's workers, in one or more rounds, and return the first worker's result."""
-        from .launch.launcher import launch
-        from .launch.node_folder import NodeFolder
-
-        with NodeFolder.create() as folder:
-            make_agent = partial(self._make_agent, folder=folder.path)
-            return launch(
-                function,
-                make_agent,
-                is_local=self.nodes == (1, 1),
-                uses_cuda=self.hardware.device_type == "cuda",
-                on_result=on_result,
-                parts=parts,
-            )
-
-    def _make_agent(self, job: Any, *, folder: Any) -> Any:
-        from .resilience.elastic_agent import ElasticAgent
-        from .resilience.elastic_rendezvous import meeting
-
-        meet = partial(
-            meeting,
-            nodes=self.nodes,
-            endpoint=self._endpoint,
-            run_id=self._run_id,
-            start_timeout=self.start_timeout,
-            last_call=self._last_call,
-        )
-        policy = RestartPolicy(self._max_restarts)
-        return ElasticAgent(
-            job,
-            self.environment.local_world_size,
-            meet,
-            folder,
-            policy,
-            limits=self._limits,
-            grace=self._grace.total_seconds(),
-        )
+        mine = self.inner.launcher
+        settings = {"uses_cuda": mine.uses_cuda, "start_timeout": mine.start_timeout}
+        self.launcher = ElasticLauncher(hardware.environment, self._options, **settings)
 
     def connect(self, hardware: Hardware, precision: Precision) -> None:
         """Take the device, and join the process group of this round and the agent's node folder."""
-        self.supervisor = Supervisor.find(detect_environment().local_rank, self._settings)
+        supervisor = self.launcher.find_supervisor(detect_environment().local_rank)
         self.inner.connect(hardware, precision)
-        if self.supervisor is not None:
-            self.supervisor.join(self.ranks.group)
+        if supervisor is not None:
+            supervisor.join(self.ranks.group)
 
 
 def parse_nodes(nodes: int | str) -> tuple[int, int]:

@@ -163,7 +163,9 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
             None if self.ranks.group is None else self.ranks.group.store,
             num_servers=None if choices.servers == "nodes" else choices.servers,
             max_staleness=choices.bound,
-            timeouts=Timeouts(self.start_timeout, choices.answer_timeout, settings.get("timeout", _PUSH_TIMEOUT)),
+            timeouts=Timeouts(
+                self.launcher.start_timeout, choices.answer_timeout, settings.get("timeout", _PUSH_TIMEOUT)
+            ),
         )
         if self._tables is not None:
             self._tables.leave(connection, holders)
@@ -217,7 +219,9 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
             try:
                 if self._tables is not None:
                     self._tables.come_home(connection, has_failed=self._has_failed)
-                for served in () if self.starts_processes else self._served.values():  # else they end with this run
+                for served in (
+                    () if self.launcher.starts_processes else self._served.values()
+                ):  # else they end with this run
                     served.come_home(has_failed=self._has_failed)
             finally:
                 self._served = {}

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, Literal, Self, TypeVar, Unpack
 
@@ -21,7 +20,8 @@ from .distributed.nested import to_device
 from .distributed.process_group import START_TIMEOUT, ProcessGroup, ProcessSettings, check_settings
 from .distributed.rank_methods import RankMethods
 from .distributed.ranks import Ranks
-from .errors import ConfigError, ProcessError, RunError, not_set_up
+from .errors import ConfigError, RunError, not_set_up
+from .launch.run_launcher import RunLauncher
 from .module.loss_scaling import LossScaling
 from .module.memory_estimate import MemoryShare
 from .module.precision import Precision
@@ -70,16 +70,13 @@ class Strategy(RankMethods, ABC):
     has_loss: bool = True
     """Whether this rank computes losses; earlier pipeline stages do not. Known after `setup_module`."""
 
-    supervisor: Any = None
-    """Watches the workers of a run that is restarted after faults; None for all other runs."""
-    starts_processes: bool = False
-    """Whether `launch` starts the processes, because no launcher did; known after `validate`."""
-
     # Known after `validate`:
     hardware: Hardware
     """The devices that the run may use."""
     precision: Precision
     """The dtypes in which the module computes; until then, ``32-true``."""
+    launcher: RunLauncher
+    """What starts the processes, unless a program such as torchrun has."""
     ranks: Ranks
     """The ranks of this process, and what launched it: a single process until then, all of the run after `connect`."""
 
@@ -100,6 +97,7 @@ class Strategy(RankMethods, ABC):
         self._process_settings = settings
         self.precision, self.device = Precision(), torch.device("cpu")
         self.ranks = Ranks.of(detect_environment({}), None, self.device)
+        self.launcher = RunLauncher(self.environment)
 
     def __getattr__(self, name: str) -> Any:
         """Raise an error which says that an attribute declared above is not known before a run."""
@@ -129,10 +127,10 @@ class Strategy(RankMethods, ABC):
         self.hardware, self.precision = hardware, precision
         environment = hardware.environment
         self.ranks = replace(self.ranks, environment=environment)
+        self.launcher = self._make_launcher()
         has_several = environment.world_size > 1
         if self.uses_processes:
             check_settings(self._process_settings, hardware.device_type, is_needed=has_several, of=type(self))
-            self.starts_processes = has_several and not environment.is_external
         elif has_several:
             remedy = "start one process" if environment.is_external else "set devices=1 and num_nodes=1"
             raise ConfigError(
@@ -140,37 +138,16 @@ class Strategy(RankMethods, ABC):
                 f"({environment.describe()}); use a strategy for several, such as 'ddp', or {remedy}."
             )
 
+    def _make_launcher(self) -> RunLauncher:
+        start_timeout = self._process_settings.get("start_timeout", START_TIMEOUT)
+        uses_cuda = self.hardware.device_type == "cuda"
+        return RunLauncher(self.environment, uses_cuda=uses_cuda, start_timeout=start_timeout)
+
     def validate_module(self, module: nn.Module, *, trains: bool = True) -> None:
         """Raise a `ConfigError` if the module as built so far cannot run, or train, here; in the user's process."""
 
     def validate_micro_batches(self, number: int) -> None:
         """Raise a `ConfigError` if full steps cannot have this many micro-batches; in the user's process."""
-
-    @property
-    def start_timeout(self) -> timedelta:
-        """How long the processes wait for each other at the start."""
-        return self._process_settings.get("start_timeout", START_TIMEOUT)
-
-    def launch(
-        self,
-        function: Callable[[], T],
-        *,
-        on_result: Callable[[T], None] | None = None,
-        parts: Mapping[str, object] | None = None,
-    ) -> T:
-        """Start the processes, run `function` in each, and return its result from the first process of this node.
-
-        Args:
-            function: the function to run; it is pickled and sent to the processes.
-            on_result: called with the result before any signal that this process received meanwhile is raised.
-            parts: the objects that are pickled with `function`, by the names that an error uses for them.
-        """
-        from .launch.launcher import launch, static_agents
-
-        environment, uses_cuda = self.environment, self.hardware.device_type == "cuda"
-        make_agent = static_agents(environment.local_world_size, environment, self.start_timeout)
-        is_local = environment.num_nodes == 1
-        return launch(function, make_agent, is_local=is_local, uses_cuda=uses_cuda, on_result=on_result, parts=parts)
 
     # --- in every process --------------------------------------------------------------------------------------------
 
@@ -197,12 +174,6 @@ class Strategy(RankMethods, ABC):
         other = object.__new__(type(self))
         vars(other).update(vars(self))
         return other
-
-    def blame_peer(self, error: BaseException) -> ProcessError | None:
-        """Tell the other ranks of this rank's error; if another rank is at fault, return an error that names it."""
-        from .launch.peer_failures import blame_peer
-
-        return blame_peer(self.ranks.group, error) if self.ranks.group is not None else None
 
     def role_of(self, rank: int) -> str:
         """Return what sets a rank apart, such as its pipeline stage, for messages; empty if all ranks are equal."""

@@ -25,7 +25,7 @@ def supervised(strategy: Strategy, callbacks: Sequence[Callback], *, logs: bool)
         callbacks: the user's callbacks.
         logs: whether the run has a folder for reports.
     """
-    supervisor: Supervisor | None = strategy.supervisor
+    supervisor: Supervisor | None = strategy.launcher.supervisor
     if supervisor is None:
         return list(callbacks)
     number, settings = supervisor.round.number, supervisor.settings

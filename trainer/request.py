@@ -69,7 +69,7 @@ def unwrapped(model: M, strategy: Strategy) -> M:
     module = getattr(model, "_orig_mod", None)  # importing torch._dynamo to check its class takes a second
     if not isinstance(module, TrainModule):
         return model
-    if strategy.starts_processes:
+    if strategy.launcher.starts_processes:
         raise ConfigError(
             f"model must be a plain module where strategy={strategy.name!r} starts processes, got "
             f"torch.compile({type(module).__name__}); set compile=True, or to a dict of torch.compile's arguments."

@@ -24,6 +24,7 @@ from ..common.durations import parse_duration
 from ..strategies import Precision, is_auto, place
 from ..strategies.errors import CheckpointError, RunError
 from ..strategies.launch.node_folder import NodeFolder
+from ..strategies.launch.peer_failures import blame_peer
 from .advice import advise, name_roles, show_batch
 from .checkpoint import make_writer
 from .checkpoint.manifest import Origin
@@ -140,7 +141,7 @@ class Runner:
     def execute(self, work: Work, request: Request) -> Any:
         """Do the work in this process, or in processes of its own."""
         with self._guarded(request) as checked:
-            if self.strategy.starts_processes:
+            if self.strategy.launcher.starts_processes:
                 return self._launch(work, checked)
             with self._connected(checked) as session, numerics(self.settings):
                 return work(session, checked)
@@ -229,7 +230,7 @@ class Runner:
             saved_list = folder.path / "saved"
             job = partial(self._report, work, replace(request, saved_list=saved_list), capture_rng())
             try:
-                return self.strategy.launch(job, on_result=take, parts=parts)[1]
+                return self.strategy.launcher.launch(job, on_result=take, parts=parts)[1]
             except BaseException as error:
                 ended, is_stopped = self.current, isinstance(error, KeyboardInterrupt | SystemExit)
                 if is_stopped and isinstance(ended, EndedRun) and ended is not before:
@@ -290,7 +291,7 @@ class Runner:
                 session.datamodule.on_exception(error)
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else status
             # in a launched process the caller finds the culprit
-            culprit = None if self._reports else self.strategy.blame_peer(error)
+            culprit = None if self._reports else blame_peer(self.strategy.ranks.group, error)
             if culprit is not None:
                 name_roles(culprit, self.strategy)
                 failure = culprit

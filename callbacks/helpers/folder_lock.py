@@ -44,7 +44,7 @@ class FolderLock:
 
     def take_for(self, trainer: Run, folder: Path) -> None:
         """Lock a folder for a run; see `take`."""
-        supervisor = trainer.strategy.supervisor
+        supervisor = trainer.strategy.launcher.supervisor
         if supervisor is None:
             self.take(folder, run=id(trainer))
         else:

@@ -13,12 +13,14 @@ _TIMEOUT: Final = 2.0  # seconds for the other ranks to post their errors
 _LONGEST: Final = 300
 
 
-def blame_peer(group: ProcessGroup, error: BaseException) -> ProcessError | None:
+def blame_peer(group: ProcessGroup | None, error: BaseException) -> ProcessError | None:
     """Post this rank's error for the other ranks; if another rank is at fault, return an error that names it.
 
     A rank whose peer has died gets only gloo's "Connection closed by peer", which names an address. So each rank posts
     its error before it ends, and reads those of the others; a rank that posts nothing was killed.
     """
+    if group is None or group.is_rehearsed:  # there are no others
+        return None
     group.has_failed = True
     is_consequence = blames_a_peer(error)
     board = Noticeboard(group.store, "errors")

@@ -137,7 +137,7 @@ class Pace(Callback):
 
     def on_fit_start(self, trainer: Any, module: nn.Module) -> None:
         strategy = trainer.strategy
-        supervisor = strategy.supervisor
+        supervisor = strategy.launcher.supervisor
         own = {"pid": os.getpid(), "node": strategy.node_rank, "agent": supervisor.round.agent}
         self.seen = {"round": supervisor.round.number, "workers": strategy.all_gather_object(own)}
 
@@ -180,7 +180,7 @@ class Pace(Callback):
 
     def lose(self, trainer: Any) -> None:
         """Kill the agent of this node, and with it its workers."""
-        os.kill(trainer.strategy.supervisor.round.agent, signal.SIGKILL)
+        os.kill(trainer.strategy.launcher.supervisor.round.agent, signal.SIGKILL)
 
     def lose_in_commit(self, trainer: Any) -> None:
         """Lose this node as soon as a checkpoint is being written."""

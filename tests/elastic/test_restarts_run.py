@@ -82,7 +82,7 @@ class Meanwhile(Callback):
                 file.write(f"{trainer.global_step}\n")
 
     def on_train_step_end(self, trainer: Any, module: Any) -> None:
-        number = trainer.strategy.supervisor.round.number
+        number = trainer.strategy.launcher.supervisor.round.number
         if trainer.global_step == self.step and trainer.strategy.rank == self.rank and number < self.rounds:
             self.act(trainer)
 
@@ -110,7 +110,7 @@ class Dies(Meanwhile):
 
     def act(self, trainer: Any) -> None:
         trainer.session.recovery.snapshots.close()
-        self.damage(trainer.strategy.supervisor.folder)
+        self.damage(trainer.strategy.launcher.supervisor.folder)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def damage(self, folder: Path) -> None:

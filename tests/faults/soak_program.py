@@ -61,7 +61,7 @@ class Course(Callback):
         self.folder = folder
 
     def on_fit_start(self, trainer: Any, module: nn.Module) -> None:
-        self.round = trainer.strategy.supervisor.round.number
+        self.round = trainer.strategy.launcher.supervisor.round.number
         self.file = os.open(self.folder / "steps", os.O_APPEND | os.O_CREAT | os.O_WRONLY)
 
     def on_train_step_end(self, trainer: Any, module: nn.Module) -> None:

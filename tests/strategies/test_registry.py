@@ -42,7 +42,7 @@ def test_numbers_of_devices_say_which_strategy_and_how_many_processes(strategy, 
     chosen.validate(hardware, Precision("32-true"))
     assert chosen.name == found
     assert hardware.environment.world_size == processes
-    assert chosen.starts_processes == (processes > 1)
+    assert chosen.launcher.starts_processes == (processes > 1)
 
 
 def test_several_nodes_are_ddp_once_they_know_where_to_meet(monkeypatch):
@@ -59,7 +59,7 @@ def test_several_nodes_are_ddp_once_they_know_where_to_meet(monkeypatch):
 def test_processes_that_exist_are_not_started_and_are_taken_as_they_are(under_torchrun):
     chosen, hardware = place("auto", "cpu", "auto", 1)
     chosen.validate(hardware, Precision("32-true"))
-    assert (chosen.name, len(hardware.devices), chosen.starts_processes) == ("ddp", 2, False)
+    assert (chosen.name, len(hardware.devices), chosen.launcher.starts_processes) == ("ddp", 2, False)
 
 
 def test_a_contradiction_to_the_launcher_names_both_numbers(under_torchrun):

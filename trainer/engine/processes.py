@@ -13,6 +13,7 @@ import torch
 from ...common.console import outlives_output_errors
 from ...strategies import Precision, Strategy, place
 from ...strategies.errors import ConfigError, RunError
+from ...strategies.launch.peer_failures import blame_peer
 from ..data.seed import capture_rng, restore_rng
 from ..data.seed import seed_everything as seed_all
 from .reported import concatenated, mean_by_samples, total_of
@@ -59,13 +60,13 @@ class EngineProcesses:
         Raises:
             ConfigError: without a function if processes have to be started, or for one that cannot be called so.
         """
-        if self._is_connected and self.strategy.starts_processes:
+        if self._is_connected and self.strategy.launcher.starts_processes:
             raise RunError(
                 f"engine.launch was called on rank {self.global_rank} of the processes that it has started; call it "
                 "once, in the main program."
             )
         _check_takes_engine(function, args, kwargs)
-        if not self.strategy.starts_processes:
+        if not self.strategy.launcher.starts_processes:
             self._connect()
             return None if function is None else self._call(function, args, kwargs)
         if not callable(function):
@@ -75,7 +76,7 @@ class EngineProcesses:
                 "with a main(engine), or start the program with torchrun."
             )
         job = partial(_as_rank, self, function, args, kwargs, capture_rng())
-        return self.strategy.launch(job, parts={"function": function, "args": args, "kwargs": kwargs})
+        return self.strategy.launcher.launch(job, parts={"function": function, "args": args, "kwargs": kwargs})
 
     def _call(self, function: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T:
         try:
@@ -83,7 +84,7 @@ class EngineProcesses:
         except BaseException as error:
             self.strategy.annotate(error)
             # in launched processes, the caller finds the culprit
-            culprit = None if self._is_rank else self.strategy.blame_peer(error)
+            culprit = None if self._is_rank else blame_peer(self.strategy.ranks.group, error)
             if culprit is not None:
                 raise culprit from error
             raise
@@ -92,7 +93,7 @@ class EngineProcesses:
         """Connect to the other processes, once."""
         if self._is_connected:
             return
-        if self.strategy.starts_processes and not self._is_rank:
+        if self.strategy.launcher.starts_processes and not self._is_rank:
             raise RunError(
                 f"The engine has not started its {self.strategy.environment.world_size} processes; put the loop into a "
                 "function main(engine), and call engine.launch(main)."

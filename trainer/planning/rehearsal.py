@@ -16,7 +16,7 @@ from ...strategies import Strategy
 from ...strategies.cluster.environment import overridden
 from ...strategies.distributed.nested import map_tensors
 from ...strategies.elastic import ForwardingStrategy
-from ...strategies.errors import ConfigError, ProcessError
+from ...strategies.errors import ConfigError
 from ...strategies.estimate.counted_traffic import CountedTraffic
 from ...strategies.estimate.live_memory import LiveMemory
 from ...strategies.torch_internals import fake_mode_beside_real, join_fake_group
@@ -71,10 +71,6 @@ class RehearsedStrategy(ForwardingStrategy):
     def connect(self, hardware: Any, precision: Any) -> None:
         self.doing = "connect"
         self.inner.connect(hardware, precision)
-
-    def blame_peer(self, error: BaseException) -> ProcessError | None:
-        """Return None: no other rank could be at fault."""
-        return None
 
     def init_context(self) -> AbstractContextManager[object]:
         return self.mode  # type: ignore[no-any-return]  # nothing is left for deferred_init to defer

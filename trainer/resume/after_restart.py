@@ -50,7 +50,7 @@ def go_on(session: Session) -> None:
     that had ended without a checkpoint. Collective: every rank calls it, before loggers are opened.
     """
     strategy = session.strategy
-    supervisor: Supervisor | None = strategy.supervisor
+    supervisor: Supervisor | None = strategy.launcher.supervisor
     if supervisor is None:
         return
     recovery = session.recovery = ElasticFit(next(_FITS), MemoryWriter(supervisor.snapshots))
@@ -79,7 +79,7 @@ def go_on(session: Session) -> None:
 def note_run(session: Session, versions: Sequence[int | str | None]) -> None:
     """Record for later rounds where this run logs, and what it began with."""
     strategy, recovery = session.strategy, session.recovery
-    supervisor: Supervisor | None = strategy.supervisor
+    supervisor: Supervisor | None = strategy.launcher.supervisor
     if supervisor is None or recovery is None or recovery.is_restarted or strategy.rank:
         return
     state = {"seed": session.state.seed, "data_size": strategy.data_size}
@@ -90,7 +90,7 @@ def note_run(session: Session, versions: Sequence[int | str | None]) -> None:
 
 def note_end(session: Session) -> None:
     """Tell the agent whether this round trained to the end, or was asked to end because nodes join or leave."""
-    supervisor: Supervisor | None = session.strategy.supervisor
+    supervisor: Supervisor | None = session.strategy.launcher.supervisor
     if supervisor is not None and session.interruption.is_requested:
         supervisor.cut_short()
 
@@ -98,7 +98,7 @@ def note_end(session: Session) -> None:
 def note_checkpoint(session: Session, path: Path) -> None:
     """Record for later rounds that there is, or soon will be, a checkpoint that they can resume from."""
     recovery = session.recovery
-    supervisor: Supervisor | None = session.strategy.supervisor
+    supervisor: Supervisor | None = session.strategy.launcher.supervisor
     if supervisor is not None and recovery is not None and session.strategy.rank == 0:
         name = f"checkpoints/{recovery.fit}"
         known = [one for one in supervisor.notices.read(name) or [] if one != str(path.absolute())]

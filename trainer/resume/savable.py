@@ -29,7 +29,7 @@ def check_savable(session: Session) -> None:
         CheckpointError: for a value that a checkpoint cannot hold, with its place and what to do.
         ModuleError: for shards of weights that cannot be put together.
     """
-    if session.strategy.starts_processes and not session.strategy.ranks.all.is_rehearsed:
+    if session.strategy.launcher.starts_processes and not session.strategy.ranks.all.is_rehearsed:
         with session.strategy.ranks.all.fail_together():
             check_whole(dict(session.module.named_parameters()))
     saves_training = _saves(session, weights_only=False)
