@@ -17,7 +17,7 @@ from ...strategies.state.schema import COUNT, check
 from .. import checkpoint
 from ..checkpoint import MemoryWriter
 from ..loggers.base import continue_loggers
-from ..session.session import ElasticFit, Session
+from ..session.session import RestartableFit, Session
 
 _KEPT: Final = 10
 """Number of checkpoints to remember; all but the newest few are deleted over time."""
@@ -53,7 +53,7 @@ def go_on(session: Session) -> None:
     supervisor: Supervisor | None = strategy.launcher.supervisor
     if supervisor is None:
         return
-    recovery = session.recovery = ElasticFit(next(_FITS), MemoryWriter(supervisor.snapshots))
+    recovery = session.recovery = RestartableFit(next(_FITS), MemoryWriter(supervisor.snapshots))
     in_memory = supervisor.snapshots.agree(strategy.ranks.all.on_first_rank(partial(_returns, supervisor)))
     least = -1 if in_memory is None else in_memory.step
     notes = strategy.ranks.all.on_first_rank(partial(_recall, supervisor, recovery.fit, least))

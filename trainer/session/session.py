@@ -41,8 +41,8 @@ Task = Literal["fit", "validate", "test", "predict"]
 
 
 @dataclass(slots=True)
-class ElasticFit:
-    """A fit of an elastic strategy, whose workers may have been restarted."""
+class RestartableFit:
+    """A fit whose workers are restarted after faults."""
 
     fit: int
     """The number of this fit in its process."""
@@ -105,8 +105,8 @@ class Session:
     check_savable: Callable[[], None] | None = None
     """Checks that a checkpoint can hold the state; called once more after the first step, which makes that of
     optimizers."""
-    recovery: ElasticFit | None = None
-    """Set in a fit of an elastic strategy."""
+    recovery: RestartableFit | None = None
+    """Set in a fit whose workers are restarted after faults."""
 
     def __post_init__(self) -> None:
         self.not_finite = FirstNotFinite(skips_steps=self.strategy.precision.uses_scaler)

@@ -26,7 +26,7 @@ from echelon.strategies.snapshots.snapshots import MemorySnapshots, SnapshotCost
 from echelon.strategies.state.lazy_tensor import OUTLINE
 from echelon.testing import run_ranks
 from echelon.trainer.checkpoint import MemoryWriter, load, save, snapshot_writer, staging
-from echelon.trainer.session.session import ElasticFit
+from echelon.trainer.session.session import RestartableFit
 
 STRATEGIES = ("ddp", "zero", "fsdp", "hsdp")
 STEPS = 3
@@ -64,7 +64,7 @@ class Supervised(Callback):
         node = self.nodes[strategy.rank]
         snapshots = MemorySnapshots(self.folder / f"node-{node}", self.round, strategy.ranks.group, node)
         recovered = snapshots.agree()
-        session.recovery = ElasticFit(0, MemoryWriter(snapshots))
+        session.recovery = RestartableFit(0, MemoryWriter(snapshots))
         assert (recovered is None) == (self.round == 0)
         if recovered is not None:
             session.resumed_from, session.recovery.is_restarted = recovered.path, True
@@ -274,7 +274,7 @@ class Noting(Callback):
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         snapshots = MemorySnapshots(self.folder, 0, trainer.strategy.ranks.group)
         snapshots.agree()
-        trainer.session.recovery = ElasticFit(0, LateWriter(snapshots, self.notes))
+        trainer.session.recovery = RestartableFit(0, LateWriter(snapshots, self.notes))
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         for optimizer in trainer.optimizers:
