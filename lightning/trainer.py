@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..callbacks import ProgressDisplay
-from ..trainer.checkpoint.single_file import keep_classes
 from ..trainer.session.train_state import TrainerState
 from ..trainer.trainer import Trainer
 from .extras.plugins import settings_of
@@ -28,7 +27,6 @@ from .parts import (
 )
 
 _log = logging.getLogger("echelon.lightning")
-keep_classes()  # libraries call them: hyper_parameters["encoder"].pop("cls")(...)
 
 
 class LightningTrainer(Trainer):
@@ -47,6 +45,7 @@ class LightningTrainer(Trainer):
     """
 
     saves_single_files = True
+    keeps_classes = True  # libraries call them: hyper_parameters["encoder"].pop("cls")(...)
 
     def __init__(self, *, plugins: Any = None, suggest_integrations: bool = True, **settings: Any) -> None:
         plugins = _as_list(plugins)

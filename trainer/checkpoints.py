@@ -19,6 +19,8 @@ class Checkpoints:
 
     saves_single_files: ClassVar[bool] = False
     """Whether a checkpoint is one file if `save_checkpoint` is not told otherwise."""
+    keeps_classes: ClassVar[bool] = False
+    """Whether ``torch.load`` returns the classes among hyper-parameters in such a file, and not their names."""
     _runner: Runner
 
     def save_checkpoint(
@@ -51,13 +53,15 @@ class Checkpoints:
         if storage_options is not None:
             raise ConfigError(f"storage_options must be None, got {storage_options!r}; write to a local path.")
         path, current = local_path("filepath", filepath).absolute(), self._runner.current
-        single_file = self.saves_single_files if single_file is None else single_file
+        form = {
+            "weights_only": bool(weights_only),
+            "single_file": self.saves_single_files if single_file is None else single_file,
+            "keeps_classes": self.keeps_classes,
+        }
         if isinstance(current, EndedRun):
-            save_ended(current, path, weights_only=bool(weights_only), single_file=single_file)
+            save_ended(current, path, **form)
         else:
-            save_checkpoint(
-                self._runner.session, path, weights_only=bool(weights_only), wait=wait, single_file=single_file
-            )
+            save_checkpoint(self._runner.session, path, wait=wait, **form)
 
     def wrote_checkpoint(self, path: str | Path) -> bool:
         """Return whether this run, or one that it resumes, has written the checkpoint at `path`."""

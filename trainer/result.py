@@ -265,7 +265,7 @@ def _keeping_the_rest(what: str, lost: list[str]) -> Iterator[None]:
         lost.append(_not_back(what, error))
 
 
-def save_ended(run: EndedRun, path: Path, *, weights_only: bool, single_file: bool) -> None:
+def save_ended(run: EndedRun, path: Path, *, weights_only: bool, single_file: bool, keeps_classes: bool) -> None:
     """Write a checkpoint of a run whose processes have ended.
 
     Their optimizers are gone: a checkpoint to resume from gets the training state of the checkpoint that the run saved
@@ -274,9 +274,10 @@ def save_ended(run: EndedRun, path: Path, *, weights_only: bool, single_file: bo
     Raises:
         RunError: if there is neither, as after a fit on several nodes or with a gigabyte of optimizer state per rank.
     """
+    save = partial(checkpoint.save, single_file=single_file, keeps_classes=keeps_classes)
     if weights_only or run.task != "fit":
         state = module_state(run.module, trained_weights(run.module, run.trained))
-        checkpoint.save(path, shown_to_hooks(state, run.hooks, run.state), single_file=single_file)
+        save(path, shown_to_hooks(state, run.hooks, run.state))
         return
     weights = trained_weights(run.module, run.trained)  # the caller's current ones
     left, saved = run.folder.path / _LEFT if run.folder is not None else None, _last_saved(run)
@@ -290,4 +291,4 @@ def save_ended(run: EndedRun, path: Path, *, weights_only: bool, single_file: bo
             f"{run.progress.last_checkpoint} (the run ended at step {run.state.global_step}). Save it in on_train_end, "
             "fit with a ModelCheckpoint, or pass weights_only=True."
         )
-    checkpoint.save(path, state, origin=run.origin.after(), single_file=single_file)
+    save(path, state, origin=run.origin.after())

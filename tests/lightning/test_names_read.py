@@ -242,3 +242,8 @@ def test_a_class_among_the_hyper_parameters_is_one_in_a_file(tmp_path):
     with torch.serialization.safe_globals([torch.nn.Tanh]):
         assert torch.load(tmp_path / "model.ckpt", weights_only=True)["hyper_parameters"] == {"kind": torch.nn.Tanh}
     assert WithAClass.load_from_checkpoint(tmp_path / "model.ckpt").hparams.kind is torch.nn.Tanh
+    ours = echelon.Trainer(accelerator="cpu", fast_dev_run=True, enable_progress_bar=False, logger=False)
+    ours.fit(WithAClass(torch.nn.Tanh))
+    ours.save_checkpoint(tmp_path / "ours.ckpt", single_file=True)
+    opened = torch.load(tmp_path / "ours.ckpt", weights_only=True)
+    assert opened["hyper_parameters"] == {"kind": "torch.nn.modules.activation:Tanh"}

@@ -57,6 +57,8 @@ class EncodedState:
     origin: Origin = NO_RUN
     is_single_file: bool = False
     """Whether it is written as one file."""
+    keeps_classes: bool = False
+    """Whether ``torch.load`` returns the classes in that file; see `single_file.write_file`."""
 
     @property
     def is_distributed(self) -> bool:
@@ -96,6 +98,7 @@ def save(
     mesh: Mapping[str, int] | None = None,
     origin: Origin = NO_RUN,
     single_file: bool = False,
+    keeps_classes: bool = False,
 ) -> None:
     """Write `state` as a checkpoint folder at `path`, atomically; with `single_file`, as one file.
 
@@ -105,7 +108,8 @@ def save(
     Raises:
         CheckpointError: before anything is written, for a value that a checkpoint cannot hold; or for a disk error.
     """
-    write(Path(path), replace(encode_state(state, mesh), origin=origin, is_single_file=single_file))
+    encoded = replace(encode_state(state, mesh), origin=origin)
+    write(Path(path), replace(encoded, is_single_file=single_file, keeps_classes=keeps_classes))
 
 
 def encode_state(
@@ -162,11 +166,12 @@ def write(path: Path, encoded: EncodedState) -> None:
         return
     tensors = {part: {key: block.tensor for key, block in blocks.items()} for part, blocks in encoded.blocks.items()}
     with committed(path, is_file=True) as file:
-        write_file(file, text, encoded.values, tensors, manifest_of(encoded, {}, {}))
+        manifest = manifest_of(encoded, {}, {})
+        write_file(file, text, encoded.values, tensors, manifest, keeps_classes=encoded.keeps_classes)
 
 
 @contextmanager
-def folder_to_fill(path: Path, *, is_single_file: bool) -> Iterator[Path]:
+def folder_to_fill(path: Path, *, is_single_file: bool, keeps_classes: bool) -> Iterator[Path]:
     """Yield a folder to write to, and commit it as the checkpoint `path`; with `is_single_file`, as one file.
 
     Other processes may write to it. Of the tensors that they have written, one at a time is read to make one file.
@@ -181,7 +186,8 @@ def folder_to_fill(path: Path, *, is_single_file: bool) -> Iterator[Path]:
         tensors = {
             part: {key: collect(blocks, lazily=True)(key) for key in blocks} for part, blocks in stored.blocks.items()
         }
-        write_file(file, to_json(stored.values), stored.values, tensors, stored.manifest)
+        text = to_json(stored.values)
+        write_file(file, text, stored.values, tensors, stored.manifest, keeps_classes=keeps_classes)
 
 
 def write_own(folder: Path, encoded: EncodedState, rank: int = 0, world_size: int = 1) -> WrittenFiles:

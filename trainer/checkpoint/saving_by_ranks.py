@@ -90,7 +90,8 @@ class SavingGroup:
             write(path, encoded)
             self._post("end")
             return
-        with folder_to_fill(path, is_single_file=encoded.is_single_file) as folder, self._telling_first(path):
+        form = {"is_single_file": encoded.is_single_file, "keeps_classes": encoded.keeps_classes}
+        with folder_to_fill(path, **form) as folder, self._telling_first(path):
             if others:
                 self._post("folder", folder.name)
             written = [write_own(folder, encoded, 0, self.world_size)]

@@ -65,18 +65,6 @@ _KINDS: Final = {
 """The class that torch names in the pickled member for the storage of each dtype; it has none for newer dtypes."""
 
 
-_NAMES: Final[dict[str, Callable[[str], Any]]] = {"class": str}
-"""What the pickled member has in place of the name of a class."""
-
-
-def keep_classes() -> None:
-    """Have ``torch.load`` return the classes among hyper-parameters as Lightning's files do, and not their names.
-
-    It takes such a file only with ``weights_only=False``, or if they are in ``torch.serialization.get_safe_globals()``.
-    """
-    _NAMES["class"] = _class_named
-
-
 def _class_named(name: str) -> Any:
     """Return the class with this name if it is imported and pickle can refer to it; otherwise the name."""
     module, _, own = name.partition(":")
@@ -102,10 +90,16 @@ class _Reference:
 
 
 class _References:
-    """The tensors that the pickled member refers to: each has a number, under which its bytes are a member."""
+    """What the pickled member refers to: tensors, each with a number under which its bytes are a member; and classes.
 
-    def __init__(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+    Args:
+        tensors: the tensors of each part.
+        keeps_classes: see `write_file`.
+    """
+
+    def __init__(self, tensors: Mapping[str, Mapping[str, Tensor]], *, keeps_classes: bool) -> None:
         self._tensors = tensors
+        self.class_named: Callable[[str], Any] = _class_named if keeps_classes else str
         self._known: dict[tuple[str, str, bool], _Reference] = {}
 
     def of(self, part: str, key: str, *, is_complex: bool) -> _Reference:
@@ -150,7 +144,13 @@ class _TorchPickler(pickle.Pickler):
 
 
 def write_file(
-    path: Path, text: bytes, values: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Tensor]], manifest: Manifest
+    path: Path,
+    text: bytes,
+    values: Mapping[str, Any],
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    manifest: Manifest,
+    *,
+    keeps_classes: bool = False,
 ) -> None:
     """Write a new file and flush it to disk; of tensors that are stored, one at a time is read.
 
@@ -160,8 +160,10 @@ def write_file(
         values: The encoded value of each part.
         tensors: The tensors of each part, by the keys that `values` refer to.
         manifest: The manifest, whose files and parts are replaced by those of this file.
+        keeps_classes: Have ``torch.load`` return the classes in the state as Lightning's files do, and not their names.
+            It takes such a file only with ``weights_only=False``, or if it was told that they are safe.
     """
-    references, stems = _References(tensors), stems_of(tensors)
+    references, stems = _References(tensors, keeps_classes=keeps_classes), stems_of(tensors)
     pickled = io.BytesIO()
     _TorchPickler(pickled, protocol=2).dump(_torch_state(values, references))
     index: dict[str, dict[str, Any]] = {}
@@ -304,11 +306,9 @@ def _plain(encoded: Any, part: str, references: _References) -> Any:
     if tag in TENSOR_TAGS:
         return references.of(part, encoded[tag], is_complex=bool(encoded.get("complex")))
     content = _plain(encoded[tag], part, references)
+    if tag == "$class":
+        return references.class_named(content)
     return _PLAIN[tag](content) if tag in _PLAIN else content
-
-
-def _class_or_name(name: str) -> Any:
-    return _NAMES["class"](name)
 
 
 def _as_key(value: Any) -> Any:
@@ -334,6 +334,5 @@ _PLAIN: Final[Mapping[str, Callable[[Any], Any]]] = {
     "$timedelta": lambda numbers: 86400 * numbers[0] + numbers[1] + numbers[2] / 1e6,
     "$dtype": lambda name: getattr(torch, name),
     "$device": torch.device,
-    "$class": _class_or_name,
 }
 """The value of each tag that is not its content: text for a path, a date; seconds; a pair for a complex."""

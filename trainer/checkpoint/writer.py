@@ -53,15 +53,17 @@ class Writer:
         still: Collection[str] = (),
         origin: Origin = NO_RUN,
         single_file: bool = False,
+        keeps_classes: bool = False,
     ) -> None:
         """Save `state` as it is now; the `still` parts do not change before the caller calls `wait_for_copy`.
 
-        With `single_file` the checkpoint is one file instead of a folder.
+        With `single_file` the checkpoint is one file instead of a folder; `keeps_classes` as in `write_file`.
 
         Raises:
             CheckpointError: for a value that a checkpoint cannot hold, or if a write failed.
         """
-        self._write(path, replace(self._encode(state, mesh), origin=origin, is_single_file=single_file))
+        encoded = replace(self._encode(state, mesh), origin=origin)
+        self._write(path, replace(encoded, is_single_file=single_file, keeps_classes=keeps_classes))
 
     def wait_for_copy(self) -> None:
         """Wait until the `still` parts of the last `save` may change; call it before the optimizers step."""
@@ -130,9 +132,11 @@ class AsyncWriter(Writer):
         still: Collection[str] = (),
         origin: Origin = NO_RUN,
         single_file: bool = False,
+        keeps_classes: bool = False,
     ) -> None:
         self.close()
-        encoded = replace(self._encode(state, mesh), origin=origin, is_single_file=single_file)
+        encoded = replace(self._encode(state, mesh), origin=origin)
+        encoded = replace(encoded, is_single_file=single_file, keeps_classes=keeps_classes)
         staged = self._allocate(encoded)
         copies = [
             (part, staged[part][key].tensor, block.tensor)
@@ -246,6 +250,7 @@ class RehearsedWriter(Writer):
         still: Collection[str] = (),
         origin: Origin = NO_RUN,
         single_file: bool = False,
+        keeps_classes: bool = False,
     ) -> None:
         encoded = replace(encode_state(state, mesh, rank=self._rank, world_size=self._world_size), origin=origin)
         files: dict[str, FileRecord] = {}

@@ -20,7 +20,9 @@ from .after_restart import note_checkpoint
 from .run_state import still_parts, take_state
 
 
-def save_checkpoint(session: Session, path: Path, *, weights_only: bool, wait: bool, single_file: bool) -> None:
+def save_checkpoint(
+    session: Session, path: Path, *, weights_only: bool, wait: bool, single_file: bool, keeps_classes: bool
+) -> None:
     """Write a checkpoint of a run in this process. Collective: every rank calls it.
 
     Raises:
@@ -52,7 +54,8 @@ def save_checkpoint(session: Session, path: Path, *, weights_only: bool, wait: b
         if session.strategy.rank == 0:
             tell(session.loggers, "save")
         mesh, still = session.strategy.mesh_axes, still_parts(session)
-        session.writer.save(path, state, mesh=mesh, still=still, origin=origin, single_file=single_file)
+        form = {"single_file": single_file, "keeps_classes": keeps_classes}
+        session.writer.save(path, state, mesh=mesh, still=still, origin=origin, **form)
         if wait:
             session.writer.close()
     session.progress.checkpoint_seconds += monotonic() - began
