@@ -19,7 +19,7 @@ from .errors import ConfigError, RunError
 from .module.memory_estimate import MemoryShare
 from .module.precision import Precision
 from .parallel.equal_ranks import overrides
-from .parallel.optimizer_probe import check_can_be_dealt
+from .parallel.optimizer_probe import attribute_with_parameters, check_can_be_dealt
 from .parallel.replica import DDPOptions, Replica, copy_from_first
 from .parallel.sharding_policy import sparse_layers
 from .servers.choices import ServerChoices
@@ -198,6 +198,13 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
                 raise ConfigError(
                     f"strategy='ps' does not work with {type(optimizer).__name__}, which evaluates the loss itself; "
                     "use strategy='ddp', or an optimizer that updates each parameter by itself."
+                )
+            holding = attribute_with_parameters(optimizer)
+            if holding is not None:
+                raise ConfigError(
+                    f"strategy='ps' has servers step a copy of the optimizer, but {type(optimizer).__name__}.{holding} "
+                    "holds parameters or another optimizer, which there would be others; let it use param_groups, or "
+                    "use strategy='ddp'."
                 )
             if self.num_servers > 1 or self._tables is not None:
                 check_can_be_dealt(optimizer, self.name, self.ranks.all)

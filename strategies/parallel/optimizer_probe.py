@@ -195,6 +195,11 @@ def check_can_be_sharded(optimizer: Optimizer, strategy: str, collectives: Colle
     )
 
 
+def attribute_with_parameters(optimizer: Optimizer) -> str | None:
+    """Return the first attribute that holds parameters or another optimizer, besides the groups; None without one."""
+    return next((name for name, value in attributes_of(optimizer).items() if _has_parameters(value)), None)
+
+
 def _is_known(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim.") or needs_closure(optimizer)
 
@@ -204,7 +209,7 @@ def _choose(optimizer: Optimizer) -> list[tuple[int, Any]]:
 
     Some optimizers treat matrices from a certain size on in another way.
     """
-    if any(_has_parameters(value) for value in attributes_of(optimizer).values()):
+    if attribute_with_parameters(optimizer) is not None:
         return []  # a copy could change them
     held = [
         (index, parameter)

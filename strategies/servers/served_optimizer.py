@@ -164,15 +164,15 @@ class ServedOptimizer:
             for index in servers
         }
         self._layouts = {index: FlatLayout([named[n] for n in trained]) for index, trained in self._trained.items()}
-        if self._connection.rank == 0:
-            packed = pack((type(optimizer), attributes_of(optimizer)), type(optimizer).__name__)
-            assignments = {index: (self.key, self._assignment(index, packed, state)) for index in servers}
-            self._send("assign", assignments)
+        with self._collectives.fail_together():  # only trainer 0 finds out what cannot be sent
+            if self._connection.rank == 0:
+                packed = pack((type(optimizer), attributes_of(optimizer)), type(optimizer).__name__)
+                assignments = {index: (self.key, self._assignment(index, packed, state)) for index in servers}
+                self._send("assign", assignments)
         served = {parameter: name for name, parameter in named.items()}
         own = {parameter: value for parameter, value in optimizer.state.items() if parameter not in served}
         optimizer.state = self._state = ServedState(own, served)
         self._agreed = [p.detach().clone() for p in self._pushed] if self._can_be_edited else []
-        self._collectives.barrier()
 
     def _assignment(self, index: int, packed: bytes, state: Mapping[str, Any]) -> Assignment:
         held = {name: p for name, p in self._named.items() if self._holders[name] == index}

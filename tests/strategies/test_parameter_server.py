@@ -3,6 +3,7 @@
 import os
 import socket
 import struct
+import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import (
+    Callback,
     ConfigError,
     ElasticStrategy,
     ModuleError,
@@ -351,6 +353,50 @@ class Searching(Busy):
 def test_an_optimizer_that_evaluates_the_loss_is_refused():
     with pytest.raises(ConfigError, match="does not work with LBFGS"):
         fit(Searching(), ParameterServerStrategy(), 1, 8)
+
+
+class Averaged(torch.optim.SGD):
+    """Has the parameters in a list of its own too, as wrappers of optimizers have."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        self.fast = self.param_groups[0]["params"]
+
+
+class Locked(torch.optim.SGD):
+    """Has what cannot be sent to a server."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        self.lock = threading.Lock()
+
+
+class Trained(Busy):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def configure_optimizers(self):
+        return self.kind(self.head.parameters())
+
+
+class NotesErrors(Callback):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_exception(self, trainer, module, exception):
+        (self.folder / f"{trainer.global_rank}").write_text(type(exception).__name__)
+
+
+def test_an_optimizer_whose_parameters_would_be_others_on_a_server_is_refused():
+    with pytest.raises(ConfigError, match=r"Averaged.fast holds parameters.*use param_groups, or use strategy='ddp'"):
+        fit(Trained(Averaged), ParameterServerStrategy(), 1, 8)
+
+
+def test_an_optimizer_that_cannot_be_sent_ends_every_rank_with_its_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"\(lock\) cannot be sent to other processes"):
+        fit(Trained(Locked), ParameterServerStrategy(), 2, 4, callbacks=[NotesErrors(tmp_path)])
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"0": "ConfigError", "1": "ConfigError"}
 
 
 @pytest.mark.parametrize("is_remote", [False, True])
