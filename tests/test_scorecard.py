@@ -219,3 +219,4 @@ def test_at_most_six_frames_lie_between_fit_and_the_step_of_the_user(tmp_path):
         below = stack[len(stack) - stack[::-1].index("fit") :]
         assert below[-1] == "training_step"
         assert len(below) <= 6, below
+        assert stack[stack.index("fit") - 1] == "test_at_most_six_frames_lie_between_fit_and_the_step_of_the_user"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import inspect
 import warnings
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -26,6 +26,8 @@ from .runner import Runner
 from .session.settings import Settings
 from .session.train_state import Status, TrainerState, TrainState
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
 _SETTINGS: Final = tuple(field.name for field in fields(Settings))
 _SET_IN_RUNS: Final = ("accumulate_grad_batches", "logger")
 """Settings whose attribute can be set in a run, or sets something else."""
@@ -37,36 +39,31 @@ _FIXED: Final = (
 """Settings by which a trainer is made: its strategy, callbacks and folder are what they said."""
 
 
-def _pointing_out(method: Any) -> Any:
-    """Return a method whose error about an unknown argument names the one that is meant."""
-    known = inspect.signature(method).parameters
-    if any(one.kind is one.VAR_KEYWORD for one in known.values()):
-        return method
+def takes_no_others(method: Method) -> Method:
+    """Leave ``**others`` out of the signature of a method that takes them only to refuse them with `refuse`."""
+    signature = inspect.signature(method)
+    known = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    method.__signature__ = signature.replace(parameters=known)  # type: ignore[attr-defined]
+    return method
 
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        for name, value in kwargs.items():
-            if name not in known:
-                raise ConfigError(
-                    f"Trainer.{method.__name__} has no argument {name!r} (given as {value!r:.60})."
-                    f"{did_you_mean(name, list(known)[1:])}"
-                )
-        return method(*args, **kwargs)
 
-    return call
+def refuse(method: Callable[..., Any], others: Mapping[str, object]) -> None:
+    """Refuse arguments that a method does not have.
+
+    Raises:
+        ConfigError: naming the argument that is meant.
+    """
+    for name, value in others.items():
+        raise ConfigError(
+            f"Trainer.{method.__name__} has no argument {name!r} (given as {value!r:.60})."
+            f"{did_you_mean(name, list(inspect.signature(method).parameters)[1:])}"
+        )
 
 
 class TrainerAttributes:
     """Lightning's names for the state, the parts and the processes of a run; read-only unless noted."""
 
     _runner: Runner
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Point out misspelt arguments of the methods that start a run."""
-        super().__init_subclass__(**kwargs)
-        for name in ("fit", "validate", "test", "predict"):
-            if name in vars(cls):
-                setattr(cls, name, _pointing_out(vars(cls)[name]))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute, or a setting of later runs; warn of a misspelt one, which no run would read.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -17,7 +17,7 @@ from ..common.console import say
 from ..common.table import render_table
 from ..strategies import Strategy
 from ..strategies.errors import RunError
-from .attributes import TrainerAttributes
+from .attributes import TrainerAttributes, refuse, takes_no_others
 from .checkpoints import Checkpoints
 from .fit import fit, run_evaluation
 from .loop.evaluate import Results
@@ -53,6 +53,7 @@ class Trainer(TrainerAttributes, Checkpoints, Trials):
 
     # --- what users call ---------------------------------------------------------------------------------------------
 
+    @takes_no_others
     def fit(
         self,
         model: TrainModule,
@@ -63,6 +64,7 @@ class Trainer(TrainerAttributes, Checkpoints, Trials):
         weights_only: bool | None = None,
         *,
         optimizer_settings: Winner = "saved",
+        **others: Never,
     ) -> None:
         """Train the module, with validation as configured.
 
@@ -82,6 +84,7 @@ class Trainer(TrainerAttributes, Checkpoints, Trials):
             KeyboardInterrupt: after Ctrl-C, once the step is finished and a checkpoint saved; training can be resumed.
             SystemExit: with code 143 after SIGTERM or SIGUSR1, in the same way.
         """
+        refuse(Trainer.fit, others)
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
         module = unwrapped(model, self.strategy)
@@ -89,6 +92,7 @@ class Trainer(TrainerAttributes, Checkpoints, Trials):
         self._runner.execute(fit, request)
         self._ran.interruption.raise_if_requested(self._ran.progress.last_checkpoint)
 
+    @takes_no_others
     def validate(
         self,
         model: TrainModule | None = None,
@@ -97,6 +101,7 @@ class Trainer(TrainerAttributes, Checkpoints, Trials):
         verbose: bool = True,
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
+        **others: Never,
     ) -> Results:
         """Run the validation data once; return the logged metrics of each loader.
 
@@ -108,8 +113,10 @@ class Trainer(TrainerAttributes, Checkpoints, Trials):
             datamodule: provides the loaders instead.
             weights_only: as in `fit`.
         """
+        refuse(Trainer.validate, others)
         return self._evaluate("validate", model, dataloaders, ckpt_path, verbose, datamodule)
 
+    @takes_no_others
     def test(
         self,
         model: TrainModule | None = None,
@@ -118,10 +125,13 @@ class Trainer(TrainerAttributes, Checkpoints, Trials):
         verbose: bool = True,
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
+        **others: Never,
     ) -> Results:
         """Run the test data once; otherwise as `validate`."""
+        refuse(Trainer.test, others)
         return self._evaluate("test", model, dataloaders, ckpt_path, verbose, datamodule)
 
+    @takes_no_others
     def predict(
         self,
         model: TrainModule | None = None,
@@ -130,11 +140,13 @@ class Trainer(TrainerAttributes, Checkpoints, Trials):
         return_predictions: bool = True,
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,
+        **others: Never,
     ) -> list[Any] | None:
         """Return what ``predict_step`` returns for every batch, in order and on the CPU; a list per loader for several.
 
         With ``return_predictions=False`` nothing is kept; a `BasePredictionWriter` can write each batch.
         """
+        refuse(Trainer.predict, others)
         module = unwrapped(model, self.strategy)
         request = evaluation_request("predict", module, dataloaders, datamodule, ckpt_path, last=self._runner.current)
         self._runner.execute(run_evaluation, replace(request, keeps_predictions=return_predictions))
