@@ -44,7 +44,7 @@ def test_every_room_of_the_kernel_is_there():
 
 
 def test_methods_attributes_and_annotations_of_a_class_are_its_names():
-    text = "class A:\n    a: int\n    b = 1\n    C = 2\n    def d(self): ...\n    def _e(self): ...\nclass B:\n    f = 1"
+    text = "class A:\n    a: int\n    b = 1\n    C = 2\n    def d(self): ...\n    _e = 1\nclass B:\n    f: int"
     assert seam.names_of(Source("a.py", text), "A") == {"a", "b", "d"}
 
 
