@@ -19,6 +19,10 @@ class GradientAccumulationScheduler(Callback):
 
     Raises:
         ConfigError: for an empty mapping, an epoch below 0 or fewer than 1 micro-batch.
+
+    Example::
+
+        Trainer(max_epochs=2, callbacks=GradientAccumulationScheduler({0: 1, 1: 4})).fit(module, train_loader)
     """
 
     def __init__(self, scheduling: Mapping[int, int]) -> None:

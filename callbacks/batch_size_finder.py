@@ -52,6 +52,18 @@ class BatchSizeFinder(Callback):
 
     Raises:
         ConfigError: for invalid arguments.
+
+    Example::
+
+        class Sizes(DataModule):
+            batch_size = 2
+
+            def train_dataloader(self):
+                return DataLoader(train_loader.dataset, self.batch_size)
+
+        finder = BatchSizeFinder(max_val=16)
+        Trainer(max_epochs=1, callbacks=finder).fit(module, datamodule=Sizes())
+        finder.optimal_batch_size
     """
 
     SUPPORTED_MODES: ClassVar[tuple[str, ...]] = get_args(Mode)

@@ -58,6 +58,14 @@ class Callback:
     A callback is pickled into the processes that `fit` starts; create unpicklable objects in `setup`.
     A callback reads `trainer` (a `Run`), and sets only the two fields that `Run` lists.
     Names and meanings are Lightning's; `on_train_step_end` and `on_train_last_step` are ours.
+
+    Example::
+
+        class StopEarly(Callback):
+            def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+                trainer.should_stop = trainer.global_step >= 2
+
+        Trainer(callbacks=StopEarly()).fit(module, train_loader)
     """
 
     path_attributes: ClassVar[tuple[str, ...]] = ()

@@ -40,6 +40,10 @@ class DeviceStatsMonitor(Callback):
         cpu_stats: whether to log the CPU's numbers; None: only if the CPU is the device.
         filter_keys: the numbers to log, such as ``{"cpu_percent"}``; None: all. A name that the device does not have
             causes a warning.
+
+    Example::
+
+        Trainer(max_epochs=1, callbacks=DeviceStatsMonitor(cpu_stats=True)).fit(module, train_loader)
     """
 
     def __init__(self, cpu_stats: bool | None = None, filter_keys: Collection[str] | None = None) -> None:

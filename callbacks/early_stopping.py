@@ -52,6 +52,11 @@ class EarlyStopping(Callback):
 
     Raises:
         ConfigError: for an invalid argument, and during training if `strict` and `monitor` is never logged.
+
+    Example::
+
+        stopping = EarlyStopping("val_loss", patience=2, mode="min")
+        Trainer(max_epochs=3, callbacks=stopping).fit(module, train_loader, val_loader)
     """
 
     def __init__(

@@ -31,6 +31,22 @@ class BaseFinetuning(Callback):
     remaining parameters: ``filter(lambda p: p.requires_grad, self.parameters())``. A resumed run has the groups and the
     trainable parameters of the checkpoint. It trains in one process on one device: with several, gradients are reduced
     in buckets that are laid out when the run begins.
+
+    Example::
+
+        class UnfreezeAtOne(BaseFinetuning):
+            def freeze_before_training(self, module):
+                self.freeze(module.backbone)
+
+            def finetune_function(self, module, epoch, optimizer):
+                if epoch == 1:
+                    self.unfreeze_and_add_param_group(module.backbone, optimizer, lr=1e-3)
+
+        class OfHead(Net):
+            def configure_optimizers(self):
+                return torch.optim.SGD(filter(lambda p: p.requires_grad, self.parameters()), lr=0.1)
+
+        Trainer(max_epochs=2, callbacks=UnfreezeAtOne()).fit(OfHead(), train_loader)
     """
 
     def __init__(self) -> None:
@@ -192,6 +208,14 @@ class BackboneFinetuning(BaseFinetuning):
         train_bn: whether to train its batch norms, from the first epoch on; otherwise they stay as they are.
         verbose: log (level INFO) both learning rates when they change.
         rounding: the number of digits to log.
+
+    Example::
+
+        class OfHead(Net):
+            def configure_optimizers(self):
+                return torch.optim.SGD(filter(lambda p: p.requires_grad, self.parameters()), lr=0.1)
+
+        Trainer(max_epochs=2, callbacks=BackboneFinetuning(unfreeze_backbone_at_epoch=1)).fit(OfHead(), train_loader)
     """
 
     def __init__(

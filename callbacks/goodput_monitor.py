@@ -62,6 +62,11 @@ class GoodputMonitor(Callback):
     Raises:
         ConfigError: if `every_seconds` is negative; and on every rank, when `fit` starts, if rank 0 cannot write the
             file.
+
+    Example::
+
+        Trainer(max_epochs=1, callbacks=GoodputMonitor()).fit(module, train_loader)
+        # then, in a shell: echelon goodput echelon_logs
     """
 
     def __init__(self, every_seconds: float = 5.0, *, round_of: RoundOf | None = None) -> None:

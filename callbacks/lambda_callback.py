@@ -20,6 +20,11 @@ class LambdaCallback(Callback):
 
     Raises:
         ConfigError: for a name that is not a hook, or a value that cannot be called.
+
+    Example::
+
+        told = LambdaCallback(on_train_epoch_end=lambda trainer, module: print(trainer.current_epoch))
+        Trainer(max_epochs=1, callbacks=told).fit(module, train_loader)
     """
 
     def __init__(self, **hooks: Callable[..., Any] | None) -> None:

@@ -45,6 +45,13 @@ class LearningRateFinder(Callback):
 
     Raises:
         ConfigError: for invalid arguments.
+
+    Example::
+
+        finder = LearningRateFinder(num_training_steps=20, early_stop_threshold=None)
+        trainer = Trainer(max_epochs=1, callbacks=finder)
+        trainer.fit(module, train_loader)  # with module.lr, or module.hparams.lr, as found
+        finder.optimal_lr.suggestion()
     """
 
     SUPPORTED_MODES: ClassVar[tuple[str, ...]] = get_args(Mode)

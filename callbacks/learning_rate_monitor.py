@@ -38,6 +38,10 @@ class LearningRateMonitor(Callback):
 
     Raises:
         ConfigError: for an unknown interval, for two parameter groups with the same name, or without a logger.
+
+    Example::
+
+        Trainer(max_epochs=1, callbacks=LearningRateMonitor("step")).fit(module, train_loader)
     """
 
     def __init__(

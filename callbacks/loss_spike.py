@@ -47,6 +47,10 @@ class LossSpikePolicy(Callback):
 
     Raises:
         ConfigError: for an invalid argument, or several optimizers.
+
+    Example::
+
+        Trainer(max_epochs=1, callbacks=LossSpikePolicy("skip", threshold=6.0)).fit(module, train_loader)
     """
 
     def __init__(

@@ -33,6 +33,10 @@ class MemoryReport(Callback):
 
     Raises:
         ConfigError: for a number below 1.
+
+    Example::
+
+        Trainer(max_epochs=1, callbacks=MemoryReport()).fit(module, train_loader)
     """
 
     def __init__(self, num_steps: int = 2) -> None:

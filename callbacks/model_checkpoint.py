@@ -65,6 +65,12 @@ class ModelCheckpoint(Callback):
 
     Raises:
         ConfigError: for an invalid argument, and during training if `monitor` is never logged.
+
+    Example::
+
+        saver = ModelCheckpoint("runs/best", "{epoch}-{val_loss:.3f}", monitor="val_loss", save_top_k=2, save_last=True)
+        Trainer(max_epochs=2, callbacks=saver).fit(module, train_loader, val_loader)
+        saver.best_model_path, saver.best_model_score
     """
 
     CHECKPOINT_JOIN_CHAR: ClassVar[str] = "-"

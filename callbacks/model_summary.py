@@ -38,6 +38,10 @@ class ModelSummary(Callback):
 
     Raises:
         ConfigError: unless the depth is an integer >= -1.
+
+    Example::
+
+        Trainer(max_epochs=1, callbacks=ModelSummary(max_depth=2)).fit(module, train_loader)
     """
 
     def __init__(self, max_depth: int = 1) -> None:

@@ -29,6 +29,10 @@ class NaNGuard(Callback):
 
     Raises:
         NonFiniteError: with the rank, the global step, the position of the batch and the parameters.
+
+    Example::
+
+        Trainer(max_epochs=1, callbacks=NaNGuard()).fit(module, train_loader)
     """
 
     def __init__(self) -> None:

@@ -20,8 +20,16 @@ class OnExceptionCheckpoint(Callback):
     A run that resumes from it skips the data of the failed step. The next error replaces the checkpoint.
     `ModelCheckpoint` with ``save_on_exception=True`` keeps such checkpoints beside its others.
 
+    Args:
+        dirpath: the folder.
+        filename: the name of the checkpoint, without its extension.
+
     Raises:
         ConfigError: for an empty `filename`, and in a run with several processes.
+
+    Example::
+
+        Trainer(max_epochs=1, callbacks=OnExceptionCheckpoint("runs/failed")).fit(module, train_loader)
     """
 
     FILE_EXTENSION: ClassVar[str] = ".ckpt"

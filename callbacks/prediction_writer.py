@@ -27,6 +27,14 @@ class BasePredictionWriter(Callback):
 
     Raises:
         ConfigError: for an unknown interval.
+
+    Example::
+
+        class ToFiles(BasePredictionWriter):
+            def write_on_batch_end(self, trainer, module, prediction, batch_indices, batch, batch_idx, dataloader_idx):
+                torch.save(prediction, f"predictions-{batch_idx}.pt")
+
+        Trainer(callbacks=ToFiles()).predict(module, test_loader, return_predictions=False)
     """
 
     def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None:

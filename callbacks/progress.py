@@ -27,6 +27,10 @@ class TQDMProgressBar(ProgressDisplay):
 
     Raises:
         ConfigError: for a negative argument.
+
+    Example::
+
+        Trainer(max_epochs=1, callbacks=TQDMProgressBar(refresh_rate=10)).fit(module, train_loader)
     """
 
     def _make_bar(self, console: Console, kind: Kind) -> Bar:

@@ -59,6 +59,10 @@ class RichProgressBar(ProgressDisplay):
     Raises:
         ConfigError: for a negative argument.
         MissingDependencyError: if rich is not installed.
+
+    Example::
+
+        Trainer(max_epochs=1, callbacks=RichProgressBar(leave=True)).fit(module, train_loader)
     """
 
     def __init__(

@@ -47,6 +47,11 @@ class SampleLedger(Callback):
     state lists the attempts that led to a checkpoint, so that steps of a killed run after its last checkpoint do not
     count. The hooks run on every rank, and each writes its own file; `on_fit_start` and `on_save_checkpoint`
     communicate.
+
+    Example::
+
+        Trainer(max_epochs=1, callbacks=SampleLedger()).fit(module, train_loader)
+        # then, in a shell: echelon samples echelon_logs
     """
 
     def __init__(self) -> None:

@@ -34,6 +34,11 @@ class StochasticWeightAveraging(WeightAveraging):
 
     Raises:
         ConfigError: for an invalid argument, several optimizers, or a fraction of an unlimited number of epochs.
+
+    Example::
+
+        averaging = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=1)
+        Trainer(max_epochs=3, callbacks=averaging).fit(module, train_loader)
     """
 
     def __init__(

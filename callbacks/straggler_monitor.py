@@ -43,6 +43,10 @@ class StragglerMonitor(Callback):
 
     Raises:
         ConfigError: if a number is out of range.
+
+    Example::
+
+        Trainer(strategy="ddp", devices=2, callbacks=StragglerMonitor(threshold=1.5))
     """
 
     def __init__(

@@ -41,6 +41,11 @@ class ThroughputMonitor(Callback):
 
     Raises:
         ConfigError: for a window, a peak or a count that is not positive.
+
+    Example::
+
+        monitor = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]))
+        Trainer(max_epochs=1, callbacks=monitor, log_every_n_steps=2).fit(module, train_loader)
     """
 
     def __init__(

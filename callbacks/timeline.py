@@ -38,6 +38,11 @@ class Timeline(Callback):
     Raises:
         ConfigError: for a step below 1, and in `fit` for a strategy without stages.
         MissingDependencyError: without matplotlib.
+
+    Example::
+
+        strategy, timeline = ParallelStrategy(pp=2), Timeline("timeline.json")
+        Trainer(strategy=strategy, devices=2, accumulate_grad_batches=4, callbacks=timeline)
     """
 
     path_attributes = ("_path",)

@@ -35,6 +35,12 @@ class Timer(Callback):
 
     Raises:
         ConfigError: for an invalid duration or an unknown interval.
+
+    Example::
+
+        timer = Timer(duration="00:12:00:00")  # twelve hours
+        Trainer(max_epochs=1, callbacks=timer).fit(module, train_loader)
+        timer.time_elapsed("train")
     """
 
     def __init__(

@@ -41,6 +41,11 @@ class WeightAveraging(Callback):
     Raises:
         ConfigError: if both functions are given, and for a `RemoteEmbedding` whose table is on a server.
         CheckpointError: on resume, if the saved average does not have the weights of the module.
+
+    Example::
+
+        averaging = WeightAveraging()  # the mean of the weights after each step
+        Trainer(max_epochs=1, callbacks=averaging).fit(module, train_loader)
     """
 
     def __init__(
@@ -206,6 +211,10 @@ class EMAWeightAveraging(WeightAveraging):
 
     Raises:
         ConfigError: for a decay outside 0 to 1, or fewer than 1 step.
+
+    Example::
+
+        Trainer(max_epochs=1, callbacks=EMAWeightAveraging(decay=0.99)).fit(module, train_loader, val_loader)
     """
 
     def __init__(

@@ -28,6 +28,10 @@ class DataParallelStrategy(Strategy):
     others. Changes that a step makes to a replica are lost, but what it logs is kept. On GPUs, slices run in parallel.
     On the CPU they run one after another, each in a thread of its own: they share torch's CPU random generator, and
     the order in which they draw from it must be deterministic.
+
+    Example::
+
+        Trainer(strategy="dp", accelerator="cpu", devices=2, max_epochs=1).fit(module, train_loader)
     """
 
     name: ClassVar[str] = "dp"

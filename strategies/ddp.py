@@ -110,6 +110,11 @@ class DDPStrategy(ReplicaStrategy):
         sync_batchnorm: compute batch norm statistics over all ranks (GPUs only, as in torch).
         broadcast_buffers: copy rank 0's buffers to all ranks before each step.
         settings: see `ProcessSettings`.
+
+    Example::
+
+        Trainer(strategy="ddp", devices=2)
+        Trainer(strategy=DDPStrategy(find_unused_parameters=True, comm_hook="bf16"), devices=2)
     """
 
     name: ClassVar[str] = "ddp"

@@ -29,6 +29,10 @@ class DeviceMapStrategy(Strategy):
             the innermost name counts, and ``""`` is everything else. ``"auto"`` distributes the repeated blocks and the
             modules around them by size: evenly over several GPUs; with one GPU, what fits on it, and the rest on the
             CPU.
+
+    Example::
+
+        Trainer(strategy=DeviceMapStrategy({"backbone": "cpu", "": "cpu"}), max_epochs=1).fit(module, train_loader)
     """
 
     name: ClassVar[str] = "device_map"

@@ -71,6 +71,11 @@ class ElasticStrategy(ForwardingStrategy):
         grace: how long workers may take to finish their step when this node is told to leave.
         last_call: how long to wait for more nodes once the minimum number has joined.
         chaos: faults to inject into the run, see `Chaos`.
+
+    Example::
+
+        Trainer(strategy=ElasticStrategy("fsdp", max_restarts=3), devices=2)
+        Trainer(strategy=ElasticStrategy("ddp", nodes="1:4", rdzv="10.0.0.1:29400"), devices=8, accelerator="cpu")
     """
 
     name: ClassVar[str] = "elastic"

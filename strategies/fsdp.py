@@ -38,6 +38,11 @@ class FSDPStrategy(ShardedStrategy):
         find_unused_parameters: for a module of which ranks use different parameters in some steps, if the first steps
             do not show that: ranks agree on each unit before they gather it, in all steps.
         settings: see `ProcessSettings`.
+
+    Example::
+
+        Trainer(strategy="fsdp", devices=2, precision="bf16-mixed")
+        Trainer(strategy=FSDPStrategy(replicate=2, deferred_init=True), devices=4)
     """
 
     name: ClassVar[str] = "fsdp"

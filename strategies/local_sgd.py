@@ -46,6 +46,10 @@ class LocalSGDStrategy(ReplicaStrategy):
         warmup_steps: optimizer steps with gradients averaged over all ranks, before parameters are first averaged.
         ddp: how gradients are synchronized during the warm-up.
         settings: see `ProcessSettings`.
+
+    Example::
+
+        Trainer(strategy=LocalSGDStrategy(period=8, warmup_steps=100), devices=2)
     """
 
     name: ClassVar[str] = "local_sgd"

@@ -69,6 +69,11 @@ class ParallelStrategy(ShardedStrategy):
         sequence_dim: the sequence dimension of a batch's tensors, unless the module's ``sequence_dims`` names it.
         policy: see `FSDPStrategy`, also for the arguments that follow.
         settings: see `ProcessSettings`.
+
+    Example::
+
+        Trainer(strategy=ParallelStrategy(tp=2), devices=4)  # and dp_shard=2
+        Trainer(strategy=ParallelStrategy(pp=2, schedule="1f1b", dp_shard=1), devices=2, accumulate_grad_batches=4)
     """
 
     name: ClassVar[str] = "tp"

@@ -60,6 +60,10 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
         answer_timeout: how long a server or trainer may give no sign of life before the run ends.
         ddp: how gradients are synchronized with ``dense="ddp"``.
         settings: see `ProcessSettings`.
+
+    Example::
+
+        Trainer(strategy=ParameterServerStrategy(servers=2), devices=2, accelerator="cpu")
     """
 
     name: ClassVar[str] = "ps"

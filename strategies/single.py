@@ -12,7 +12,12 @@ from .strategy import Strategy
 
 
 class SingleDeviceStrategy(Strategy):
-    """Train in the calling process on one device; it is the reference for all other strategies."""
+    """Train in the calling process on one device; it is the reference for all other strategies.
+
+    Example::
+
+        Trainer(strategy="single", max_epochs=1).fit(module, train_loader)
+    """
 
     name: ClassVar[str] = "single"
 

@@ -27,6 +27,10 @@ class ZeroStrategy(ReplicaStrategy):
     Args:
         ddp: how gradients are synchronized.
         settings: see `ProcessSettings`.
+
+    Example::
+
+        Trainer(strategy="zero", devices=2)
     """
 
     name: ClassVar[str] = "zero"

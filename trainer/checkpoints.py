@@ -49,6 +49,12 @@ class Checkpoints:
             ConfigError: for a URL, and for `storage_options`.
             RunError: if there is no run to save.
             CheckpointError: if it cannot be written, or its state holds something that is neither a tensor nor JSON.
+
+        Example::
+
+            trainer.fit(module, train_loader)
+            trainer.save_checkpoint("runs/mine.ckpt")
+            module = Net.load_from_checkpoint("runs/mine.ckpt")
         """
         if storage_options is not None:
             raise ConfigError(f"storage_options must be None, got {storage_options!r}; write to a local path.")

@@ -44,6 +44,12 @@ class Trainer(TrainerAttributes, Checkpoints, Trials):
 
     Raises:
         ConfigError: for an unknown argument or an invalid value; the message says what to do.
+
+    Example::
+
+        trainer = Trainer(max_epochs=2, precision="bf16-mixed", gradient_clip_val=1.0)
+        trainer.fit(module, train_loader, val_loader)
+        trainer.callback_metrics["val_loss"]
     """
 
     @accepting(Settings)
@@ -83,6 +89,13 @@ class Trainer(TrainerAttributes, Checkpoints, Trials):
             EchelonError: for errors in settings, module, data or checkpoint.
             KeyboardInterrupt: after Ctrl-C, once the step is finished and a checkpoint saved; training can be resumed.
             SystemExit: with code 143 after SIGTERM or SIGUSR1, in the same way.
+
+        Example::
+
+            trainer = Trainer(max_epochs=2)
+            trainer.fit(module, train_loader, val_loader)
+            # later, or after an interruption: two epochs more
+            Trainer(max_epochs=4).fit(module, train_loader, val_loader, ckpt_path="last")
         """
         refuse(Trainer.fit, others)
         if isinstance(train_dataloaders, DataModule):
@@ -112,6 +125,11 @@ class Trainer(TrainerAttributes, Checkpoints, Trials):
             verbose: print the results.
             datamodule: provides the loaders instead.
             weights_only: as in `fit`.
+
+        Example::
+
+            metrics = trainer.validate(module, val_loader)
+            metrics[0]["val_loss"]  # those of the first loader
         """
         refuse(Trainer.validate, others)
         return self._evaluate("validate", model, dataloaders, ckpt_path, verbose, datamodule)
@@ -127,7 +145,21 @@ class Trainer(TrainerAttributes, Checkpoints, Trials):
         weights_only: bool | None = None,
         **others: Never,
     ) -> Results:
-        """Run the test data once; otherwise as `validate`."""
+        """Run the test data once; return the logged metrics of each loader.
+
+        Args:
+            model: by default the module of the last run.
+            dataloaders: by default the data module's or the module's ``test_dataloader``.
+            ckpt_path: the checkpoint whose weights are loaded first: a path, ``"best"`` or ``"last"``.
+            verbose: print the results.
+            datamodule: provides the loaders instead.
+            weights_only: as in `fit`.
+
+        Example::
+
+            trainer.fit(module, train_loader, val_loader)
+            trainer.test(dataloaders=test_loader, ckpt_path="best")
+        """
         refuse(Trainer.test, others)
         return self._evaluate("test", model, dataloaders, ckpt_path, verbose, datamodule)
 
@@ -144,7 +176,18 @@ class Trainer(TrainerAttributes, Checkpoints, Trials):
     ) -> list[Any] | None:
         """Return what ``predict_step`` returns for every batch, in order and on the CPU; a list per loader for several.
 
-        With ``return_predictions=False`` nothing is kept; a `BasePredictionWriter` can write each batch.
+        Args:
+            model: by default the module of the last run.
+            dataloaders: by default the data module's or the module's ``predict_dataloader``.
+            datamodule: provides the loaders instead.
+            return_predictions: False keeps nothing; a `BasePredictionWriter` can write each batch.
+            ckpt_path: the checkpoint whose weights are loaded first: a path, ``"best"`` or ``"last"``.
+            weights_only: as in `fit`.
+
+        Example::
+
+            batches = trainer.predict(module, test_loader)
+            predictions = torch.cat(batches)
         """
         refuse(Trainer.predict, others)
         module = unwrapped(model, self.strategy)

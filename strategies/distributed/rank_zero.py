@@ -29,6 +29,18 @@ def rank_zero_only(function: Callable[..., Any] | None = None, *, default: Any =
     """Decorate a function so that only rank 0 runs it; it returns `default` on the others. No rank waits for another.
 
     It also works before a process group exists: the rank then comes from the launcher's environment variables.
+
+    Args:
+        function: the function; None to give `default` first, as in ``@rank_zero_only(default=0)``.
+        default: what it returns on the other ranks.
+
+    Example::
+
+        @rank_zero_only
+        def announce(text):
+            print(text)
+
+        announce("once, however many processes there are")
     """
     if function is None:
         return functools.partial(rank_zero_only, default=default)
@@ -50,6 +62,11 @@ def rank_zero_first(*, local: bool = False) -> Iterator[None]:
     Raises:
         ProcessError: on the others, if the block failed on the first rank, which raises the original error.
         RunError: with several processes that have not joined a group.
+
+    Example::
+
+        with rank_zero_first(local=True):
+            data = TensorDataset(torch.randn(32, 4))  # a download, for instance: once on each node
     """
     import torch.distributed as dist
 

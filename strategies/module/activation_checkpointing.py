@@ -50,6 +50,11 @@ class ActivationCheckpointing:
 
     Raises:
         ConfigError: for an invalid value.
+
+    Example::
+
+        setting = ActivationCheckpointing(modules=nn.Linear, every=2)
+        Trainer(activation_checkpointing=setting, max_epochs=1).fit(module, train_loader)
     """
 
     mode: Mode | None = "full"

@@ -25,7 +25,12 @@ from .trained_set import TrainedSet
 
 @dataclass(frozen=True, kw_only=True)
 class DDPOptions:
-    """How torch's ``DistributedDataParallel`` synchronizes gradients; manual optimization does without it."""
+    """How torch's ``DistributedDataParallel`` synchronizes gradients; manual optimization does without it.
+
+    Example::
+
+        Trainer(strategy=ZeroStrategy(ddp=DDPOptions(bucket_cap_mb=50)), devices=2)
+    """
 
     find_unused_parameters: bool = False
     """For a module in which some parameters get no gradient in some steps; walks the autograd graph of every step."""

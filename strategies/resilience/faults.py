@@ -112,6 +112,10 @@ class Chaos:
 
     Raises:
         ConfigError: if the text is malformed.
+
+    Example::
+
+        Trainer(strategy=ElasticStrategy("ddp", chaos="kill:rank=1@step=50"), devices=2)
     """
 
     text: InitVar[str] = ""

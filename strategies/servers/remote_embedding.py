@@ -28,6 +28,11 @@ class RemoteEmbedding(nn.Embedding):
         sparse: whether the optimizer gets sparse gradients, and updates only the rows that a step has used
             (``SparseAdam``, ``SGD`` without momentum, ``Adagrad``); otherwise every update goes over the whole table,
             as with ``nn.Embedding``.
+
+    Example::
+
+        users = RemoteEmbedding(1_000_000, 16, sparse=True)
+        users(torch.tensor([3, 5])).shape  # (2, 16)
     """
 
     def __init__(

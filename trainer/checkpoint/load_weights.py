@@ -71,6 +71,13 @@ def load_weights(
 
     Raises:
         CheckpointError: if it is none of these, if it is damaged, or if no name matches.
+
+    Example::
+
+        trainer.fit(module, train_loader)
+        trainer.save_checkpoint("runs/pretrained.ckpt")
+        backbone = load_weights("runs/pretrained.ckpt", include="backbone.*")
+        module.load_state_dict(backbone, strict=False)
     """
     weights = read_weights(Path(path))
     chosen = {name: w for name, w in weights.items() if _matches(name, include) and not _matches(name, exclude)}
@@ -137,6 +144,12 @@ def export(path: str | Path, destination: str | Path) -> Path:
     Raises:
         CheckpointError: if the checkpoint cannot be read, the file cannot be written, or `destination` has a suffix of
             ``torch.save``.
+
+    Example::
+
+        trainer.fit(module, train_loader)
+        trainer.save_checkpoint("runs/trained.ckpt")
+        export("runs/trained.ckpt", "runs/exported")  # writes runs/exported/model.safetensors
     """
     destination = Path(destination)
     if destination.suffix in _TORCH_SUFFIXES:

@@ -30,8 +30,18 @@ class CombinedLoader:
     - ``max_size_cycle``: until the longest is exhausted; the others restart.
     - ``sequential``: one loader after the other; ``batch_idx`` begins at 0 for each, ``dataloader_idx`` says which.
 
+    Args:
+        iterables: the loaders, or any iterables of batches, in nested dicts, lists and tuples.
+        mode: one of these.
+
     Raises:
         ConfigError: for an unknown mode.
+
+    Example::
+
+        both = CombinedLoader({"labelled": train_loader, "unlabelled": val_loader}, mode="max_size_cycle")
+        for batch, batch_idx, dataloader_idx in both:
+            features, targets = batch["labelled"]
     """
 
     def __init__(self, iterables: Any, mode: Mode = "min_size") -> None:

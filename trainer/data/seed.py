@@ -26,12 +26,20 @@ _log = logging.getLogger(__name__)
 
 
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
-    """Seed Python's, NumPy's and torch's generators (of every device) and return the seed; None means 0.
+    """Seed Python's, NumPy's and torch's generators (of every device) and return the seed.
 
-    ``workers`` is accepted for Lightning and has no effect: loader workers are always seeded.
+    Args:
+        seed: the seed; None means 0.
+        workers: accepted for Lightning; it has no effect, since workers of loaders are always seeded.
+        verbose: log the seed.
 
     Raises:
         ConfigError: for a seed that is not an integer from 0 to 4294967295, the range that NumPy takes.
+
+    Example::
+
+        seed_everything(42)
+        Trainer(max_epochs=1, deterministic=True).fit(Net(), train_loader)
     """
     if seed is None:
         seed = 0

@@ -46,6 +46,19 @@ class Engine(EngineProcesses):
 
     Raises:
         ConfigError: for invalid arguments, before any process is started.
+
+    Example::
+
+        engine = Engine(precision="bf16-mixed", devices=1)
+        engine.launch()
+        net = nn.Linear(4, 1)
+        net, optimizer = engine.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        loader = engine.setup_dataloaders(train_loader)
+        for features, targets in loader:
+            loss = nn.functional.mse_loss(net(features), targets)
+            engine.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
     """
 
     def __init__(
@@ -299,6 +312,13 @@ class Engine(EngineProcesses):
         Raises:
             CheckpointError: for a value that a checkpoint cannot hold, or if it cannot be written.
             RunError: inside an optimizer step.
+
+        Example::
+
+            state = {"model": net, "optimizer": optimizer, "epoch": 3}
+            engine.save("runs/loop", state)
+            engine.load("runs/loop", state)
+            state["epoch"]  # 3
         """
         self._connect()
         check_names(state, "engine.save")

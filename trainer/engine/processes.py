@@ -59,6 +59,14 @@ class EngineProcesses:
 
         Raises:
             ConfigError: without a function if processes have to be started, or for one that cannot be called so.
+
+        Example::
+
+            def main(engine, width):
+                net = engine.setup(nn.Linear(4, width))
+                return engine.reduce(engine.global_rank, "sum")
+
+            Engine(accelerator="cpu", devices=1).launch(main, width=8)
         """
         if self._is_connected and self.strategy.launcher.starts_processes:
             raise RunError(

@@ -30,8 +30,21 @@ class CSVLogger(FolderLogger):
     A row is one call of `log_metrics`: its step and its values, with the other columns empty. A metric that is first
     logged later adds a column. An existing version is continued.
 
+    Args:
+        save_dir: the folder that holds the runs of all names.
+        name: the folder of these runs in it; empty or None for none.
+        version: the number or the name of this run; by default the number after the last.
+        prefix: stands before the names of all metrics.
+        flush_logs_every_n_steps: optimizer steps between two writes to the disk.
+
     Raises:
         ConfigError: for a `flush_logs_every_n_steps` below 1.
+
+    Example::
+
+        logger = CSVLogger("runs", name="csv")
+        Trainer(max_epochs=1, logger=logger, log_every_n_steps=1).fit(module, train_loader)
+        print(Path(logger.log_dir, "metrics.csv").read_text())
     """
 
     def __init__(

@@ -57,6 +57,10 @@ class MLFlowLogger(TrackerLogger):
 
     Raises:
         MissingDependencyError: if the package mlflow (or mlflow-skinny) is not installed.
+
+    Example::
+
+        Trainer(logger=MLFlowLogger("digits", tracking_uri="file:./mlruns"))
     """
 
     def __init__(

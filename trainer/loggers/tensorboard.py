@@ -32,11 +32,26 @@ _SECONDS_AT_MOST: Final = 5.0
 class TensorBoardLogger(FolderLogger):
     """Write event files to ``<save_dir>/<name>/version_<N>/<sub_dir>``; look at them with ``tensorboard --logdir``.
 
-    An existing version is continued. `default_hp_metric` writes the placeholder ``hp_metric`` when hyper-parameters are
-    logged without metrics, as Lightning does.
+    An existing version is continued.
+
+    Args:
+        save_dir: the folder that holds the runs of all names.
+        name: the folder of these runs in it; empty or None for none.
+        version: the number or the name of this run; by default the number after the last.
+        log_graph: write the graph of the module's ``forward``, if it has an ``example_input_array``.
+        default_hp_metric: write the placeholder ``hp_metric`` when hyper-parameters are logged without metrics, as
+            Lightning does.
+        prefix: stands before the names of all metrics.
+        sub_dir: a folder for the event files inside that of the run.
 
     Raises:
         MissingDependencyError: if the package tensorboard is not installed.
+
+    Example::
+
+        logger = TensorBoardLogger("runs", name="digits", log_graph=False)
+        Trainer(max_epochs=1, logger=logger).fit(module, train_loader)  # then: tensorboard --logdir runs
+        logger.experiment.add_text("note", "the first run")
     """
 
     def __init__(

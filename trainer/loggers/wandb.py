@@ -53,6 +53,10 @@ class WandbLogger(TrackerLogger):
     Raises:
         MissingDependencyError: if the package wandb is not installed.
         ConfigError: if both `log_model` and `offline` are set.
+
+    Example::
+
+        Trainer(logger=WandbLogger(project="digits", offline=True))
     """
 
     def __init__(

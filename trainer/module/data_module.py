@@ -65,6 +65,21 @@ class DataModule(DataHooks, HyperparametersMixin):
     """Define `setup` and the loaders you need; names and order are Lightning's.
 
     `prepare_data` and `setup` run before the module's methods of the same name.
+
+    Example::
+
+        class Numbers(DataModule):
+            def __init__(self, batch_size: int = 8):
+                super().__init__()
+                self.batch_size = batch_size
+
+            def setup(self, stage):
+                self.data = TensorDataset(torch.randn(32, 4), torch.randn(32, 1))
+
+            def train_dataloader(self):
+                return DataLoader(self.data, self.batch_size, shuffle=True)
+
+        Trainer(max_epochs=1).fit(module, datamodule=Numbers())
     """
 
     CHECKPOINT_HYPER_PARAMS_KEY = "datamodule_hyper_parameters"

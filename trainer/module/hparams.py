@@ -60,6 +60,16 @@ class HyperparametersMixin:
         Raises:
             ConfigError: for a name that is not an argument, or an object without names.
             ModuleError: when called outside ``__init__`` with no object to keep.
+
+        Example::
+
+            class Sized(TrainModule):
+                def __init__(self, width: int, lr: float = 0.1):
+                    super().__init__()
+                    self.save_hyperparameters()
+                    self.layer = nn.Linear(4, self.hparams.width)
+
+            Sized(8).hparams.lr  # 0.1
         """
         caller = frame or _caller()
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())

@@ -24,6 +24,17 @@ class Loss:
     Args:
         total: a scalar with a gradient.
         count: the number of units that `total` sums over; a tensor stays on its device.
+
+    Example::
+
+        class PerToken(Net):
+            def training_step(self, batch, batch_idx):
+                features, targets = batch
+                losses = (self(features) - targets).square()
+                is_token = features[:, :1] > 0  # the others are padding
+                return Loss((losses * is_token).sum(), is_token.sum())
+
+        trainer.fit(PerToken(), train_loader)
     """
 
     total: Tensor

@@ -41,6 +41,17 @@ class Optimization:
         ``"optimizer"``, ``"lr_scheduler"`` and ``"monitor"``; a list of such dicts; None to train without an optimizer.
         A scheduler is given as it is, or as a dict with ``scheduler``, ``interval`` (``epoch`` or ``step``),
         ``frequency``, ``monitor``, ``strict``, ``name``, ``reduce_on_plateau``.
+
+        Example::
+
+            class Scheduled(Net):
+                def configure_optimizers(self):
+                    optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+                    steps = self.trainer.estimated_stepping_batches
+                    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+                    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+            trainer.fit(Scheduled(), train_loader)
         """
         raise ModuleError(
             f"{type(self).__name__} defines no configure_optimizers; define it to return an optimizer, "

@@ -36,6 +36,24 @@ class TrainModule(Optimization, Exporting, ModuleHooks, DataHooks, Hyperparamete
 
     Define `training_step` and `configure_optimizers` for ``fit``; `validation_step`, `test_step` and `predict_step` for
     the other three methods. Everything else has a default.
+
+    Example::
+
+        class Regression(TrainModule):
+            def __init__(self):
+                super().__init__()
+                self.layer = nn.Linear(4, 1)
+
+            def training_step(self, batch, batch_idx):
+                features, targets = batch
+                loss = nn.functional.mse_loss(self.layer(features), targets)
+                self.log("train_loss", loss)
+                return loss
+
+            def configure_optimizers(self):
+                return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        Trainer(max_epochs=1).fit(Regression(), train_loader)
     """
 
     example_input_array: Any = None
@@ -163,6 +181,18 @@ class TrainModule(Optimization, Exporting, ModuleHooks, DataHooks, Hyperparamete
 
         Raises:
             ModuleError: if the value is not a scalar, or nothing can be logged here.
+
+        Example::
+
+            class Logging(Net):
+                def training_step(self, batch, batch_idx):
+                    loss = super().training_step(batch, batch_idx)
+                    self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True)
+                    self.log("longest", len(batch[0]), reduce_fx="max")
+                    return loss
+
+            trainer.fit(Logging(), train_loader)
+            trainer.callback_metrics["loss_epoch"]
         """
         if sync_dist_group is not None:
             raise ModuleError(
@@ -360,6 +390,12 @@ class TrainModule(Optimization, Exporting, ModuleHooks, DataHooks, Hyperparamete
             CheckpointError: if the checkpoint is missing or damaged, or the weights do not fit.
             ModuleError: if it is called on an instance, which would not change: the new module is returned.
             ConfigError: if `strict` contradicts the `strict_loading` that the module sets.
+
+        Example::
+
+            trainer.fit(module, train_loader)
+            best = Net.load_from_checkpoint(trainer.checkpoint_callback.best_model_path)
+            wider_name = Net.load_from_checkpoint(trainer.checkpoint_callback.best_model_path, lr=0.01)
         """
         return load_module(cls, checkpoint_path, map_location, hparams_file, strict, kwargs)
 

@@ -26,6 +26,10 @@ class AdvancedProfiler(Profiler):
         filename: as in `Profiler`.
         line_count_restriction: how many functions of an action to show: a number of lines, or a fraction of them.
         dump_stats: also write one file per action, for ``pstats``.
+
+    Example::
+
+        Trainer(max_epochs=1, profiler=AdvancedProfiler(dirpath="runs", filename="functions")).fit(module, train_loader)
     """
 
     def __init__(
@@ -79,13 +83,28 @@ class AdvancedProfiler(Profiler):
 class PyTorchProfiler(Profiler):
     """Records every operator of a few steps with ``torch.profiler``, on the host and on the accelerator.
 
-    Skips `wait` steps, warms up for `warmup`, records `active`, and does so `repeat` times (0: to the end of the run).
-    Each recording is written to ``rank<rank>.<step>.pt.trace.json`` in `dirpath`, by default the run's folder;
-    TensorBoard and https://ui.perfetto.dev open it. The table shows the `row_limit` operators that rank highest by
-    `sort_by_key`.
+    Each recording is written to ``rank<rank>.<step>.pt.trace.json``; TensorBoard and https://ui.perfetto.dev open it.
+
+    Args:
+        dirpath: the folder of the recordings and of the table, by default the run's.
+        filename: the name of the table's file; None to print the table.
+        wait: steps to skip before each recording.
+        warmup: steps to profile without keeping the result, after those.
+        active: steps to record.
+        repeat: the number of recordings; 0 for as many as the run has room for.
+        row_limit: the operators that the table shows.
+        sort_by_key: the column by which they are ranked.
+        record_shapes: record the shapes of the operators' inputs.
+        profile_memory: record what is allocated and freed.
+        with_stack: record the lines of code that call the operators.
 
     Raises:
         ConfigError: for a schedule that records nothing.
+
+    Example::
+
+        profiler = PyTorchProfiler(dirpath="runs", wait=0, warmup=1, active=2)
+        Trainer(max_epochs=1, profiler=profiler).fit(module, train_loader)
     """
 
     def __init__(

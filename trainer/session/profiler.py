@@ -141,6 +141,11 @@ class SimpleProfiler(Profiler):
         dirpath: as in `Profiler`.
         filename: as in `Profiler`.
         extended: also show the number of calls and the fraction of the whole run.
+
+    Example::
+
+        Trainer(max_epochs=1, profiler="simple").fit(module, train_loader)
+        Trainer(max_epochs=1, profiler=SimpleProfiler(dirpath="runs", filename="times")).fit(module, train_loader)
     """
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None, extended: bool = True) -> None:
