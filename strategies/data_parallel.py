@@ -19,6 +19,13 @@ from .errors import ConfigError, ModuleError
 from .module.precision import Precision
 from .parallel.batch_split import combine, split
 from .strategy import Strategy
+from .torch_tensors import (
+    buffers_by_name,
+    children_by_name,
+    compiled_call_of,
+    copy_without_parameters,
+    parameters_by_name,
+)
 
 
 class DataParallelStrategy(Strategy):
@@ -102,7 +109,7 @@ def _check_replicable(module: nn.Module, num_devices: int, is_manual: bool) -> N
             "automatic_optimization=False: each slice of a batch would make an update of its own; use strategy='ddp', "
             "or return the loss."
         )
-    compiled = [type(m).__name__ for m in module.modules() if vars(m).get("_compiled_call_impl") is not None]
+    compiled = [type(m).__name__ for m in module.modules() if compiled_call_of(m) is not None]
     if compiled:
         raise ConfigError(
             f"strategy='dp' with devices={num_devices} cannot replicate compiled modules, and {compiled[0]} is one; "
@@ -128,14 +135,13 @@ def _replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mo
 def _replicate_on_cpu(module: nn.Module) -> nn.Module:
     """Return a replica that shares the parameters and has its own buffers, as `replicate` makes for GPUs."""
     buffers = {buffer: buffer.clone() for buffer in module.buffers()}
-    replicas = {original: original._replicate_for_data_parallel() for original in module.modules()}  # noqa: SLF001
+    replicas = {original: copy_without_parameters(original) for original in module.modules()}
     for original, replica in replicas.items():
-        state = vars(original)
-        vars(replica).update(
-            _parameters=dict(state["_parameters"]),
-            _buffers={name: buffers.get(buffer) for name, buffer in state["_buffers"].items()},
-            _modules={name: replicas.get(child) for name, child in state["_modules"].items()},
-        )
+        parameters_by_name(replica).update(parameters_by_name(original))
+        for name, buffer in buffers_by_name(original).items():
+            buffers_by_name(replica)[name] = None if buffer is None else buffers[buffer]
+        for name, child in children_by_name(original).items():
+            children_by_name(replica)[name] = None if child is None else replicas[child]
     replica_of_module: nn.Module = replicas[module]
     return replica_of_module
 

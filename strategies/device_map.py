@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar, Literal
@@ -16,6 +15,7 @@ from .errors import ConfigError
 from .module.device_layout import check_device_map, deal_parts, device_of, match_device_map, room_on
 from .module.precision import Precision
 from .strategy import Strategy
+from .torch_tensors import apply_to_own_tensors
 
 
 class DeviceMapStrategy(Strategy):
@@ -92,10 +92,8 @@ class DeviceMapStrategy(Strategy):
         """Move a submodule's own tensors, not those of its children."""
         device = device_of(f"{name}.tensor" if name else "tensor", self.layout)
         assert device is not None
-        apply: Any = submodule._apply  # noqa: SLF001 - what `to` calls
         # a metric of torchmetrics moves as a whole, with its states
-        only_own = {"recurse": False} if "recurse" in inspect.signature(apply).parameters else {}
-        apply(lambda tensor: tensor.to(device), **only_own)
+        apply_to_own_tensors(submodule, lambda tensor: tensor.to(device))
 
     def _follow_parts(self) -> None:
         """Register hooks that move a part's inputs to its device, and the children's outputs to the first device."""

@@ -1,4 +1,4 @@
-"""Private names of torch, but for those of units and pipelines, and the versions of torch in which they were seen."""
+"""Private names of torch, but for fields of its objects, units and pipelines, and the versions that have them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ from .errors import EchelonError
 
 __all__ = [
     "BatchNorm",
+    "DisableTorchFunction",
+    "DisableTorchFunctionSubclass",
+    "Dropout",
     "OpOverload",
     "StopRecomputation",
     "TorchDispatchMode",
+    "is_profiling",
     "is_traceable_wrapper_subclass",
     "kill_with_parent",
     "tree_leaves",
@@ -43,8 +47,11 @@ class _NamesOfTorch:
 names_of_torch: Final = _NamesOfTorch()
 
 with names_of_torch:
+    from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
+    from torch.autograd import _profiler_enabled as is_profiling  # type: ignore[attr-defined]
     from torch.multiprocessing import _prctl_pr_set_pdeathsig as kill_with_parent  # type: ignore[attr-defined]
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+    from torch.nn.modules.dropout import _DropoutNd as Dropout
     from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
     from torch.utils._pytree import tree_leaves, tree_map
     from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
@@ -191,7 +198,7 @@ def default_store() -> Any:
     from torch.distributed import distributed_c10d
 
     with names_of_torch:
-        return distributed_c10d._get_default_store()
+        return distributed_c10d._get_default_store()  # noqa: SLF001
 
 
 def overflows_of(
@@ -252,6 +259,49 @@ def join_rpc(name: str, rank: int, world_size: int, store: Any, options: Any) ->
     with names_of_torch:
         autograd._init(rank)  # type: ignore[attr-defined] # noqa: SLF001
         rpc._init_rpc_backend(store=store, name=name, rank=rank, world_size=world_size, rpc_backend_options=options)  # noqa: SLF001
+
+
+def rpc_options(timeout: float) -> Any:
+    """Return options of RPC that sends over sockets only.
+
+    With shared memory, a thread of each process would poll for messages all the time, on a core of its own.
+    """
+    from torch.distributed import rpc
+
+    return rpc.TensorPipeRpcBackendOptions(rpc_timeout=timeout, _transports=["uv"])
+
+
+def is_rpc_initialized() -> bool:
+    """Return whether this process has joined RPC already."""
+    from torch.distributed import rpc
+
+    with names_of_torch:
+        return bool(rpc.api._is_current_rpc_agent_set())  # type: ignore[attr-defined] # noqa: SLF001
+
+
+def processes_of(context: Any) -> list[Any]:
+    """Return the processes that an agent of torch's elastic has started, for their exit codes."""
+    with names_of_torch:
+        return list(context._pc.processes)  # noqa: SLF001
+
+
+def has_workers(iterator: Any) -> bool:
+    """Return whether an iterator is that of a DataLoader with worker processes."""
+    return hasattr(iterator, "_shutdown_workers")
+
+
+def end_workers(iterator: Any) -> None:
+    """End the worker processes of a DataLoader's iterator."""
+    with names_of_torch:
+        end = iterator._shutdown_workers  # noqa: SLF001
+    end()
+
+
+def file_writer_of(summary_writer: Any) -> Any:
+    """Return what writes the events of a SummaryWriter to its file."""
+    with names_of_torch:
+        write = summary_writer._get_file_writer  # noqa: SLF001
+    return write()
 
 
 # --- settings --------------------------------------------------------------------------------------------------------

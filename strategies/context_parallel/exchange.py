@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..distributed.tensor_collectives import Wire, all_gather, all_to_all
+from ..torch_tensors import memory_id
 from .sequence import SequenceLayout
 
 
@@ -63,10 +64,10 @@ def gathered_again(exchange: Exchange, dim: int, pairs: list[tuple[Tensor, Tenso
         dim: the dimension along which they are gathered.
         pairs: each part with its whole tensor.
     """
-    regathered = {_memory(whole): _Regathered(exchange, dim, part.detach()) for part, whole in pairs}
+    regathered = {memory_id(whole): _Regathered(exchange, dim, part.detach()) for part, whole in pairs}
 
     def pack(tensor: Tensor) -> Any:
-        kept = regathered.get(_memory(tensor))
+        kept = regathered.get(memory_id(tensor))
         return tensor if kept is None else kept.pack(tensor)
 
     def unpack(packed: Any) -> Tensor:
@@ -74,10 +75,6 @@ def gathered_again(exchange: Exchange, dim: int, pairs: list[tuple[Tensor, Tenso
 
     with saved_tensors_hooks(pack, unpack):
         yield
-
-
-def _memory(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - not data_ptr(), as a storage may have no memory
 
 
 class _Regathered:

@@ -17,6 +17,7 @@ from ..module.blocks import repeated_blocks
 from ..module.memory_estimate import size_of
 from ..state.dtensor import local_shard
 from ..torch_internals import TorchDispatchMode, is_without_memory, tree_leaves
+from ..torch_tensors import components_of, memory_id
 from .profile import CASTS, LayerUse, Sources, StepMemory
 from .unknown_sizes import sparse_gradient, with_workspace
 
@@ -139,7 +140,7 @@ class LiveMemory(TorchDispatchMode):
 
         def resize(storage: Any, size: int) -> Any:
             answer = plain(storage, size)
-            memory = int(storage._cdata)  # noqa: SLF001 - as in `_note`
+            memory = memory_id(storage)
             if memory in self._alive:
                 before, sources, block = self._alive[memory]
                 self._take_peak()
@@ -228,7 +229,7 @@ class LiveMemory(TorchDispatchMode):
             self._note_storage(part.untyped_storage(), sources)
 
     def _note_storage(self, storage: Any, sources: Sources) -> None:
-        memory = int(storage._cdata)  # noqa: SLF001 - without memory, the data has no address
+        memory = memory_id(storage)
         if memory in self._alive or memory in self._own or memory in self._gradients:
             return
         size = storage.nbytes()
@@ -303,8 +304,8 @@ def storages_bytes(tensors: Iterable[Tensor]) -> int:
 def _parts(tensor: Tensor) -> Sequence[Tensor]:
     """Return the tensors that hold a tensor's memory: its shard, or the two components of a sparse one."""
     shard = local_shard(tensor)
-    return (shard._indices(), shard._values()) if shard.is_sparse else (shard,)  # noqa: SLF001 - also if not coalesced
+    return components_of(shard) if shard.is_sparse else (shard,)
 
 
 def _memory(tensor: Tensor) -> int:
-    return int(_parts(tensor)[0].untyped_storage()._cdata)  # noqa: SLF001
+    return memory_id(_parts(tensor)[0])

@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing import api as elastic_processes
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 from ..errors import ProcessError
+from ..torch_internals import processes_of
 from .failures import WorkerExit
 from .fork_server import blank_main, keeping_start_method, preload
 from .proc_status import look_at
@@ -117,7 +118,7 @@ class Agent(LocalElasticAgent):
                     "again. If the kernel's out-of-memory killer ended it (see dmesg), use less memory per process."
                 ) from error
         assert self._pcontext is not None
-        self._processes = list(self._pcontext._pc.processes)  # type: ignore[attr-defined]  # noqa: SLF001 - for their exit codes
+        self._processes = processes_of(self._pcontext)
         self.ranks = [worker.global_rank for worker in worker_group.workers]
         self._running = dict(zip(self.ranks, pids.values(), strict=True))
         if self._signal is not None:

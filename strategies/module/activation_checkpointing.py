@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, did_you_mean
 from ..torch_internals import function_modes
+from ..torch_tensors import arguments_of, buffers_by_name, version_of
 from .activation_offload import ActivationOffload
 from .blocks import CONTAINERS, Predicate, as_predicate, repeated_blocks
 
@@ -267,7 +268,7 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _has_dropout(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Return whether an attention draws random numbers: if it were kept, the next operator would draw them instead."""
-    for index, argument in enumerate(operator._schema.arguments):  # noqa: SLF001
+    for index, argument in enumerate(arguments_of(operator)):
         if argument.name == "dropout_p":
             return bool(args[index] if index < len(args) else kwargs.get("dropout_p", 0.0))
     return False
@@ -311,19 +312,19 @@ class _WithBuffers:
 
     def __init__(self, forward: Callable[..., Any], submodule: nn.Module, changing: _Changing) -> None:
         self._forward, self._changing = forward, changing
-        self._owners = {index: owner for index, owner in enumerate(submodule.modules()) if owner._buffers}  # noqa: SLF001
+        self._owners = {index: owner for index, owner in enumerate(submodule.modules()) if buffers_by_name(owner)}
         self._before: dict[int, _Buffers] | None = None
 
     def __call__(self, *args: Any) -> Any:
         return self._first(*args) if self._before is None else self._again(*args)
 
     def _first(self, *args: Any) -> Any:
-        known, held = self._changing.indices, {i: dict(owner._buffers) for i, owner in self._owners.items()}  # noqa: SLF001
+        known, held = self._changing.indices, {i: dict(buffers_by_name(owner)) for i, owner in self._owners.items()}
         versions = {index: _versions(buffers) for index, buffers in held.items()}
         copies = {index: _copied(buffers) for index, buffers in held.items() if known is None or index in known}
         output = self._forward(*args)
         # batch norm's kernels do not increase the version of its statistics, but its module increases its counter's
-        now = {index: _versions(owner._buffers) for index, owner in self._owners.items()}  # noqa: SLF001
+        now = {index: _versions(buffers_by_name(owner)) for index, owner in self._owners.items()}
         changed = {index for index in now if now[index] != versions[index]}
         self._changing.indices = changed | (known or set())
         self._before = {index: copy for index, copy in copies.items() if index in self._changing.indices}
@@ -332,14 +333,14 @@ class _WithBuffers:
     def _again(self, *args: Any) -> Any:
         assert self._before is not None
         assert self._changing.indices is not None
-        now = {index: dict(self._owners[index]._buffers) for index in self._changing.indices}  # noqa: SLF001
+        now = {index: dict(buffers_by_name(self._owners[index])) for index in self._changing.indices}
         for index, buffers in now.items():
-            self._owners[index]._buffers.update(_copied(self._before.get(index, buffers)))  # noqa: SLF001
+            buffers_by_name(self._owners[index]).update(_copied(self._before.get(index, buffers)))
         try:
             return self._forward(*args)
         finally:
             for index, buffers in now.items():
-                self._owners[index]._buffers.update(buffers)  # noqa: SLF001
+                buffers_by_name(self._owners[index]).update(buffers)
 
 
 def _copied(buffers: _Buffers) -> _Buffers:
@@ -349,4 +350,4 @@ def _copied(buffers: _Buffers) -> _Buffers:
 def _versions(buffers: _Buffers) -> list[tuple[int, int]]:
     """Return each tensor's identity, and its version, which in-place changes outside inference mode increase."""
     tensors = (tensor for tensor in buffers.values() if tensor is not None)
-    return [(id(tensor), 0 if tensor.is_inference() else tensor._version) for tensor in tensors]  # noqa: SLF001
+    return [(id(tensor), version_of(tensor)) for tensor in tensors]

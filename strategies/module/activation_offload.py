@@ -11,6 +11,8 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from ..torch_tensors import base_of
+
 # Bytes that may be in flight in each direction, or a single tensor: a few milliseconds of bus traffic.
 _IN_FLIGHT: Final = 256 << 20
 _LOOK_BACK: Final = 32
@@ -39,8 +41,7 @@ class ActivationOffload:
         self._lanes.clear()
 
     def _keep(self, tensor: Tensor) -> _Kept:
-        whole = tensor if tensor._base is None else tensor._base  # noqa: SLF001
-        if isinstance(whole, nn.Parameter):  # its memory would not be freed anyway
+        if isinstance(base_of(tensor), nn.Parameter):  # its memory would not be freed anyway
             return tensor.device, tensor
         if not tensor.is_cuda or tensor.is_sparse or type(tensor) is not Tensor:
             return tensor.device, tensor.cpu()

@@ -9,17 +9,19 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from ..torch_tensors import call_uncompiled, set_compiled_call
+
 _CALLS: Final[WeakKeyDictionary[type[nn.Module], Callable[..., Any]]] = WeakKeyDictionary()
-"""For each class `_call` with code of its own, which all compiled modules of the class share."""
+"""For each class `call_uncompiled` with code of its own, which all compiled modules of the class share."""
 
 
 def compile_calls(module: nn.Module, compiler: Callable[..., Any]) -> None:
     """Compile a module's calls, keeping its names, as ``module.compile()`` does; `compiler` takes a function.
 
     torch 2.11 does not compile a ``forward`` of torch's own, such as that of ``nn.TransformerEncoderLayer``, unless
-    another function calls it; hence `_call`.
+    another function calls it; hence `call_uncompiled`.
     """
-    module._compiled_call_impl = compiler(MethodType(_call_of(type(module)), module))  # noqa: SLF001
+    set_compiled_call(module, compiler(MethodType(_call_of(type(module)), module)))
 
 
 def _call_of(kind: type[nn.Module]) -> Callable[..., Any]:
@@ -29,9 +31,6 @@ def _call_of(kind: type[nn.Module]) -> Callable[..., Any]:
     three of them would reach that, trained and evaluated.
     """
     if kind not in _CALLS:
-        _CALLS[kind] = FunctionType(_call.__code__.replace(co_name=f"_call_{kind.__name__}"), globals())
+        code = call_uncompiled.__code__.replace(co_name=f"_call_{kind.__name__}")
+        _CALLS[kind] = FunctionType(code, call_uncompiled.__globals__)
     return _CALLS[kind]
-
-
-def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
-    return module._call_impl(*args, **kwargs)  # noqa: SLF001

@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import ModuleError
-from ..torch_internals import OpOverload, TorchDispatchMode, is_without_memory, tree_leaves, tree_map
+from ..torch_internals import (
+    DisableTorchFunction,
+    OpOverload,
+    TorchDispatchMode,
+    is_without_memory,
+    tree_leaves,
+    tree_map,
+)
+from ..torch_tensors import arguments_of, memory_id, schema_name
 
 _IS_META: Final = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _DEVICE: Final = Tensor.device.__get__
@@ -208,7 +216,7 @@ class _Outline:
     @property
     def memory(self) -> int:
         """The identity of the storage."""
-        return int(self.storage._cdata)  # noqa: SLF001
+        return memory_id(self.storage)
 
     @property
     def is_all(self) -> bool:
@@ -249,7 +257,7 @@ class _Operation(NamedTuple):
         """Return the storages whose values it changes."""
         if not self._is_operator:
             return _memories(self.output)
-        arguments = self.function._schema.arguments  # noqa: SLF001
+        arguments = arguments_of(self.function)
         positional = zip(arguments, self.args, strict=False)
         named = ((argument, self.kwargs[argument.name]) for argument in arguments if argument.name in self.kwargs)
         written = [value for argument, value in chain(positional, named) if argument.is_write]
@@ -259,7 +267,7 @@ class _Operation(NamedTuple):
         """Return the storages whose values it reads."""
         first = self.args[0] if self.args else None
         others = _memories((self.args[1:], self.kwargs))
-        overwrites = not self._is_operator or self.function._schema.name in _OVERWRITING  # noqa: SLF001
+        overwrites = not self._is_operator or schema_name(self.function) in _OVERWRITING
         if overwrites and isinstance(first, _Outline):
             return others if first.is_all else others | {first.memory}
         return _memories((self.args, self.kwargs))
@@ -304,7 +312,7 @@ def _deferred_device(value: Any) -> Any:
 
 def _is_meta(tensor: Tensor) -> bool:
     """Return whether a tensor is on the meta device, even where that is hidden."""
-    with torch._C.DisableTorchFunction():  # noqa: SLF001
+    with DisableTorchFunction():
         return tensor.is_meta
 
 

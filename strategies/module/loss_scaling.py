@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from ..torch_internals import overflows_of
+from ..torch_tensors import takes_scaled_gradients
 
 
 class LossScaling:
@@ -52,7 +53,7 @@ class LossScaling:
     def step(self, optimizer: Optimizer) -> None:
         """Step the optimizer unless its gradients overflowed."""
         self.unscale(optimizer)
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
+        if takes_scaled_gradients(optimizer):
             self._has_fused = True
             if self._scale is None:
                 self._scale = self.scaler.get_scale()

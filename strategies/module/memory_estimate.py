@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ..distributed.nested import iterate_tensors
 from ..state.dtensor import local_shard
+from ..torch_tensors import base_of, components_of
 
 Share = Callable[[Tensor], float]
 
@@ -83,7 +84,7 @@ def _held(tensors: Iterable[Tensor]) -> int:
 def size_of(tensor: Tensor) -> int:
     """Return the bytes of the numbers of a tensor; of a sparse one, with its indices."""
     if tensor.is_sparse:
-        return tensor._indices().nbytes + tensor._values().nbytes  # noqa: SLF001 - also if not coalesced
+        return sum(part.nbytes for part in components_of(tensor))
     if tensor.is_meta or tensor.layout is not torch.strided:
         return tensor.nbytes
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())  # an expanded tensor stores fewer elements
@@ -106,8 +107,7 @@ class KeptForBackward(torch.autograd.graph.saved_tensors_hooks):
         return sum(self._sizes.values())
 
     def _note(self, tensor: Tensor) -> Tensor:
-        whole = tensor if tensor._base is None else tensor._base  # noqa: SLF001
-        if not isinstance(whole, nn.Parameter):
+        if not isinstance(base_of(tensor), nn.Parameter):
             storage = local_shard(tensor.detach()).untyped_storage()
             self._sizes[storage.data_ptr()] = storage.nbytes()
         return tensor

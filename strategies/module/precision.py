@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..distributed.nested import map_tensors
 from ..errors import ConfigError, did_you_mean
 from ..state.shared_memory import kept_shared
+from ..torch_tensors import apply_to_tensors
 
 # name -> (dtype of parameters, dtype of autocast)
 _MODES: Final[dict[str, tuple[torch.dtype | None, torch.dtype | None]]] = {
@@ -87,7 +88,7 @@ class Precision:
             elif self.param_dtype is torch.float16:
                 module.half()
             elif self.param_dtype is not None:
-                module._apply(self._converted)  # noqa: SLF001 - what module.to() calls, which has one dtype for all
+                apply_to_tensors(module, self._converted)  # module.to() has one dtype for all
             if device is not None:
                 module.to(device=device)
 

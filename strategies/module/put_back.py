@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..state.dtensor import is_dtensor, local_shard
 from ..torch_internals import is_without_memory
+from ..torch_tensors import version_of
 
 PutBack = Callable[[], object]
 
@@ -118,14 +119,14 @@ def _of_tensor(tensor: Tensor, device: torch.device | None) -> PutBack | None:
         return None
     values = local_shard(tensor).detach()  # shares memory, and counts the same changes
     saved = values.clone() if device is None else values.to(device, copy=True)
-    version = None if values.is_inference() else values._version  # noqa: SLF001
+    version = None if values.is_inference() else version_of(values)
 
     def put_back() -> None:
         if values.layout is torch.strided and not is_dtensor(tensor):
             is_moved = tensor.shape != values.shape or tensor.data_ptr() != values.data_ptr()
             if is_moved:  # by an assignment to its `data`
                 tensor.data = values
-        if version is not None and version == values._version and _is_equal(values, saved):  # noqa: SLF001
+        if version is not None and version == version_of(values) and _is_equal(values, saved):
             return
         with torch.inference_mode(values.is_inference()), torch.no_grad():
             _without_repeats(values).copy_(_without_repeats(saved, like=values))

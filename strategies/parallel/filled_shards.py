@@ -11,6 +11,7 @@ from ..distributed.collectives import Collectives
 from ..errors import ModuleError
 from ..module.deferred_init import DeferredInit, Places
 from ..state.dtensor import is_dtensor, local_shard, shard_like
+from ..torch_tensors import apply_to_tensors
 
 
 class FilledShards:
@@ -55,7 +56,7 @@ class FilledShards:
                 f"{', '.join(sorted(empty - recorded)[:5])} of {type(module).__name__} is on the meta device and "
                 "has no values; build it in configure_model, without torch.device('meta'), and set deferred_init=True."
             )
-        root._apply(self._allocated)  # noqa: SLF001
+        apply_to_tensors(root, self._allocated)
         own = dict(_named_tensors(module))
 
         def take(name: str, value: Tensor) -> None:

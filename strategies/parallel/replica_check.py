@@ -17,6 +17,7 @@ from ..distributed.collectives import Collectives
 from ..state.digest import bits_of, digest_of_all
 from ..state.dtensor import is_dtensor, local_shard
 from ..torch_internals import is_traceable_wrapper_subclass
+from ..torch_tensors import is_persistent
 
 Ranks = tuple[int, ...]
 Kind = Literal["parameter", "frozen parameter", "buffer"]
@@ -188,7 +189,7 @@ def _saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the buffers that a state dict holds; the others may be caches of what a rank has computed."""
     for name, child in module.named_modules():
         for own, buffer in child.named_buffers(recurse=False):
-            if own not in child._non_persistent_buffers_set:  # noqa: SLF001
+            if is_persistent(child, own):
                 yield (f"{name}.{own}" if name else own), buffer
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..state.dtensor import is_dtensor, with_local_shard
+from ..torch_tensors import has_step_hooks
 
 ELEMENTWISE: Final = frozenset(
     getattr(torch.optim, name)
@@ -107,8 +108,7 @@ def _shards_of(optimizer: Optimizer) -> Mapping[Any, Tensor] | None:
 
 
 def _is_watched(optimizer: Any) -> bool:
-    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks  # noqa: SLF001
-    return bool(hooks) or any(group.get("differentiable") for group in optimizer.param_groups)
+    return has_step_hooks(optimizer) or any(group.get("differentiable") for group in optimizer.param_groups)
 
 
 def _shard_of(parameter: Any) -> Tensor | None:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from ..distributed.buckets import join
 from ..errors import ConfigError
 from ..state.optimizer_state import attributes_of, needs_closure, remake
+from ..torch_tensors import note_step, owners_of, replace_step, step_own_part, zero_class
 
 
 class ShardedOptimizer:
@@ -34,11 +35,9 @@ class ShardedOptimizer:
         self._optimizer = optimizer
         # torch calls this as it would call the class; both optimizers share the groups' dictionaries
         make: Any = self._make_own
-        self._zero: Any = _optimizer_class()(list(optimizer.param_groups), optimizer_class=make, **optimizer.defaults)
+        self._zero: Any = zero_class()(list(optimizer.param_groups), optimizer_class=make, **optimizer.defaults)
         self._follow()
-        step: Any = partial(Optimizer.profile_hook_step(self._step), optimizer)
-        step._wrapped_by_lr_sched = True  # noqa: SLF001 - so that a scheduler created later does not wrap it
-        vars(optimizer).update(step=step, _step_supports_amp_scaling=False)
+        replace_step(optimizer, partial(Optimizer.profile_hook_step(self._step), optimizer))
 
     def _make_own(self, groups: list[dict[str, Any]], **_: Any) -> Optimizer:
         """Return a second optimizer of the user's class, with this rank's parameters in its groups."""
@@ -46,7 +45,7 @@ class ShardedOptimizer:
 
     def owns(self, parameter: Any) -> bool:
         """Return whether this rank keeps the state of a parameter."""
-        return bool(self._zero._param_to_rank[parameter] == self._zero.rank)  # noqa: SLF001 - torch has no public name
+        return bool(owners_of(self._zero)[parameter] == self._zero.rank)
 
     def _follow(self) -> None:
         """Take over groups added to the user's optimizer, and state loaded into it."""
@@ -60,11 +59,9 @@ class ShardedOptimizer:
             zero.optim.state = optimizer.state
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - for the warning of schedulers
+        note_step(optimizer)
         self._follow()
-        # otherwise torch warns of each change, as of buckets that are not enabled
-        self._zero._is_trainable_mask = self._zero._get_is_trainable_mask()  # noqa: SLF001 - there is no public name
-        result = self._zero._local_step(closure=closure)  # noqa: SLF001 - torch's step() sends one parameter at a time
+        result = step_own_part(self._zero, closure)
         self._send_parameters()
         return result
 
@@ -73,7 +70,7 @@ class ShardedOptimizer:
         """Broadcast the new parameters from their owners: small ones of one dtype together, large ones alone."""
         import torch.distributed as dist
 
-        group, ranks = self._zero.process_group, self._zero._param_to_rank  # noqa: SLF001 - there is no public name
+        group, ranks = self._zero.process_group, owners_of(self._zero)
         parameters = [p for param_group in self._optimizer.param_groups for p in param_group["params"]]
         # no optimizer changes those that are frozen, which may be most of a module
         updated = [p for p in parameters if p.requires_grad or p.grad is not None]
@@ -88,17 +85,6 @@ class ShardedOptimizer:
             work.wait()
             for index, values in bucket.split(bucket.flat) if is_received else ():
                 owned[index].copy_(values.view_as(owned[index]))
-
-
-def _optimizer_class() -> Any:
-    """Return torch's class for parameters of any dtypes: it requires one, for buckets that are not used here."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    class OfAnyDtypes(ZeroRedundancyOptimizer):
-        def _verify_same_dense_param_type(self) -> None:
-            pass
-
-    return OfAnyDtypes
 
 
 def check_one_by_one(optimizer: Optimizer) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed.nested import iterate_tensors, map_tensors
+from ..torch_tensors import is_view
 
 SYNCHRONIZED: Final = ("training_step", "run_synchronized")
 """The steps of a module whose backward averages gradients: the Trainer's and the `Engine`'s."""
@@ -57,7 +58,7 @@ class StepCaller(nn.Module):
         tensors = iterate_tensors(output)
         if not self.copies_views:
             return list(tensors)
-        return [tensor.clone() if tensor._is_view() and tensor.requires_grad else tensor for tensor in tensors]  # noqa: SLF001
+        return [tensor.clone() if is_view(tensor) and tensor.requires_grad else tensor for tensor in tensors]
 
     def rebuild(self, output: Any) -> Any:
         """Return the step's output, with the wrapper's tensors in place of its own."""

@@ -16,6 +16,7 @@ from ..errors import EchelonError, ModuleError
 from ..module.rehearsal import steps_of
 from ..module.traces import Traceless
 from ..state.dtensor import is_dtensor, whole_tensor
+from ..torch_tensors import buffers_by_name, parameters_by_name, version_of
 from .absent import Written, attributes_of
 from .counting import TOLERANCES, Observed, Tolerance, first_difference
 from .partition import HOOK
@@ -165,9 +166,9 @@ class FirstSteps:
             for own, parameter in part.named_parameters()
         }
         places = [
-            (submodule._parameters, key, parameter)  # noqa: SLF001
+            (parameters_by_name(submodule), key, parameter)
             for submodule in part.modules()
-            for key, parameter in submodule._parameters.items()  # noqa: SLF001
+            for key, parameter in parameters_by_name(submodule).items()
             if parameter is not None
         ]
         for parameters, key, parameter in places:
@@ -318,7 +319,7 @@ class _WholePass:
 def _content(value: Any) -> tuple[Any, ...]:
     """Return what makes up a value that can change in place."""
     if isinstance(value, Tensor):
-        return (value._version,)  # noqa: SLF001
+        return (version_of(value),)
     if isinstance(value, list | tuple):
         return tuple(value)
     return tuple(value.values()) if isinstance(value, dict) else ()
@@ -364,8 +365,8 @@ class _State:
         """Give the part here what another rank's has."""
         for name, key, value in content:
             owner: Any = self._part.get_submodule(name)
-            if key in owner._buffers:  # noqa: SLF001
-                owner._buffers[key] = value  # noqa: SLF001
+            if key in (buffers := buffers_by_name(owner)):
+                buffers[key] = value
             elif isinstance(vars(owner).get(key), torch.Generator):
                 vars(owner)[key].set_state(value)
             else:

@@ -16,6 +16,7 @@ from ..distributed.nested import iterate_tensors, map_tensors, named_leaves
 from ..errors import ModuleError
 from ..state.dtensor import local_shard
 from ..torch_internals import StopRecomputation
+from ..torch_tensors import call_uncompiled, compiled_call_of, set_compiled_call
 from .absent import AbsentAttributes, stand_in
 from .counting import CountedOnce, Observed
 from .draws import Draws
@@ -296,17 +297,18 @@ class StagedModule:
 
     def _step_in(self, name: str, part: nn.Module) -> None:
         """Let calls of a part come here first: before its hooks, and around what is compiled of it."""
-        compiled = part._compiled_call_impl if set(self.owners[name]) & set(self.own) else None  # noqa: SLF001
+        compiled = compiled_call_of(part) if set(self.owners[name]) & set(self.own) else None
+
+        run: Callable[..., Any] = partial(call_uncompiled, part) if compiled is None else compiled
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            run: Callable[..., Any] = part._call_impl if compiled is None else compiled  # noqa: SLF001
             if self._current is not None:
                 return self._current.call(name, part, run, args, kwargs)
             if self.again is not None:
                 return self.again.call_again(name, part, run, args, kwargs)
             return run(*args, **kwargs)
 
-        part._compiled_call_impl = call  # noqa: SLF001
+        set_compiled_call(part, call)
 
     @contextmanager
     def passing(self, stage: int, index: int, received: Any, shapes: Shapes | None) -> Iterator[Pass]:

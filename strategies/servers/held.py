@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ..distributed.pickling import unpack
 from ..state.optimizer_state import remake
+from ..torch_tensors import values_of
 from .layout import FlatLayout
 from .messages import Assignment, Push, Rows, Update, Updated
 
@@ -158,8 +159,7 @@ class HeldOptimizer:
     def _all_gradients(self) -> list[Tensor]:
         """Return the flat gradients, and those of the tables."""
         tables = [parameter.grad for parameter in self._tables.values() if parameter.grad is not None]
-        values = [gradient._values() if gradient.is_sparse else gradient for gradient in tables]  # noqa: SLF001 - coalesced
-        return [*self._gradients, *values]
+        return [*self._gradients, *map(values_of, tables)]
 
     def _squared_norm(self) -> float:
         norms = [torch.linalg.vector_norm(gradient).double() for gradient in self._all_gradients()]

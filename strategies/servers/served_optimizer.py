@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from ..distributed.collectives import Collectives
 from ..distributed.pickling import PICKLING_ERRORS, pack
 from ..errors import ModuleError
 from ..state.optimizer_state import attributes_of, parameter_names
+from ..torch_tensors import note_step, put_step_back, replace_step
 from .connection import Connection
 from .layout import FlatLayout, deal, have_same_bits
 from .messages import Assignment, Push, Rows, Update, Updated
@@ -27,9 +28,6 @@ from .served_state import (
     sparse_gradient,
     versions_of,
 )
-
-_REPLACED: Final = ("step", "_step_supports_amp_scaling")
-"""The attributes of a user's optimizer that are others while it is served."""
 
 
 class ServedOptimizer:
@@ -91,9 +89,7 @@ class ServedOptimizer:
             step: Any = partial(Optimizer.profile_hook_step(self._step), optimizer)
         else:
             step = partial(self._step_some, optimizer)
-        self._replaced: dict[str, Any] = {name: vars(optimizer)[name] for name in _REPLACED if name in vars(optimizer)}
-        step._wrapped_by_lr_sched = True  # noqa: SLF001 - so that a scheduler made later does not wrap it
-        vars(optimizer).update(step=step, _step_supports_amp_scaling=False)
+        self._replaced = replace_step(optimizer, step)
 
     @property
     def is_assigned(self) -> bool:
@@ -209,10 +205,7 @@ class ServedOptimizer:
 
     def come_home(self, *, has_failed: bool) -> None:
         """Give the user's object its own step and state; that of a run that has failed only if servers still answer."""
-        own = vars(self.optimizer)
-        for name in _REPLACED:
-            own.pop(name, None)
-        own.update(self._replaced)
+        put_step_back(self.optimizer, self._replaced)
         if not self.is_assigned:
             return
         if self._has_other_state():
@@ -285,7 +278,7 @@ class ServedOptimizer:
             self.gather()
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - for the warning of schedulers
+        note_step(optimizer)
         result = None
         if closure is not None:
             with torch.enable_grad():

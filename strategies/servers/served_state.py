@@ -14,6 +14,7 @@ from ..distributed.collectives import Collectives
 from ..distributed.pickling import is_importable
 from ..errors import ConfigError, ModuleError
 from ..state.dtensor import multiply_all
+from ..torch_tensors import values_of, version_of
 
 Versions = Sequence[tuple[Tensor, int]]
 """Gradients, each with a number that grows with each edit in place."""
@@ -86,13 +87,13 @@ def mean_gradients(named: Mapping[str, nn.Parameter], collectives: Collectives) 
 def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor | float) -> None:
     """Multiply the gradients of these parameters in place, dense or sparse."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    multiply_all([g._values() if g.is_sparse else g for g in gradients], factor)  # noqa: SLF001 - in place
+    multiply_all([values_of(gradient) for gradient in gradients], factor)
 
 
 def versions_of(parameters: Iterable[nn.Parameter]) -> Versions:
     """Return the gradients of these parameters as they are now."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return [(gradient, gradient._version) for gradient in gradients]  # noqa: SLF001 - torch has no other name for it
+    return [(gradient, version_of(gradient)) for gradient in gradients]
 
 
 def are_same(before: Versions, now: Versions) -> bool:

@@ -26,7 +26,7 @@ from torch.distributed.rpc import functions
 from ..cluster.environment import overridden
 from ..distributed.pickling import PICKLING_ERRORS, pack, unpack
 from ..errors import ConfigError, RunError
-from ..torch_internals import join_rpc
+from ..torch_internals import is_rpc_initialized, join_rpc, rpc_options
 from .transport import Arguments, Peers, RequestError, Service
 
 _LOOK: Final = 0.01  # seconds between two checks of the store
@@ -65,9 +65,8 @@ class TensorPipe:
     ) -> None:
         self._peers = peers
         rank = peers.names.index(name)
-        # with shared memory, a thread of each process would poll for messages all the time, on a core of its own
-        options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=start_timeout.total_seconds(), _transports=["uv"])
-        if _SERVICES or rpc.api._is_current_rpc_agent_set():  # type: ignore[attr-defined]  # noqa: SLF001 - no public name
+        options = rpc_options(start_timeout.total_seconds())
+        if _SERVICES or is_rpc_initialized():
             raise RunError(
                 "torch.distributed.rpc must not be initialized before a fit with parameter servers, found that it is; "
                 "remove init_rpc, and call peers by trainer.strategy.rpc_sync."

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from ..distributed.collectives import Collectives
 from ..errors import CheckpointError, ModuleError
 from ..torch_internals import is_traceable_wrapper_subclass, is_without_memory, read_by_placements, strided_shard
+from ..torch_tensors import norms_of
 from .lazy_tensor import Block, StoredTensor, read_block
 from .shards import Holders, cuts_of, pieces_of, shard_size
 
@@ -250,7 +251,7 @@ def clip_by_norm(
         number = len(holders.of(gradient)) if is_dtensor(gradient) else collectives.world_size
         by_share.setdefault(1 / (number * number_of_copies), []).append(local_shard(gradient))
     squares = [
-        torch.stack([norm.double() for norm in torch._foreach_norm(shards)]).square().sum() * share
+        torch.stack([norm.double() for norm in norms_of(shards)]).square().sum() * share
         for share, shards in by_share.items()
     ]
     # a stage of a pipeline may have no gradients, and takes part with what the others have

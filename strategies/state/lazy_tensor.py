@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ..distributed.nested import map_tensors
 from ..errors import CheckpointError
+from ..torch_internals import DisableTorchFunctionSubclass
+from ..torch_tensors import as_instance
 
 OUTLINE: Final = ".outline"
 """File name suffix for tensors of which only the header is stored here; their elements are on another node."""
@@ -42,7 +44,7 @@ class StoredTensor(Tensor):
         """Return a tensor with this shape and dtype, but without elements."""
         shape = [max(ends) for ends in zip(*(_ends(block) for block in blocks), strict=True)]
         outline = torch.empty(shape, dtype=blocks[0][0].dtype, device="meta")
-        return torch.Tensor._make_subclass(cls, outline)  # noqa: SLF001 - as torch.nn.Parameter does
+        return as_instance(cls, outline)
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self._blocks = blocks
@@ -55,7 +57,7 @@ class StoredTensor(Tensor):
         """Answer queries that need no elements, copy blocks, and call all other functions with the whole tensor."""
         first = args[0] if args else None
         if func in _ABOUT:
-            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as torch documents it for subclasses
+            with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func in _CONSTANT:
             return _CONSTANT[func]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import ModuleError
+from ..torch_tensors import version_of
 
 _Change = Callable[[Tensor], Tensor]
 
@@ -79,7 +80,7 @@ class TensorGroup:
         return largest
 
     def _share(self, tensor: Tensor, dim: int | None, change: _Change, change_gradient: _Change) -> Tensor:
-        key = (id(tensor), dim, 0 if tensor.is_inference() else tensor._version)  # noqa: SLF001 - it may change in place
+        key = (id(tensor), dim, version_of(tensor))  # it may change in place
         if self._shared is None:
             return self._exchange(tensor, change, change_gradient)
         if key not in self._shared:  # the tensor is kept, otherwise another one could get its id

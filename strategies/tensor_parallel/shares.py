@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..distributed.nested import map_tensors
 from ..errors import ModuleError
+from ..torch_internals import DisableTorchFunctionSubclass
 
 _HARMLESS: Final = frozenset(
     [
@@ -38,7 +39,7 @@ class OutputShare(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - torch's own documentation names it
+        with DisableTorchFunctionSubclass():
             if func in _HARMLESS:
                 return func(*args, **(kwargs or {}))
             share = next((one for one in _leaves((args, kwargs)) if isinstance(one, OutputShare)), None)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from ..distributed.nested import map_tensors
+from ..torch_tensors import buffers_by_name, parameters_by_name
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -28,13 +29,13 @@ class Skeleton:
         """Run the copy with ``whole(parameter)`` for each parameter of the module now, and copies of its buffers."""
         memory: dict[int, Tensor] = {}
 
-        def filled(tensor: Tensor | None, make: Callable[[Tensor], Tensor]) -> Tensor | None:
+        def filled(tensor: Tensor | None, make: Callable[[Tensor], Tensor]) -> Any:
             return None if tensor is None else memory.setdefault(id(tensor), make(tensor))
 
         for name, submodule in module.named_modules():
             mine = self._module.get_submodule(name)
-            mine._parameters.update({key: filled(p, whole) for key, p in submodule._parameters.items()})  # noqa: SLF001
-            mine._buffers.update({key: filled(b, _clone) for key, b in submodule._buffers.items()})  # noqa: SLF001
+            parameters_by_name(mine).update({key: filled(p, whole) for key, p in parameters_by_name(submodule).items()})
+            buffers_by_name(mine).update({key: filled(b, _clone) for key, b in buffers_by_name(submodule).items()})
         return self._module(*args, **kwargs)
 
     def release(self) -> None:
@@ -43,8 +44,8 @@ class Skeleton:
         Not before its gradients are computed: activation checkpointing runs it again.
         """
         for own in self._copies.values():
-            own._parameters.clear()  # noqa: SLF001
-            own._buffers.clear()  # noqa: SLF001
+            parameters_by_name(own).clear()
+            buffers_by_name(own).clear()
 
     def _copy(self, module: M) -> M:
         if module in self._copies:

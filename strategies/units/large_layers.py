@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, ItemsView, Sequence, ValuesView
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..distributed.nested import iterate_tensors, map_tensors
 from ..torch_internals import is_wrapped
+from ..torch_tensors import is_view, memory_id, same_without_view
 
 
 class LayerUnit(nn.Module):
@@ -152,16 +152,11 @@ def _no_view(tensor: Tensor) -> Tensor:
 
     An in-place operation on a view would bypass the backward that ``fully_shard`` waits for.
     """
-    is_view = tensor.requires_grad and tensor._is_view()  # noqa: SLF001
-    return torch.ops.aten._unsafe_view(tensor, tensor.shape) if is_view else tensor  # noqa: SLF001
+    return same_without_view(tensor) if tensor.requires_grad and is_view(tensor) else tensor
 
 
 def _shares_memory(tensor: Tensor, parameters: Sequence[nn.Parameter]) -> bool:
     if is_wrapped(tensor):
         return False  # in a transformation of torch.func, which hands out no storage
-    storage = _storage_of(tensor)
-    return any(_storage_of(parameter) == storage for parameter in parameters)
-
-
-def _storage_of(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - not data_ptr(), as a storage may have no memory
+    storage = memory_id(tensor)
+    return any(memory_id(parameter) == storage for parameter in parameters)

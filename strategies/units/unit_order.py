@@ -16,6 +16,7 @@ from ..distributed.debug import user_call
 from ..distributed.noticeboard import Noticeboard
 from ..errors import ModuleError
 from ..torch_internals import outside_transformations
+from ..torch_tensors import compiled_call_of
 from .torch_units import (
     call_instead,
     end_backward,
@@ -212,7 +213,7 @@ class UnitOrder:
     def _is_compiled(self) -> bool:
         """Whether modules are compiled, which would run uncompiled while they are watched."""
         modules = [module for root in self._roots for module in root.modules()]
-        return any(vars(module).get("_compiled_call_impl") is not None for module in modules)
+        return any(compiled_call_of(module) is not None for module in modules)
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
