@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ..strategies.errors import ModuleError
 from ..strategies.state.schema import INTEGER, NUMBER, TEXT, check
+from ..strategies.torch_internals import BatchNorm
 from .callback import Callback
 from .run import Run
 
@@ -86,7 +86,7 @@ class BaseFinetuning(Callback):
         trainable = set(state["trainable"])
         for part in module.modules():
             names = {name for name, parameter in parameters.items() if parameter in set(part.parameters(recurse=False))}
-            if isinstance(part, _BatchNorm) and names:
+            if isinstance(part, BatchNorm) and names:
                 part.track_running_stats = bool(names & trainable)
         for name, parameter in parameters.items():
             parameter.requires_grad_(name in trainable)
@@ -136,7 +136,7 @@ class BaseFinetuning(Callback):
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:
         """Yield the parameters with this `requires_grad`, without those of batch norms if `train_bn` is False."""
         for part in BaseFinetuning.flatten_modules(modules):
-            if train_bn or not isinstance(part, _BatchNorm):
+            if train_bn or not isinstance(part, BatchNorm):
                 yield from (one for one in part.parameters(recurse=False) if one.requires_grad == requires_grad)
 
     @staticmethod
@@ -153,7 +153,7 @@ class BaseFinetuning(Callback):
     def freeze(modules: Modules, train_bn: bool = True) -> None:
         """Freeze the parameters; those of batch norms stay trainable, unless `train_bn` is False."""
         for part in BaseFinetuning.flatten_modules(modules):
-            _set_trainable([part], isinstance(part, _BatchNorm) and train_bn)
+            _set_trainable([part], isinstance(part, BatchNorm) and train_bn)
 
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
@@ -289,7 +289,7 @@ class BackboneFinetuning(BaseFinetuning):
 
 def _set_trainable(parts: Iterable[nn.Module], is_trainable: bool) -> None:
     for part in parts:
-        if isinstance(part, _BatchNorm):
+        if isinstance(part, BatchNorm):
             part.track_running_stats = is_trainable
         for parameter in part.parameters(recurse=False):
             parameter.requires_grad_(is_trainable)

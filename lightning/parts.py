@@ -20,6 +20,7 @@ from ..callbacks.dispatch import overrides
 from ..callbacks.run import Run
 from ..strategies.distributed.rank_zero import current_rank
 from ..strategies.distributed.rank_zero import rank_zero_only as own_rank_zero_only
+from ..strategies.torch_internals import tree_map
 from ..trainer.loggers.dummy import DummyExperiment
 from ..trainer.module.data_module import DataModule
 from ..trainer.module.train_module import TrainModule
@@ -375,8 +376,6 @@ def get_init_args(frame: FrameType) -> dict[str, Any]:
 
 def move_data_to_device(batch: Any, device: torch.device | str) -> Any:
     """Return a batch with its tensors on a device."""
-    from torch.utils._pytree import tree_map
-
     return tree_map(lambda value: value.to(device) if hasattr(value, "to") else value, batch)
 
 

@@ -23,6 +23,7 @@ from ..callbacks.progress_display import ProgressDisplay
 from ..callbacks.run import Logger
 from ..strategies import Hardware, Strategy
 from ..strategies.errors import ConfigError, DataError, ModuleError
+from ..strategies.torch_tensors import buffers_by_name, children_by_name, parameters_by_name
 from .data.combined_loader import combined_of
 from .module.arguments import check_called_methods, check_step_arguments
 from .module.data_module import DataHooks, DataModule
@@ -103,8 +104,8 @@ def check_module(module: object, datamodule: object, task: Task) -> None:
 def _refuse_hidden_methods(module: TrainModule) -> None:
     """Refuse attributes under the name of a method: they would hide it, or, where they are layers, it hides them."""
     held = {name: value for name, value in vars(module).items() if value is not None and not callable(value)}
-    parts = (module._modules, module._parameters, module._buffers)  # noqa: SLF001 - torch's own, by name
-    for name, value in [*held.items(), *(item for names in parts for item in names.items())]:
+    parts = {**children_by_name(module), **parameters_by_name(module), **buffers_by_name(module)}
+    for name, value in [*held.items(), *parts.items()]:
         if callable(getattr(TrainModule, name, None)):
             raise ModuleError(
                 f"{type(module).__name__}.{name} is {value!r:.60}, but {name} is a method of every TrainModule; give "

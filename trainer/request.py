@@ -13,6 +13,7 @@ from ..common.local_path import local_path
 from ..strategies import Strategy
 from ..strategies.errors import ConfigError
 from ..strategies.module.compiled_calls import compile_calls
+from ..strategies.torch_tensors import compiled_from
 from .module.data_module import DataModule
 from .module.train_module import TrainModule
 from .resume.changed_settings import Winner
@@ -66,7 +67,7 @@ def unwrapped(model: M, strategy: Strategy) -> M:
     Raises:
         ConfigError: if it would have to be sent to other processes, since compiled code cannot be pickled.
     """
-    module = getattr(model, "_orig_mod", None)  # importing torch._dynamo to check its class takes a second
+    module = compiled_from(model)
     if not isinstance(module, TrainModule):
         return model
     if strategy.launcher.starts_processes:

@@ -18,6 +18,7 @@ from ...strategies import Strategy
 from ...strategies.distributed.nested import map_tensors
 from ...strategies.errors import ConfigError, RunError
 from ...strategies.module.compiled_calls import compile_calls
+from ...strategies.torch_tensors import compiled_from
 from ...trainer.checkpoint.load_weights import load_weights
 from ...trainer.data.seed import seed_everything as seed_all
 from ...trainer.engine.engine import Engine
@@ -151,7 +152,7 @@ class Fabric(Engine):
                 "setup needs move_to_device=True, got False: the strategy decides where parameters are; build the "
                 "module in fabric.init_module() to create them there."
             )
-        inner = getattr(module, "_orig_mod", None)
+        inner = compiled_from(module)
         if isinstance(inner, nn.Module):
             compile_calls(inner, module.dynamo_ctx)  # type: ignore[arg-type]
             module = inner

@@ -20,6 +20,7 @@ from ...strategies.state.lazy_tensor import Block, StoredTensor
 from ...strategies.state.optimizer_state import Elsewhere, Sharded
 from ...strategies.state.shards import Holders
 from ...strategies.torch_internals import is_without_memory
+from ...strategies.torch_tensors import memory_id
 from .tags import COLLECTIONS, SCALARS, name_of, named_member
 
 SAFETENSORS_DTYPES: Final[dict[torch.dtype, str]] = {
@@ -267,7 +268,7 @@ def _memory(tensor: Tensor) -> tuple[object, ...]:
     if isinstance(tensor, StoredTensor):
         return (id(tensor),)
     if is_without_memory(tensor):
-        return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()  # noqa: SLF001
+        return memory_id(tensor), tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 

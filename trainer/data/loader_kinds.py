@@ -16,6 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ...strategies.errors import DataError
 from ...strategies.launch.signal_handlers import sheltering_forks
+from ...strategies.torch_internals import end_workers, has_workers
 from .index_stream import DataRanks, Order, Sequential, Shuffled
 from .sampled import Sampled, Share, length_of
 
@@ -65,7 +66,7 @@ def ending_workers() -> Iterator[None]:
     finally:
         _of_thread.begun = outer
         for iterator in list(own):
-            iterator._shutdown_workers()  # noqa: SLF001 - nothing public does
+            end_workers(iterator)
 
 
 def begin(loader: Iterable[Any]) -> Iterator[Any]:
@@ -83,7 +84,7 @@ def begin(loader: Iterable[Any]) -> Iterator[Any]:
             )
         raise
     begun = getattr(_of_thread, "begun", None)
-    if begun is not None and hasattr(iterator, "_shutdown_workers") and not getattr(loader, "persistent_workers", True):
+    if begun is not None and has_workers(iterator) and not getattr(loader, "persistent_workers", True):
         begun.add(iterator)
     return _until_kept_ends(iterator) if is_kept else iterator
 

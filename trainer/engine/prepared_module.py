@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ...strategies import Strategy
 from ...strategies.distributed.nested import map_tensors
 from ...strategies.errors import ConfigError, ModuleError, RunError
+from ...strategies.torch_tensors import compiled_from
 from .step_gradients import StepGradients
 
 _CALL: Final = "__call__"
@@ -136,7 +137,7 @@ def check_plain(module: Any) -> None:
         raise ConfigError(
             f"{type(module).__name__} was set up before; call setup once for each module, or set up a copy.deepcopy."
         )
-    inner = getattr(module, "_orig_mod", None)
+    inner = compiled_from(module)
     if inner is not None:
         raise ConfigError(
             f"setup must get the module inside torch.compile, got torch.compile({type(inner).__name__}); call "

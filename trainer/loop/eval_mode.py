@@ -11,6 +11,7 @@ from typing import Any, Final
 from torch import nn
 
 from ...strategies.module.own_code import names_in
+from ...strategies.torch_internals import Dropout
 from ..session.session import Session
 
 _MOST_NAMED: Final = 3
@@ -36,7 +37,7 @@ def _trained(module: nn.Module, name: str, *, is_frozen: bool) -> Iterator[tuple
 
 
 def _asks_for_mode(module: nn.Module) -> bool:
-    if isinstance(module, nn.modules.dropout._DropoutNd) and module.p == 0:  # noqa: SLF001
+    if isinstance(module, Dropout) and module.p == 0:
         return False
     kind: Any = type(module)  # mypy takes no type for hashable
     return _uses_mode(kind)

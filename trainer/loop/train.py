@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from ...strategies.errors import DataError
+from ...strategies.torch_tensors import version_of
 from ..data.micro_batch import Window
 from ..data.sample_checks import compared
 from ..session.session import Session
@@ -225,7 +226,7 @@ def _warn_if_unlogged(session: Session) -> None:
 
 def _version_of(module: nn.Module) -> int:
     """Return a number that grows with each in-place change of a parameter, whichever optimizer makes it."""
-    return sum(parameter._version for parameter in module.parameters())  # noqa: SLF001 - torch has no other name for it
+    return sum(map(version_of, module.parameters()))
 
 
 def _warn_if_untrained(session: Session) -> None:

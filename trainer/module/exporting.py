@@ -23,6 +23,7 @@ from ...strategies.distributed.nested import to_device
 from ...strategies.errors import MissingDependencyError, ModuleError, RunError
 from ...strategies.module.rehearsal import Untouched
 from ...strategies.state.dtensor import is_dtensor
+from ...strategies.torch_tensors import drop_compiled_call
 from ..checkpoint.atomic_folder import sync
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ def _in_eval_mode(module: nn.Module) -> Iterator[None]:
     """Put all submodules in eval mode, uncompiled, and leave no trace of their calls."""
     with Untouched(module):
         for part in module.modules():
-            vars(part).pop("_compiled_call_impl", None)  # torch has no public name for it
+            drop_compiled_call(part)
         yield
 
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import logging
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from ...strategies.errors import ModuleError, did_you_mean
 from ...strategies.state.optimizer_state import shapes_of_others
+from ...strategies.torch_internals import is_profiling
+from ...strategies.torch_tensors import has_noted_step, step_hooks, version_of
 
 _log = logging.getLogger(__name__)
 
@@ -142,13 +142,13 @@ class ManagedOptimizer:
             self._looks -= 1
             held = (p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None)
             one = next(held, None)
-            self._kept = None if one is None else (one, weakref.ref(one.grad), one.grad._version)  # noqa: SLF001
+            self._kept = None if one is None else (one, weakref.ref(one.grad), version_of(one.grad))
 
     @staticmethod
     def _is_added_up(parameter: nn.Parameter, kept: weakref.ref[Tensor], version: int) -> bool:
         """Return whether the gradients were added to those of the step before: by one backward, without a reset."""
         gradient = parameter.grad
-        return gradient is not None and gradient is kept() and gradient._version == version + 1  # noqa: SLF001
+        return gradient is not None and gradient is kept() and version_of(gradient) == version + 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients."""
@@ -189,20 +189,15 @@ def step_of(optimizer: Optimizer) -> Callable[..., Any]:
     """
     attributes, method = vars(optimizer), type(optimizer).step
     inner: Any = getattr(method, "__wrapped__", None) if getattr(method, "hooked", False) else None
-    known_globals = vars(sys.modules[Optimizer.__module__])
-    hooks = [attributes.get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")]
-    hooks += [known_globals.get(f"_global_optimizer_{when}_hooks") for when in ("pre", "post")]
+    hooks = step_hooks(optimizer)
     before, after, before_any, after_any = hooks
     is_direct = inner is not None and None not in hooks
-    is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined] # noqa: SLF001 - nothing public tells
 
     def has_noted(replaced: Any) -> bool:
-        is_methods = getattr(replaced, "__wrapped__", None) is method
-        by_scheduler = is_methods and getattr(replaced, "_wrapped_by_lr_sched", False)
-        return bool(by_scheduler and attributes.get("_opt_called"))
+        return getattr(replaced, "__wrapped__", None) is method and has_noted_step(optimizer, replaced)
 
     def step(*closure: Any) -> Any:
-        is_watched = before or after or before_any or after_any or is_profiled()
+        is_watched = before or after or before_any or after_any or is_profiling()
         if not is_direct or is_watched or ("step" in attributes and not has_noted(attributes["step"])):
             return optimizer.step(*closure)
         return inner(optimizer, *closure)

@@ -28,6 +28,7 @@ from ...strategies.module.deferred_init import without_trunc_normal
 from ...strategies.parallel.batch_split import split
 from ...strategies.strategy import ClipAlgorithm
 from ...strategies.torch_internals import fake_mode, is_without_memory, unknown_values
+from ...strategies.torch_tensors import buffers_by_name, parameters_by_name
 from ..data.seed import capture_rng, restore_rng
 from ..module.train_module import TrainModule
 
@@ -295,9 +296,10 @@ def without_memory(module: nn.Module, mode: Any, dtype: torch.dtype | None) -> N
         return made[tensor]
 
     # in place, under the same names
-    held: Any = [t for submodule in module.modules() for t in (submodule._parameters, submodule._buffers)]  # noqa: SLF001
-    for tensors in held:
-        tensors.update({name: replacement(tensor) for name, tensor in tensors.items() if tensor is not None})
+    for submodule in module.modules():
+        held: Any
+        for held in (parameters_by_name(submodule), buffers_by_name(submodule)):
+            held.update({name: replacement(tensor) for name, tensor in held.items() if tensor is not None})
 
 
 def _state_bytes(values: dict[str, Any]) -> StateBytes:

@@ -9,6 +9,7 @@ from typing import Final
 
 from torch import nn
 
+from ...strategies.torch_internals import BatchNorm
 from .differences import Deviation
 from .judge import First
 from .report import Divergence
@@ -95,7 +96,7 @@ def _causes_of_output(scene: Scene, name: str) -> tuple[str, ...]:
     causes = []
     if scene.reference.random is not None:
         causes.append(_random(scene))
-    if isinstance(part, nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - torch has no public name for all of them
+    if isinstance(part, BatchNorm):
         causes.append(
             "batch statistics: each rank normalizes by its own part of the batch. On GPUs, sync_batchnorm=True shares "
             "them; freeze_batchnorm (--freeze-batchnorm) lets verify compare what comes after these layers"

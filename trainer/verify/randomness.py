@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from ...callbacks.dispatch import overrides
+from ...strategies.torch_internals import BatchNorm, Dropout
 from ..data.generators import Generators
 from ..data.loader_kinds import is_indexed
 from ..data.seed import derive
@@ -90,11 +91,11 @@ def _replaced(
 def switch_off(module: nn.Module, *, freezes_batchnorm: bool) -> None:
     """Switch off the dropout of layers in place, and with `freezes_batchnorm` the statistics of batches."""
     for layer in module.modules():
-        if isinstance(layer, nn.modules.dropout._DropoutNd):  # noqa: SLF001 - torch has no other name for all of them
+        if isinstance(layer, Dropout):
             layer.p = 0.0
         elif isinstance(layer, nn.MultiheadAttention | nn.RNNBase):
             layer.dropout = 0.0
-        elif isinstance(layer, nn.modules.batchnorm._BatchNorm) and freezes_batchnorm:  # noqa: SLF001 - likewise
+        elif isinstance(layer, BatchNorm) and freezes_batchnorm:
             layer.train = lambda mode=True, layer=layer: layer  # type: ignore[method-assign, misc]
             layer.training = False
 
@@ -103,10 +104,10 @@ def told(module: nn.Module, *, freezes_batchnorm: bool) -> list[str]:
     """Return a line for each kind of randomness that is switched off in a module."""
     kinds: dict[str, list[str]] = {"dropout": [], "batch statistics": []}
     for name, layer in module.named_modules():
-        drops = getattr(layer, "p" if isinstance(layer, nn.modules.dropout._DropoutNd) else "dropout", 0.0)  # noqa: SLF001
+        drops = getattr(layer, "p" if isinstance(layer, Dropout) else "dropout", 0.0)
         if type(drops) is float and drops > 0:
             kinds["dropout"].append(name)
-        if freezes_batchnorm and isinstance(layer, nn.modules.batchnorm._BatchNorm):  # noqa: SLF001
+        if freezes_batchnorm and isinstance(layer, BatchNorm):
             kinds["batch statistics"].append(name)
     return [
         f"{kind} switched off in {', '.join(names[:3])}{f' and {len(names) - 3} more' if names[3:] else ''}"
