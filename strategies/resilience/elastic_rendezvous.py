@@ -24,8 +24,6 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousSettings,
     RendezvousTimeout,
-    _BackendRendezvousStateHolder,
-    _RendezvousExitOp,
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
@@ -39,7 +37,7 @@ from ..launch.static_rendezvous import Rendezvous
 from .rendezvous_link import KEEP_ALIVE, MISSED, Link
 from .rounds import StoreAddress
 from .store_process import CLOSED, KEPT, reach_store
-from .torch_rendezvous import QuickSteps
+from .torch_rendezvous import Exit, QuickSteps, StateHolder
 
 _AFTER_A_RUN: Final = 30.0  # seconds within which the store of the previous run ends
 _OVER: Final = "over"
@@ -185,7 +183,7 @@ class ManyNodes(DynamicRendezvousHandler):
         """As of the last rendezvous."""
         node = self._node_desc_generator.generate(self.address)
         self._link = Link(node, state, settings.run_id)
-        holder = _BackendRendezvousStateHolder(self._link, settings, cache_duration=0)
+        holder = StateHolder(self._link, settings, cache_duration=0)
         super().__init__(node, settings, "c10d", rounds, holder)
         self._op_executor = self._steps = QuickSteps(node, holder, settings)
 
@@ -271,7 +269,7 @@ class ManyNodes(DynamicRendezvousHandler):
         """
         self._stop_heartbeats()
         try:
-            self._op_executor.run(_RendezvousExitOp(), self._get_deadline(self._settings.timeout.close))
+            self._op_executor.run(Exit(), self._get_deadline(self._settings.timeout.close))
         except RendezvousError as error:
             raise self._lost(error) from error
 

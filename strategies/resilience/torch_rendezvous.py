@@ -1,4 +1,7 @@
-"""Dynamic rendezvous of torch, with shorter waits, and with a check of its state before it is unpickled."""
+"""Dynamic rendezvous of torch, with shorter waits, and with a check of its state before it is unpickled.
+
+The private names of torch's rendezvous stand here; torch 2.11.0, 2.14.1 and 2.15.0 have them.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,15 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousSettings,
     _Action,
-    _BackendRendezvousStateHolder,
     _DistributedRendezvousOpExecutor,
-    _NodeDesc,
     _RendezvousContext,
     _RendezvousJoinOp,
 )
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _BackendRendezvousStateHolder as StateHolder
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc as Node
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousExitOp as Exit
+
+__all__ = ["Exit", "Node", "QuickSteps", "StateHolder", "check_state", "set_time_of", "shift_times", "takes_part"]
 
 _LOOK: Final = 0.05  # seconds between two looks; each costs 0.3 ms
 _BETWEEN: Final = 0.5  # seconds within which a node that has left the last round is queued for the next one
@@ -43,9 +49,9 @@ class QuickSteps(_DistributedRendezvousOpExecutor):
     the next one, and by those in the queue: once it is empty, all are there except those that have left or died.
     """
 
-    def __init__(self, node: _NodeDesc, holder: _BackendRendezvousStateHolder, settings: RendezvousSettings) -> None:
+    def __init__(self, node: Node, holder: StateHolder, settings: RendezvousSettings) -> None:
         super().__init__(node, holder, settings)
-        self._expected: frozenset[_NodeDesc] = frozenset()
+        self._expected: frozenset[Node] = frozenset()
         self._since: float | None = None
 
     def note_round(self) -> None:
@@ -117,7 +123,7 @@ def shift_times(data: bytes, seconds: float) -> bytes:
     return pickle.dumps(state)
 
 
-def set_time_of(node: _NodeDesc, data: bytes, seconds: float) -> bytes:
+def set_time_of(node: Node, data: bytes, seconds: float) -> bytes:
     """Return a rendezvous' pickled state, which must have been checked, with a new time for when a node was heard."""
     state = pickle.loads(data)  # noqa: S301 - `check_state` has looked at it
     if node in state.last_heartbeats:
@@ -125,7 +131,7 @@ def set_time_of(node: _NodeDesc, data: bytes, seconds: float) -> bytes:
     return pickle.dumps(state)
 
 
-def takes_part(node: _NodeDesc, data: bytes) -> bool:
+def takes_part(node: Node, data: bytes) -> bool:
     """Return whether a node takes part in a round, given a rendezvous' pickled state that this process has written."""
     return node in pickle.loads(data).participants  # noqa: S301 - it is this process's own
 
