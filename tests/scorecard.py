@@ -302,6 +302,30 @@ def readers_of_the_environment(sources: Iterable[Source]) -> list[str]:
     ]
 
 
+PRIVATE_TORCH = ("strategies/torch_internals.py", "strategies/torch_tensors.py")
+
+
+def private_names_of_torch(sources: Iterable[Source]) -> list[str]:
+    """Names that others keep private are used in two files: ruff is told to accept them (SLF001) in no other.
+
+    Nor does another file import a private name or module of torch.
+    """
+    accepted = re.compile(r"#.*\bnoqa:[ ,A-Z0-9]*\bSLF001\b")
+    found = []
+    for source in sources:
+        if source.path not in PRIVATE_TORCH:
+            lines = enumerate(source.text.splitlines(), 1)
+            found += [f"{source.path}:{number} {line.strip()}" for number, line in lines if accepted.search(line)]
+            nodes = (node for node in ast.walk(source.tree) if _imports_private_torch(node))
+            found += [f"{source.at(node)} {ast.unparse(node)}" for node in nodes]
+    return found
+
+
+def _imports_private_torch(node: ast.AST) -> bool:
+    parts = [name.split(".") for name in _imported(node)]
+    return any(first == "torch" and any(one.startswith("_") for one in rest) for first, *rest in parts)
+
+
 # --- errors ---
 
 VERBS = (
