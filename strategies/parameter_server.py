@@ -19,7 +19,7 @@ from .errors import ConfigError, RunError
 from .module.memory_estimate import MemoryShare
 from .module.precision import Precision
 from .parallel.equal_ranks import overrides
-from .parallel.optimizer_probe import attribute_with_parameters, check_can_be_dealt
+from .parallel.optimizer_probe import OptimizerProbe, attribute_with_parameters, check_can_be_dealt
 from .parallel.replica import DDPOptions, Replica, copy_from_first
 from .parallel.sharding_policy import sparse_layers
 from .servers.choices import ServerChoices
@@ -211,7 +211,7 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
                     "use strategy='ddp'."
                 )
             if self.num_servers > 1 or self._tables is not None:
-                check_can_be_dealt(optimizer, self.name, self.ranks.all)
+                check_can_be_dealt(OptimizerProbe(optimizer), self.name, self.ranks.all)
         owners = [name for optimizer in optimizers for name in self._names(optimizer)]
         twice = sorted({name for name in owners if owners.count(name) > 1})
         if twice:

@@ -23,7 +23,7 @@ from .module.memory_estimate import MemoryShare
 from .module.precision import Precision
 from .parallel.equal_ranks import configure
 from .parallel.mesh import Degrees, make_mesh
-from .parallel.optimizer_probe import check_can_be_dealt, check_can_be_sharded
+from .parallel.optimizer_probe import OptimizerProbe, check_can_be_dealt, check_can_be_sharded
 from .parallel.replica_check import ReplicaCheck, ReplicaDifference
 from .parallel.shard_update import note_use_of_shards, on_shards, step_on_shards
 from .parallel.sharded_module import ShardedModule
@@ -194,9 +194,10 @@ class ShardedStrategy(Strategy):
                     f"shapes {foreign[:3]}: it was built before the module was sharded and would not train it; build "
                     "it in configure_optimizers from self.parameters()."
                 )
+            probe = OptimizerProbe(optimizer)
             if self._pipeline is not None:  # each stage has parameters of its own
-                check_can_be_dealt(optimizer, self.name, self.ranks.all)
-            steps_on_plain = check_can_be_sharded(optimizer, self.name, self.ranks.all)
+                check_can_be_dealt(probe, self.name, self.ranks.all)
+            steps_on_plain = check_can_be_sharded(probe, self.name, self.ranks.all)
             (self._plain_only.add if steps_on_plain else self._plain_only.discard)(id(optimizer))
 
     def check_kinds(self, optimizers: Sequence[Optimizer]) -> None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from .ddp import ReplicaStrategy
 from .distributed.process_group import ProcessSettings
 from .module.memory_estimate import MemoryShare
-from .parallel.optimizer_probe import check_can_be_dealt
+from .parallel.optimizer_probe import OptimizerProbe, check_can_be_dealt
 from .parallel.replica import DDPOptions
 from .parallel.sharded_optimizer import ShardedOptimizer
 from .state.optimizer_state import Sharded, parameter_names
@@ -56,7 +56,7 @@ class ZeroStrategy(ReplicaStrategy):
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         if self.ranks.group is not None:
             for optimizer in optimizers:
-                check_can_be_dealt(optimizer, self.name, self.ranks.all)
+                check_can_be_dealt(OptimizerProbe(optimizer), self.name, self.ranks.all)
         self._sharded = (
             {} if self.ranks.group is None else {optimizer: ShardedOptimizer(optimizer) for optimizer in optimizers}
         )

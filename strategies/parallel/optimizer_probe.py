@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any, Final
 
 import torch
@@ -48,19 +49,24 @@ class OptimizerProbe:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._chosen = _choose(optimizer)
+        self.optimizer = optimizer
         self.draws = False
         """Whether a step has drawn from torch's random generator."""
         self.failure = ""
         """What the last step that failed said."""
         self._operations: _Operations | None = None
         self._has_other_state = False
+        self._together: dict[float, list[tuple[Tensor, Tensor]] | None] = {}
+        """The updates of whole parameters, by the size of the gradients: each is tried once."""
+
+    @cached_property
+    def _chosen(self) -> list[tuple[int, Any]]:
+        return _choose(self.optimizer)
 
     def differs_if_dealt(self) -> bool:
         """Return whether a parameter is updated otherwise if the optimizer has no other one."""
         for scale in _SCALES if len(self._chosen) > 1 else ():
-            together = self._updated(self._chosen, scale, _same)
+            together = self._updated_whole(self._chosen, scale)
             for at, chosen in enumerate(self._chosen if together is not None else ()):
                 alone = self._updated([chosen], scale, _same)
                 if together is not None and alone is not None and _differ(together[at], alone[0]):
@@ -76,9 +82,11 @@ class OptimizerProbe:
         def differs(chosen: Sequence[tuple[int, Any]]) -> bool:
             return bool(collectives.all_reduce(float(self._differs(shard_like, chosen)), "max"))
 
+        self.failure = ""
         even = [(index, with_even_shards(parameter)) for index, parameter in self._chosen]
         is_uneven = any(one[1].shape != other[1].shape for one, other in zip(even, self._chosen, strict=True))
-        return differs(even) or (is_uneven and differs(self._chosen))
+        is_uneven = bool(collectives.all_reduce(float(is_uneven), "max"))  # stages have different parameters
+        return (is_uneven and differs(even)) or differs(self._chosen)
 
     def is_elementwise(self) -> bool:
         """Return whether each element is updated by itself, so that shards can be updated as plain tensors."""
@@ -93,12 +101,19 @@ class OptimizerProbe:
     def _differs(self, shard: Callable[[Tensor, Any], Tensor], chosen: Sequence[tuple[int, Any]]) -> bool:
         differs = False
         for scale in _SCALES:  # all of them on every rank, which may see differences that others do not
-            whole = self._updated(chosen, scale, _same)
+            whole = self._updated_whole(chosen, scale)
             sharded = None if whole is None else self._updated(chosen, scale, shard)
             differs |= whole is not None and sharded is None
             for (_, parameter), one, other in zip(chosen, whole or (), sharded or (), strict=False):
                 differs |= _differ(_shards(one, parameter), (local_shard(other[0]), local_shard(other[1])))
         return differs
+
+    def _updated_whole(self, chosen: Sequence[tuple[int, Any]], scale: float) -> list[tuple[Tensor, Tensor]] | None:
+        if chosen is not self._chosen:
+            return self._updated(chosen, scale, _same)
+        if scale not in self._together:
+            self._together[scale] = self._updated(chosen, scale, _same)
+        return self._together[scale]
 
     def _updated(
         self, chosen: Sequence[tuple[int, Any]], scale: float, shard: Callable[[Tensor, Any], Tensor]
@@ -128,7 +143,7 @@ class OptimizerProbe:
         return list(zip(before, (parameter.detach() for parameter in stand_ins), strict=True))
 
     def _step(self, held: dict[int, list[Parameter]], pairs: Sequence[tuple[Parameter, list[Tensor]]]) -> None:
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         settings = [
             {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
         ]
@@ -145,7 +160,7 @@ class OptimizerProbe:
         self._has_other_state |= any(_is_other(value, parameter.shape) for value, parameter in states)
 
 
-def check_can_be_dealt(optimizer: Optimizer, strategy: str, collectives: Collectives) -> None:
+def check_can_be_dealt(probe: OptimizerProbe, strategy: str, collectives: Collectives) -> None:
     """Check that an optimizer updates each parameter by itself, as far as a few of them show that.
 
     Collective: every rank calls it, with all parameters or with those that are its own.
@@ -153,9 +168,9 @@ def check_can_be_dealt(optimizer: Optimizer, strategy: str, collectives: Collect
     Raises:
         ConfigError: if it does not, or if it draws random numbers.
     """
-    if _is_known(optimizer) or collectives.is_rehearsed:
+    if _is_known(probe.optimizer) or collectives.is_rehearsed:
         return
-    probe, kind = OptimizerProbe(optimizer), type(optimizer).__name__
+    kind = type(probe.optimizer).__name__
     differs = probe.differs_if_dealt()
     draws, differs = (any(seen) for seen in zip(*collectives.all_gather_object((probe.draws, differs)), strict=True))
     if draws:
@@ -171,7 +186,7 @@ def check_can_be_dealt(optimizer: Optimizer, strategy: str, collectives: Collect
         )
 
 
-def check_can_be_sharded(optimizer: Optimizer, strategy: str, collectives: Collectives) -> bool:
+def check_can_be_sharded(probe: OptimizerProbe, strategy: str, collectives: Collectives) -> bool:
     """Check that an optimizer updates shards as it updates whole parameters. Collective: every rank calls it.
 
     Returns:
@@ -180,9 +195,9 @@ def check_can_be_sharded(optimizer: Optimizer, strategy: str, collectives: Colle
     Raises:
         ConfigError: if it updates shards otherwise.
     """
+    optimizer, kind = probe.optimizer, type(probe.optimizer).__name__
     if type(optimizer) in ELEMENTWISE or needs_closure(optimizer) or collectives.is_rehearsed:
         return False
-    probe, kind = OptimizerProbe(optimizer), type(optimizer).__name__
     if not probe.differs_if_sharded(collectives):
         return False
     failure = next(filter(None, collectives.all_gather_object(probe.failure)), "")

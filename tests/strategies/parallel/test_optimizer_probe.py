@@ -7,11 +7,14 @@ import torch
 from as_rank import calm_down, double_trainer
 from published_optimizers import SGDP, AdamP, CAdamW, Kron, Lamb, Lion, Mars, NovoGrad, PlainState, RowSums
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import Adafactor, Muon
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import ModelCheckpoint, ParallelStrategy, ParameterServerStrategy, TrainModule
 from echelon.strategies.errors import ConfigError
+from echelon.strategies.parallel.optimizer_probe import OptimizerProbe
 from echelon.testing import run_ranks
 
 
@@ -76,6 +79,16 @@ class OfShards(Base):
         return [parameter.grad / (1 + part.norm()) for parameter, part in zip(held, local, strict=True)]
 
 
+class Counts(Base):
+    """Counts its steps, with those of its copies."""
+
+    steps = 0
+
+    def changes(self, held):
+        Counts.steps += 1
+        return super().changes(held)
+
+
 class Wraps(PlainState):
     """Cannot be tried, since it holds another optimizer."""
 
@@ -98,6 +111,16 @@ class Net(TrainModule):
 
     def configure_optimizers(self):
         return self.optimizer(self.parameters())
+
+
+class OfStages(Net):
+    """Tries an optimizer whose parameters are others on each rank, as those of stages: even shards, and uneven ones."""
+
+    def on_train_start(self):
+        mesh = init_device_mesh("cpu", (2,))
+        sharded = [distribute_tensor(torch.ones(rows, 2), mesh, [Shard(0)]) for rows in (2, 3)]
+        probe = OptimizerProbe(Base([nn.Parameter(sharded[self.trainer.global_rank])]))
+        self.differs = probe.differs_if_sharded(self.trainer.strategy.collectives)
 
 
 def fit(optimizer, strategy, ckpt_path=None, **settings):
@@ -141,7 +164,15 @@ def fit_all(cases, folder):
     found = {(kind.__name__, strategy): fit(kind, strategy) for kind, strategy in cases}
     with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor") as caught:
         fit(Wraps, "fsdp")
-    return found | {"notes": caught.value.__notes__, "resumed": resume(PlainState, folder)}
+    fit(Counts, "pp")
+    stages = OfStages(Base)
+    double_trainer(max_epochs=1, strategy="ddp").fit(stages, DataLoader(TensorDataset(torch.ones(4, 3)), 2))
+    return found | {
+        "steps": Counts.steps,
+        "stages": stages.differs,
+        "notes": caught.value.__notes__,
+        "resumed": resume(PlainState, folder),
+    }
 
 
 def resume(optimizer, folder):
@@ -169,6 +200,15 @@ def test_what_would_be_another_update_is_refused_by_name(found, kind, strategy, 
 def test_others_train_as_in_one_process(found, kind, strategy):
     for name, value in fit(kind, "single").items():
         torch.testing.assert_close(found[kind.__name__, strategy][name], value, rtol=0, atol=1e-12)
+
+
+def test_a_pipeline_tries_an_optimizer_on_whole_parameters_once(found):
+    of_training, steps, scales, together, alone, sharded = 4, 3, 2, 1, 2, 1
+    assert found["steps"] == of_training + steps * scales * (together + alone + sharded)
+
+
+def test_stages_of_which_one_has_even_shards_try_as_often(found):
+    assert found["stages"] is False
 
 
 def test_an_optimizer_that_steps_on_plain_shards_resumes(found):
