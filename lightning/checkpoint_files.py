@@ -11,6 +11,7 @@ import torch
 from ..strategies.errors import CheckpointError
 from ..trainer import checkpoint
 from ..trainer.module.load import as_hooks_see
+from .torch_files import Source, is_foreign_file, read_torch_file
 
 
 class CheckpointFiles:
@@ -39,12 +40,14 @@ def get_filesystem(path: str | Path, **options: Any) -> Any:
     return CheckpointFiles(url_to_fs(str(path), **options)[0])
 
 
-def load_checkpoint(path: str | Path, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-    """Return the state of an Echelon checkpoint, under Lightning's names, on the CPU.
+def load_checkpoint(path: Source, map_location: Any = None, weights_only: bool | None = None) -> Any:
+    """Return the state of an Echelon checkpoint, under Lightning's names, or what another file holds, on the CPU.
 
     Raises:
         CheckpointError: if there is none, or it is damaged.
     """
+    if is_foreign_file(path):
+        return read_torch_file(path)
     folder = checkpoint.resolve(path)
     if folder is None:
         raise CheckpointError(f"path must be a checkpoint of Echelon, got {str(path)!r}; give the path of one.")

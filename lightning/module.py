@@ -1,14 +1,26 @@
-"""LightningModule and LightningDataModule: the bases of modules written for Lightning."""
+"""LightningModule and LightningDataModule: the bases of modules written for Lightning, which also load its files."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from pathlib import Path
+from typing import Any, Self, TypeVar
 
 from ..trainer.module.data_module import DataModule
+from ..trainer.module.load import (
+    MapLocation,
+    classmethod_only,
+    datamodule_from,
+    load_datamodule,
+    load_module,
+    module_from,
+)
 from ..trainer.module.train_module import TrainModule
 from .kept_out import give_back, keep_out
+from .torch_files import Source, hyper_parameters, is_foreign_file, read_checkpoint
+
+M = TypeVar("M")
 
 
 class LightningModule(TrainModule):
@@ -25,6 +37,22 @@ class LightningModule(TrainModule):
             if not hasattr(hook, "__wrapped__"):  # also a mixin's, which is not a LightningModule
                 setattr(cls, name, around(hook))
 
+    @classmethod_only
+    def load_from_checkpoint(
+        cls,  # noqa: N805 - ruff does not know the decorator
+        checkpoint_path: Source,
+        map_location: MapLocation = None,
+        hparams_file: str | Path | None = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Do what `TrainModule.load_from_checkpoint` does, also with an open file and with one of Lightning's.
+
+        Of such a file, tensors, plain values and references to classes are read.
+        """
+        return load_from_checkpoint(cls, checkpoint_path, map_location, hparams_file, strict, **kwargs)
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add to a checkpoint, or change what is in it; objects that it cannot hold are left out afterwards."""
         keep_out(checkpoint)
@@ -34,7 +62,50 @@ class LightningModule(TrainModule):
 
 
 class LightningDataModule(DataModule):
-    """A `DataModule` under Lightning's name."""
+    """A `DataModule` under Lightning's name, which also loads from an open file and from one of Lightning's."""
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: Source,
+        map_location: MapLocation = None,
+        hparams_file: str | Path | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Do what `DataModule.load_from_checkpoint` does, also with an open file and with one of Lightning's."""
+        return load_from_checkpoint(cls, checkpoint_path, map_location, hparams_file, **kwargs)
+
+
+def load_from_checkpoint(
+    cls: type[M],
+    checkpoint_path: Source,
+    map_location: MapLocation = None,
+    hparams_file: str | Path | None = None,
+    strict: bool | None = None,
+    weights_only: bool | None = None,
+    **kwargs: Any,
+) -> M:
+    """Build a module or a data module from a checkpoint; the arguments are those of its own method.
+
+    Raises:
+        CheckpointError: if the checkpoint is missing or damaged, or does not fit.
+    """
+    is_module = issubclass(cls, TrainModule)
+    if is_foreign_file(checkpoint_path):
+        if is_module:
+            state = read_checkpoint(checkpoint_path)
+            return module_from(cls, state, map_location, hparams_file, strict, kwargs, hyper_parameters)
+        state = read_checkpoint(checkpoint_path, "datamodule_")
+        loaded = datamodule_from(cls, state, hparams_file, kwargs, hyper_parameters)
+        own = state.get("datamodule") or state.get(cls.__qualname__)
+    elif is_module:
+        return load_module(cls, checkpoint_path, map_location, hparams_file, strict, kwargs)
+    else:
+        loaded, own = load_datamodule(cls, checkpoint_path, hparams_file, kwargs)
+    if own:
+        loaded.load_state_dict(own)
+    return loaded
 
 
 Hook = Callable[[Any, dict[str, Any]], None]

@@ -66,6 +66,8 @@ _ELSEWHERE: Final[Mapping[str, str]] = {
     "CheckpointHooks": "trainer.module.hooks:ModuleHooks",
     "DataHooks": "trainer.module.data_module:DataHooks",
     "pl_load": "lightning.checkpoint_files:load_checkpoint",
+    "_load": "lightning.checkpoint_files:load_checkpoint",
+    "_load_from_checkpoint": "lightning.module:load_from_checkpoint",
 }
 """Names that are elsewhere, or have a different name there."""
 

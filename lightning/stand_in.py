@@ -56,6 +56,7 @@ _BELOW_FABRIC: Final = (
     *("accelerators", "accelerators.cuda", "fabric", "loggers", "plugins", "plugins.environments", "plugins.io"),
     "plugins.io.checkpoint_io",
     *("plugins.io.torch_io", "plugins.precision", "strategies", "utilities", "utilities.cloud_io"),
+    "utilities.data",
     *("utilities.exceptions", "utilities.rank_zero", "utilities.seed", "utilities.types", "utilities.warnings"),
     *("plugins.environments.cluster_environment", "plugins.environments.lightning", "plugins.environments.slurm"),
     *("plugins.environments.torchelastic", "plugins.environments.kubeflow", "plugins.environments.lsf"),

@@ -26,7 +26,8 @@ from ...trainer.module.all_gather import all_gather
 from ...trainer.module.train_module import TrainModule
 from ..extras.plugins import settings_of
 from ..parts import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
-from .files import load_file, read_file
+from ..torch_files import read_torch_file
+from .files import load_file
 
 _STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
 _ACCELERATORS: Final = {"cpu": CPUAccelerator, "cuda": CUDAAccelerator, "mps": MPSAccelerator}
@@ -285,7 +286,7 @@ class Fabric(Engine):
     def load_raw(self, path: str | Path, obj: Any, strict: bool = True, *, weights_only: bool | None = None) -> None:
         """Load a module or an optimizer from a file that ``torch.save`` has written of its state, or a checkpoint."""
         self._connect()
-        saved = read_file(path) if Path(path).is_file() else load_weights(path)
+        saved = read_torch_file(path) if Path(path).is_file() else load_weights(path)
         load_file(path, {"state": obj}, self._owner, strict=strict, content={"state": saved})
 
     # --- callbacks and loggers ---------------------------------------------------------------------------------------

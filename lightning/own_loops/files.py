@@ -6,30 +6,11 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from ...strategies.errors import CheckpointError, ConfigError
-from ...strategies.state.regular_file import open_regular
 from ...trainer.engine.saved_objects import Owner, put_back
-
-
-def read_file(path: str | Path) -> Any:
-    """Return what a file of ``torch.save`` holds, on the CPU.
-
-    Raises:
-        CheckpointError: for other files, and those with objects other than tensors and plain values.
-    """
-    try:
-        open_regular(Path(path)).close()  # a named pipe would make the reader wait
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a malicious file can make the reader raise anything
-        if isinstance(error, OSError):
-            raise
-        raise CheckpointError(
-            f"{str(path)!r} must be a file of torch.save with tensors and plain values, found "
-            f"{str(error).partition(chr(10))[0]!r:.200}; save state_dicts, not objects, in it."
-        ) from None
+from ..torch_files import read_torch_file
 
 
 def load_file(
@@ -53,7 +34,7 @@ def load_file(
         CheckpointError: for what does not fit.
         ConfigError: for a sharded optimizer, whose state such a file has by position.
     """
-    saved = read_file(path) if content is None else content
+    saved = read_torch_file(path) if content is None else content
     if not isinstance(saved, dict):
         raise CheckpointError(f"{str(path)!r} must hold a dict, found {type(saved).__name__}; use load_raw.")
     found = {name: value for name, value in (objects or {}).items() if strict or name in saved}

@@ -22,8 +22,9 @@ NEEDS = {
     "gluonts": "gluonts",
     "uq_box": "lightning_uq_box",
     "pina": "pina",
+    "chemprop": "chemprop",
 }
-SAME_ORDER = {"torchgeo", "lightly", "segmentation_models", "uq_box", "pina"}
+SAME_ORDER = {"torchgeo", "lightly", "segmentation_models", "uq_box", "pina", "chemprop"}
 """Programs that do not shuffle: their numbers are Lightning's."""
 
 

@@ -43,7 +43,7 @@ def jsonable(hparams: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return stored, omitted
 
 
-def from_jsonable(stored: Mapping[str, Any], *, owner: type = object) -> AttributeDict:
+def from_jsonable(stored: Mapping[str, Any], owner: type = object) -> AttributeDict:
     """Return the hyper-parameters that `jsonable` stored, without importing or calling anything that they name.
 
     An enum member whose class is not imported becomes its value, an unknown ``torch.dtype`` its name, a dataclass or
@@ -60,7 +60,7 @@ def from_jsonable(stored: Mapping[str, Any], *, owner: type = object) -> Attribu
     readers: dict[str, Any] = {
         "namespace": AttributeDict,
         "dtype": _dtype,
-        "class": lambda where: _class(where, owner),
+        "class": lambda where: class_named(where, owner),
     }
     return AttributeDict({name: decode(value, **readers) for name, value in stored.items()})
 
@@ -105,8 +105,12 @@ def _plain_container(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is not kept")
 
 
-def _class(where: str, owner: type) -> type:
-    """Return a class that hyper-parameters name; see `from_jsonable`."""
+def class_named(where: str, owner: type) -> type:
+    """Return a class that hyper-parameters name, if they may; see `from_jsonable`.
+
+    Raises:
+        CheckpointError: if they may not, or it is not imported.
+    """
     found = imported_class(where)
     package = where.partition(":")[0].partition(".")[0]
     is_of_torch = where.startswith(_OF_TORCH) and found is not None and issubclass(found, _BASES_OF_TORCH)

@@ -26,6 +26,8 @@ from .unresolved import escaped, is_from_environment, with_marks
 from .yaml_bounds import check_yaml
 
 MapLocation = torch.device | str | Mapping[str, str] | Callable[[Any, str], Any] | None
+Decoder = Callable[[Mapping[str, Any], type], Mapping[str, Any]]
+"""Returns stored hyper-parameters as values, for the class to build with them."""
 
 M = TypeVar("M")
 N = TypeVar("N", bound=nn.Module)
@@ -78,8 +80,30 @@ def load_module(
         CheckpointError: if the checkpoint is missing or damaged, the module cannot be built, or the weights do not fit.
         ConfigError: if `strict` contradicts the ``strict_loading`` that the module sets.
     """
-    state = as_hooks_see(_load(path))
-    module = _build(cls, state, "", hparams_file, given)
+    return module_from(cls, as_hooks_see(_load(path)), map_location, hparams_file, strict, given)
+
+
+def module_from(
+    cls: type[N],
+    state: dict[str, Any],
+    map_location: MapLocation,
+    hparams_file: str | Path | None,
+    strict: bool | None,
+    given: Mapping[str, Any],
+    decode: Decoder = from_jsonable,
+) -> N:
+    """Do what `load_module` does with a state that was read before, under Lightning's names.
+
+    Args:
+        cls: the class of the module.
+        state: the state; hooks may change it.
+        map_location: as in `TrainModule.load_from_checkpoint`.
+        hparams_file: as in `TrainModule.load_from_checkpoint`.
+        strict: as in `TrainModule.load_from_checkpoint`.
+        given: arguments that replace hyper-parameters.
+        decode: returns the values of the stored hyper-parameters.
+    """
+    module = _build(cls, state, "", hparams_file, given, decode)
     own = bool(getattr(module, "strict_loading", True))
     is_set = not own or "strict_loading" in vars(module)
     if is_set and strict is not None and strict != own:
@@ -106,7 +130,18 @@ def load_datamodule(
         CheckpointError: if the checkpoint is missing or damaged, or the data module cannot be built.
     """
     state = _load(path)
-    return _build(cls, state, "datamodule_", hparams_file, given), state.get("datamodule", {})
+    return datamodule_from(cls, state, hparams_file, given), state.get("datamodule", {})
+
+
+def datamodule_from(
+    cls: type[M],
+    state: Mapping[str, Any],
+    hparams_file: str | Path | None,
+    given: Mapping[str, Any],
+    decode: Decoder = from_jsonable,
+) -> M:
+    """Build a data module as `load_datamodule` does, from a state that was read before."""
+    return _build(cls, state, "datamodule_", hparams_file, given, decode)
 
 
 def hint_about(state: Mapping[str, Any], names: Collection[str]) -> str:
@@ -161,14 +196,19 @@ def _load(path: str | Path) -> dict[str, Any]:
 
 
 def _build(
-    cls: type[M], state: Mapping[str, Any], prefix: str, hparams_file: str | Path | None, given: Mapping[str, Any]
+    cls: type[M],
+    state: Mapping[str, Any],
+    prefix: str,
+    hparams_file: str | Path | None,
+    given: Mapping[str, Any],
+    decode: Decoder,
 ) -> M:
     """Call the constructor with the hyper-parameters saved under this prefix."""
     key = f"{prefix}hyper_parameters"
     stored = state.get(key, {})
     if state.get(f"{key}_argument") is None:
         stored = {name: value for name, value in stored.items() if name not in given}
-    saved: Any = from_jsonable(stored, owner=cls) if hparams_file is None else _read_hparams(Path(hparams_file))
+    saved: Any = decode(stored, cls) if hparams_file is None else _read_hparams(Path(hparams_file))
     unknown = [name for name, value in saved.items() if is_from_environment(value)]
     saved = {name: value for name, value in saved.items() if name not in unknown}
     if state.get(f"{key}_type") == "omegaconf":
