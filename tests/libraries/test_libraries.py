@@ -23,9 +23,10 @@ NEEDS = {
     "uq_box": "lightning_uq_box",
     "pina": "pina",
     "chemprop": "chemprop",
+    "deeptab": "deeptab",
     "rl4co": "rl4co",
 }
-SAME_ORDER = {"torchgeo", "lightly", "segmentation_models", "uq_box", "pina", "chemprop", "rl4co"}
+SAME_ORDER = {"torchgeo", "lightly", "segmentation_models", "uq_box", "pina", "chemprop", "deeptab", "rl4co"}
 """Programs that do not shuffle: their numbers are Lightning's."""
 
 
