@@ -22,6 +22,7 @@ NEEDS = {
     "gluonts": "gluonts",
     "uq_box": "lightning_uq_box",
     "pina": "pina",
+    "careamics": "careamics",
     "chemprop": "chemprop",
     "deeptab": "deeptab",
     "rl4co": "rl4co",
