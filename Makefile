@@ -53,13 +53,16 @@ tour: $(call installed,test)
 test-gpu: $(call installed,test)
 	$(BIN)/pytest tests -m gpu
 
-# nine libraries built on Lightning, in an environment of their own, which takes 8 GB
-test-libraries: .libraries/.installed
+# libraries built on Lightning, in environments of their own, which take 8 GB each; some need older packages than others
+test-libraries: .libraries/.installed .libraries-older/.installed
 	.libraries/bin/pytest tests/libraries
+	.libraries-older/bin/pytest tests/libraries/test_libraries.py
 
-.libraries/.installed: pyproject.toml tests/libraries/requirements.txt
-	$(PYTHON) -m venv --clear .libraries
-	.libraries/bin/pip --disable-pip-version-check install --quiet --requirement tests/libraries/requirements.txt pytest pytest-timeout --editable .
+.libraries/.installed: tests/libraries/requirements.txt
+.libraries-older/.installed: tests/libraries/requirements-older.txt
+.libraries/.installed .libraries-older/.installed: pyproject.toml
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/pip --disable-pip-version-check install --quiet --requirement $(filter %.txt,$^) pytest pytest-timeout --editable .
 	@touch $@
 
 # the oldest and the newest torch, each in an environment of its own, which takes 7 GB; one with TORCHES=2.11.0
@@ -96,7 +99,7 @@ bench: $(call installed,examples)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py
 
 clean:
-	rm -rf $(VENV) .libraries .torch-* build dist *.egg-info .mypy_cache .ruff_cache tests/.pytest_cache docs/_build docs/_pictures
+	rm -rf $(VENV) .libraries .libraries-older .torch-* build dist *.egg-info .mypy_cache .ruff_cache tests/.pytest_cache docs/_build docs/_pictures
 
 # The build runs in .venv as well: setuptools comes from constraints.txt, too.
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python

@@ -1,17 +1,36 @@
-"""Checkpoints for libraries that open them directly: their state under Lightning's names, or as a file in memory."""
+"""Checkpoints for libraries that open them directly, and files of Lightning's and of torch.save for our classes.
+
+What a file holds is read, and never run.
+"""
 
 from __future__ import annotations
 
+import os
+import zipfile
+from collections.abc import Mapping
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TypeAlias
 
 import torch
 
 from ..strategies.errors import CheckpointError
+from ..strategies.state.regular_file import open_regular
+from ..strategies.state.schema import shown
 from ..trainer import checkpoint
+from ..trainer.checkpoint.manifest import is_checkpoint
+from ..trainer.checkpoint.tags import ClassName, imported_class
+from ..trainer.module.hparams_json import class_named
 from ..trainer.module.load import as_hooks_see
-from .torch_files import Source, is_foreign_file, read_torch_file
+
+__all__ = ["CheckpointFiles", "get_filesystem", "load_checkpoint"]
+
+Source: TypeAlias = str | Path | IO[bytes]
+"""A file: its path, or an open one, such as a ``BytesIO``."""
+
+
+# --- ours, for libraries ---
 
 
 class CheckpointFiles:
@@ -52,3 +71,117 @@ def load_checkpoint(path: Source, map_location: Any = None, weights_only: bool |
     if folder is None:
         raise CheckpointError(f"path must be a checkpoint of Echelon, got {str(path)!r}; give the path of one.")
     return as_hooks_see(checkpoint.load(folder))
+
+
+# --- others', for our classes ---
+
+
+def is_foreign_file(source: Source) -> bool:
+    """Return whether this is an open file, or the path of one that is no checkpoint of Echelon's."""
+    if not isinstance(source, str | os.PathLike):
+        return True
+    return Path(source).is_file() and not is_checkpoint(Path(source))
+
+
+def read_torch_file(source: Source, *, with_classes: bool = False, is_mapped: bool = False) -> Any:
+    """Return what a file of ``torch.save`` holds, on the CPU.
+
+    Args:
+        source: the file.
+        with_classes: whether it may refer to classes that are imported. Each becomes a `ClassName`, so that nothing in
+            the file can call it.
+        is_mapped: whether tensors stay in the file until they are used.
+
+    Raises:
+        CheckpointError: for other files, and those with objects other than tensors and plain values.
+    """
+    place = "The file" if not isinstance(source, str | os.PathLike) else repr(str(source))
+    try:
+        if isinstance(source, str | os.PathLike):
+            open_regular(Path(source)).close()  # a named pipe would make the reader wait
+        with torch.serialization.safe_globals(_class_names(source) if with_classes else []):
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped)
+    except Exception as error:  # a malicious file can make the reader raise anything
+        if isinstance(error, OSError):
+            raise
+        raise CheckpointError(
+            f"{place} must be a file of torch.save with tensors and plain values, found "
+            f"{shown(str(error).partition(chr(10))[0])}; save state_dicts, not objects, in it."
+        ) from None
+
+
+def read_checkpoint(source: Source, prefix: str = "") -> dict[str, Any]:
+    """Return the state in a file of Lightning's, or of torch.save, as `load_from_checkpoint` takes it.
+
+    Args:
+        source: the file.
+        prefix: ``datamodule_`` for the hyper-parameters of a data module.
+
+    Raises:
+        CheckpointError: for other files, and those without weights under ``state_dict``.
+    """
+    state = read_torch_file(source, with_classes=True)
+    if not isinstance(state, dict) or not isinstance(state.get("state_dict"), Mapping):
+        found = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
+        raise CheckpointError(
+            f"The file must be a checkpoint with weights under 'state_dict', found {shown(str(found))}; read it with "
+            "torch.load, and call load_state_dict."
+        )
+    if isinstance(name := state.get(f"{prefix}hparams_name"), str):  # Lightning's name of it
+        state.setdefault(f"{prefix}hyper_parameters_argument", name)
+    return state
+
+
+def hyper_parameters(stored: Mapping[str, Any], owner: type) -> dict[str, Any]:
+    """Return hyper-parameters as a file holds them, with classes in place of their names.
+
+    Raises:
+        CheckpointError: for a class that they may not name; see `from_jsonable`.
+    """
+    return {name: _with_classes(value, owner) for name, value in stored.items()}
+
+
+def _with_classes(value: Any, owner: type) -> Any:
+    if type(value) is ClassName:
+        return class_named(value, owner)
+    if type(value) in (list, tuple, set):
+        return type(value)(_with_classes(item, owner) for item in value)
+    if isinstance(value, dict):
+        return type(value)((key, _with_classes(item, owner)) for key, item in value.items())
+    return value
+
+
+def _class_names(source: Source) -> list[Any]:
+    """Return the classes that a file refers to, as torch takes them: an object that stands for each, and its name."""
+    names: list[str] = []
+    with suppress(ValueError, RuntimeError):  # not the format of torch.save: torch.load says so
+        begin = None if isinstance(source, str | os.PathLike) else source.tell()
+        try:
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(source)
+        finally:
+            if begin is not None:
+                source.seek(begin)  # type: ignore[union-attr]
+    return [(found, name) for name in names if (found := _imported(name)) is not None]
+
+
+def _imported(path: str) -> ClassName | None:
+    """Return the name of a class, given with dots only, if it is imported."""
+    parts = path.split(".")
+    places = (f"{'.'.join(parts[:count])}:{'.'.join(parts[count:])}" for count in range(len(parts) - 1, 0, -1))
+    return next((ClassName(place) for place in places if imported_class(place) is not None), None)
+
+
+class NotYetLoadedTensor:
+    """The class of what Lightning's ``_lazy_load`` returns; here these are ordinary tensors, in mapped memory."""
+
+
+def lazy_load(filename: str | Path) -> Any:
+    """Return what a file of ``torch.save`` holds; the bytes of a tensor are read when they are used.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        CheckpointError: as `read_torch_file` does.
+    """
+    if not Path(filename).is_file():
+        raise FileNotFoundError(f"{str(filename)!r} must be a file; give the path of one.")
+    return read_torch_file(filename, is_mapped=zipfile.is_zipfile(filename))

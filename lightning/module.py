@@ -17,8 +17,8 @@ from ..trainer.module.load import (
     module_from,
 )
 from ..trainer.module.train_module import TrainModule
+from .checkpoint_files import Source, hyper_parameters, is_foreign_file, read_checkpoint
 from .kept_out import give_back, keep_out
-from .torch_files import Source, hyper_parameters, is_foreign_file, read_checkpoint
 
 M = TypeVar("M")
 

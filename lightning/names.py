@@ -67,6 +67,13 @@ _ELSEWHERE: Final[Mapping[str, str]] = {
     "DataHooks": "trainer.module.data_module:DataHooks",
     "pl_load": "lightning.checkpoint_files:load_checkpoint",
     "_load": "lightning.checkpoint_files:load_checkpoint",
+    "_lazy_load": "lightning.checkpoint_files:lazy_load",
+    "_NotYetLoadedTensor": "lightning.checkpoint_files:NotYetLoadedTensor",
+    "_EmptyInit": "lightning.own_loops.building:EmptyInit",
+    "_materialize_meta_tensors": "lightning.own_loops.building:materialize_meta_tensors",
+    "Throughput": "lightning.own_loops.throughput:Throughput",
+    "measure_flops": "lightning.own_loops.throughput:measure_flops",
+    "get_available_flops": "lightning.own_loops.throughput:get_available_flops",
     "_load_from_checkpoint": "lightning.module:load_from_checkpoint",
 }
 """Names that are elsewhere, or have a different name there."""
@@ -78,8 +85,19 @@ _IN_ONE_MODULE: Final[Mapping[tuple[str, str], str]] = {
         ("cli", name): f"lightning.command_line.types:{name}"
         for name in ("LRSchedulerType", "LRSchedulerTypeTuple", "LRSchedulerTypeUnion", "ReduceLROnPlateau")
     },
-    ("lightning.fabric.utilities.spike", "SpikeDetection"): "lightning.extras.spike_detection:FabricSpikeDetection",
-    ("lightning_fabric.utilities.spike", "SpikeDetection"): "lightning.extras.spike_detection:FabricSpikeDetection",
+    **{
+        (f"{root}.{module}", name): place
+        for root in ("lightning.fabric", "lightning_fabric")
+        for module, name, place in (
+            ("utilities.spike", "SpikeDetection", "lightning.extras.spike_detection:FabricSpikeDetection"),
+            ("utilities", "ThroughputMonitor", "lightning.own_loops.throughput:FabricThroughputMonitor"),
+            ("utilities.throughput", "ThroughputMonitor", "lightning.own_loops.throughput:FabricThroughputMonitor"),
+            ("loggers", "CSVLogger", "lightning.own_loops.loggers:FabricCSVLogger"),
+            ("loggers.csv_logs", "CSVLogger", "lightning.own_loops.loggers:FabricCSVLogger"),
+            ("loggers", "TensorBoardLogger", "lightning.own_loops.loggers:FabricTensorBoardLogger"),
+            ("loggers.tensorboard", "TensorBoardLogger", "lightning.own_loops.loggers:FabricTensorBoardLogger"),
+        )
+    },
 }
 """Names that mean something else in one of Lightning's modules."""
 
@@ -128,7 +146,6 @@ WITHOUT_COUNTERPART: Final[Mapping[str, str]] = {
     "find_usable_cuda_devices": "devices=, a number",
     "isolate_rng": "torch.random.fork_rng",
     "is_picklable": "pickle.dumps",
-    "measure_flops": "torch.utils.flop_counter, or ThroughputMonitor",
     "from_compiled": "the module's _orig_mod",
     "to_uncompiled": "the module's _orig_mod",
     "find_shared_parameters": "named_parameters(remove_duplicate=False)",

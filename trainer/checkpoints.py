@@ -8,6 +8,7 @@ from typing import ClassVar
 from ..common.local_path import local_path
 from ..strategies.errors import CheckpointError, ConfigError
 from .checkpoint.manifest import read_manifest
+from .checkpoint.single_file import SingleFile
 from .result import EndedRun, save_ended
 from .resume.rollback import roll_back
 from .resume.save import save_checkpoint
@@ -59,15 +60,12 @@ class Checkpoints:
         if storage_options is not None:
             raise ConfigError(f"storage_options must be None, got {storage_options!r}; write to a local path.")
         path, current = local_path("filepath", filepath).absolute(), self._runner.current
-        form = {
-            "weights_only": bool(weights_only),
-            "single_file": self.saves_single_files if single_file is None else single_file,
-            "keeps_classes": self.keeps_classes,
-        }
+        is_file = self.saves_single_files if single_file is None else single_file
+        form = SingleFile(keeps_classes=self.keeps_classes) if is_file else None
         if isinstance(current, EndedRun):
-            save_ended(current, path, **form)
+            save_ended(current, path, weights_only=bool(weights_only), single_file=form)
         else:
-            save_checkpoint(self._runner.session, path, wait=wait, **form)
+            save_checkpoint(self._runner.session, path, weights_only=bool(weights_only), wait=wait, single_file=form)
 
     def wrote_checkpoint(self, path: str | Path) -> bool:
         """Return whether this run, or one that it resumes, has written the checkpoint at `path`."""

@@ -26,6 +26,7 @@ from ..strategies.launch.node_folder import NodeFolder
 from ..strategies.state.dtensor import local_shard
 from . import checkpoint
 from .checkpoint.manifest import Origin
+from .checkpoint.single_file import SingleFile
 from .data.evaluation_data import EvaluationData
 from .data.train_data import TrainData
 from .loggers.base import continue_loggers
@@ -265,7 +266,7 @@ def _keeping_the_rest(what: str, lost: list[str]) -> Iterator[None]:
         lost.append(_not_back(what, error))
 
 
-def save_ended(run: EndedRun, path: Path, *, weights_only: bool, single_file: bool, keeps_classes: bool) -> None:
+def save_ended(run: EndedRun, path: Path, *, weights_only: bool, single_file: SingleFile | None) -> None:
     """Write a checkpoint of a run whose processes have ended.
 
     Their optimizers are gone: a checkpoint to resume from gets the training state of the checkpoint that the run saved
@@ -274,7 +275,7 @@ def save_ended(run: EndedRun, path: Path, *, weights_only: bool, single_file: bo
     Raises:
         RunError: if there is neither, as after a fit on several nodes or with a gigabyte of optimizer state per rank.
     """
-    save = partial(checkpoint.save, single_file=single_file, keeps_classes=keeps_classes)
+    save = partial(checkpoint.save, single_file=single_file)
     if weights_only or run.task != "fit":
         state = module_state(run.module, trained_weights(run.module, run.trained))
         save(path, shown_to_hooks(state, run.hooks, run.state))

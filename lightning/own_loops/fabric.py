@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
@@ -24,9 +25,10 @@ from ...trainer.data.seed import seed_everything as seed_all
 from ...trainer.engine.engine import Engine
 from ...trainer.module.all_gather import all_gather
 from ...trainer.module.train_module import TrainModule
+from ..checkpoint_files import is_foreign_file, read_torch_file
 from ..extras.plugins import settings_of
 from ..parts import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
-from ..torch_files import read_torch_file
+from .building import EmptyInit
 from .files import load_file
 
 _STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
@@ -37,8 +39,8 @@ class Fabric(Engine):
     """An `Engine` with the arguments of Lightning's Fabric.
 
     Modules stay the objects that they were, also in what `setup` returns. A loop that accumulates divides its loss, as
-    with Lightning. Methods are collective where the engine's are; what an engine cannot do is refused when it is asked
-    for.
+    with Lightning. Checkpoints are single files, since libraries open them with ``torch.load``. Methods are collective
+    where the engine's are; what an engine cannot do is refused when it is asked for.
 
     Args:
         accelerator: ``auto``, ``cpu``, ``gpu``, ``cuda`` or ``mps``.
@@ -53,6 +55,8 @@ class Fabric(Engine):
     Raises:
         ConfigError: for invalid arguments.
     """
+
+    saves_single_files = True
 
     def __init__(
         self,
@@ -181,8 +185,14 @@ class Fabric(Engine):
         return list(prepared) if isinstance(prepared, tuple) else prepared
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[object]:
-        """Return the context in which to build a module; parameters are always initialized."""
-        return super().init_module()
+        """Return the context in which to build a module.
+
+        With `empty_init`, what ``torch.nn.init`` does is left out: load or initialize the parameters afterwards.
+        """
+        stack = ExitStack()
+        stack.enter_context(super().init_module())
+        stack.enter_context(EmptyInit(enabled=bool(empty_init)))
+        return stack
 
     sharded_model = init_module
 
@@ -266,6 +276,14 @@ class Fabric(Engine):
 
     # --- files -------------------------------------------------------------------------------------------------------
 
+    def _lose_batch(self, path: str | Path) -> None:
+        """Warn where an `Engine` refuses: Lightning saves also after a loop that was left with a batch read."""
+        warnings.warn(
+            f"fabric.save({str(path)!r}) was called with a batch read that no optimizer step has used; a run that "
+            "resumes from it skips that batch. Save before the loop reads the next batch.",
+            stacklevel=4,
+        )
+
     def load(
         self,
         path: str | Path,
@@ -278,7 +296,7 @@ class Fabric(Engine):
 
         Of such a file, tensors and plain values are read; `weights_only` changes nothing.
         """
-        if not Path(path).is_file():
+        if not is_foreign_file(path):
             return super().load(path, state, strict=strict)
         self._connect()
         return load_file(path, state, self._owner, strict=strict)
@@ -286,7 +304,7 @@ class Fabric(Engine):
     def load_raw(self, path: str | Path, obj: Any, strict: bool = True, *, weights_only: bool | None = None) -> None:
         """Load a module or an optimizer from a file that ``torch.save`` has written of its state, or a checkpoint."""
         self._connect()
-        saved = read_torch_file(path) if Path(path).is_file() else load_weights(path)
+        saved = read_torch_file(path) if is_foreign_file(path) else load_weights(path)
         load_file(path, {"state": obj}, self._owner, strict=strict, content={"state": saved})
 
     # --- callbacks and loggers ---------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ...strategies.errors import CheckpointError, ConfigError
 from ...trainer.engine.saved_objects import Owner, put_back
-from ..torch_files import read_torch_file
+from ..checkpoint_files import read_torch_file
 
 
 def load_file(

@@ -25,9 +25,10 @@ NEEDS = {
     "careamics": "careamics",
     "chemprop": "chemprop",
     "deeptab": "deeptab",
+    "litgpt": "litgpt",
     "rl4co": "rl4co",
 }
-SAME_ORDER = {"torchgeo", "lightly", "segmentation_models", "uq_box", "pina", "chemprop", "deeptab", "rl4co"}
+SAME_ORDER = {"torchgeo", "lightly", "segmentation_models", "uq_box", "pina", "chemprop", "deeptab", "litgpt", "rl4co"}
 """Programs that do not shuffle: their numbers are Lightning's."""
 
 

@@ -21,7 +21,7 @@ from .files import FileRecord, write_bytes
 from .loading import read_stored
 from .manifest import LARGEST_JSON, MANIFEST, NO_RUN, STATE, Manifest, Origin, read_manifest, stems_of
 from .safetensors_file import collect, write_tensors
-from .single_file import write_file
+from .single_file import SingleFile, write_file
 from .tags import TENSOR_TAGS
 
 MODEL: Final = "model"
@@ -55,10 +55,8 @@ class EncodedState:
         return [files[number] for number in sorted(files)]
 
     origin: Origin = NO_RUN
-    is_single_file: bool = False
-    """Whether it is written as one file."""
-    keeps_classes: bool = False
-    """Whether ``torch.load`` returns the classes in that file; see `single_file.write_file`."""
+    single_file: SingleFile | None = None
+    """How it is written as one file; None for a folder."""
 
     @property
     def is_distributed(self) -> bool:
@@ -97,8 +95,7 @@ def save(
     *,
     mesh: Mapping[str, int] | None = None,
     origin: Origin = NO_RUN,
-    single_file: bool = False,
-    keeps_classes: bool = False,
+    single_file: SingleFile | None = None,
 ) -> None:
     """Write `state` as a checkpoint folder at `path`, atomically; with `single_file`, as one file.
 
@@ -108,8 +105,7 @@ def save(
     Raises:
         CheckpointError: before anything is written, for a value that a checkpoint cannot hold; or for a disk error.
     """
-    encoded = replace(encode_state(state, mesh), origin=origin)
-    write(Path(path), replace(encoded, is_single_file=single_file, keeps_classes=keeps_classes))
+    write(Path(path), replace(encode_state(state, mesh), origin=origin, single_file=single_file))
 
 
 def encode_state(
@@ -160,23 +156,22 @@ def _layout(encoders: Iterable[Encoder], world_size: int) -> dict[str, int]:
 def write(path: Path, encoded: EncodedState) -> None:
     """Write a state that this process holds alone as the checkpoint `path`, a folder or one file."""
     text = to_json(encoded.values)
-    if not encoded.is_single_file:
+    if encoded.single_file is None:
         with committed(path) as folder:
             finish(folder, encoded, [write_own(folder, encoded)], text)
         return
     tensors = {part: {key: block.tensor for key, block in blocks.items()} for part, blocks in encoded.blocks.items()}
     with committed(path, is_file=True) as file:
-        manifest = manifest_of(encoded, {}, {})
-        write_file(file, text, encoded.values, tensors, manifest, keeps_classes=encoded.keeps_classes)
+        write_file(file, text, encoded.values, tensors, manifest_of(encoded, {}, {}), encoded.single_file)
 
 
 @contextmanager
-def folder_to_fill(path: Path, *, is_single_file: bool, keeps_classes: bool) -> Iterator[Path]:
-    """Yield a folder to write to, and commit it as the checkpoint `path`; with `is_single_file`, as one file.
+def folder_to_fill(path: Path, *, single_file: SingleFile | None) -> Iterator[Path]:
+    """Yield a folder to write to, and commit it as the checkpoint `path`; with `single_file`, as one file.
 
     Other processes may write to it. Of the tensors that they have written, one at a time is read to make one file.
     """
-    if not is_single_file:
+    if single_file is None:
         with committed(path) as folder:
             yield folder
         return
@@ -186,8 +181,7 @@ def folder_to_fill(path: Path, *, is_single_file: bool, keeps_classes: bool) -> 
         tensors = {
             part: {key: collect(blocks, lazily=True)(key) for key in blocks} for part, blocks in stored.blocks.items()
         }
-        text = to_json(stored.values)
-        write_file(file, text, stored.values, tensors, stored.manifest, keeps_classes=keeps_classes)
+        write_file(file, to_json(stored.values), stored.values, tensors, stored.manifest, single_file)
 
 
 def write_own(folder: Path, encoded: EncodedState, rank: int = 0, world_size: int = 1) -> WrittenFiles:

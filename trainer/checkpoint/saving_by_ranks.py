@@ -86,12 +86,11 @@ class SavingGroup:
 
     def _lead(self, path: Path, encoded: EncodedState) -> None:
         others = range(1, self.world_size) if encoded.is_distributed else ()
-        if encoded.is_single_file and not others:
+        if encoded.single_file and not others:
             write(path, encoded)
             self._post("end")
             return
-        form = {"is_single_file": encoded.is_single_file, "keeps_classes": encoded.keeps_classes}
-        with folder_to_fill(path, **form) as folder, self._telling_first(path):
+        with folder_to_fill(path, single_file=encoded.single_file) as folder, self._telling_first(path):
             if others:
                 self._post("folder", folder.name)
             written = [write_own(folder, encoded, 0, self.world_size)]

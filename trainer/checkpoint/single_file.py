@@ -12,7 +12,7 @@ import os
 import pickle
 import sys
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,6 +65,17 @@ _KINDS: Final = {
 """The class that torch names in the pickled member for the storage of each dtype; it has none for newer dtypes."""
 
 
+@dataclass(frozen=True)
+class SingleFile:
+    """What ``torch.load`` returns of a checkpoint that is one file."""
+
+    parts: Collection[str] | None = None
+    """Only these parts, under these names; None for all parts of a run, under Lightning's names."""
+    keeps_classes: bool = False
+    """Whether classes in the state are returned as Lightning's files do, and not as their names. ``torch.load`` takes
+    such a file only with ``weights_only=False``, or if it was told that they are safe."""
+
+
 def _class_named(name: str) -> Any:
     """Return the class with this name if it is imported and pickle can refer to it; otherwise the name."""
     module, _, own = name.partition(":")
@@ -94,7 +105,7 @@ class _References:
 
     Args:
         tensors: the tensors of each part.
-        keeps_classes: see `write_file`.
+        keeps_classes: see `SingleFile`.
     """
 
     def __init__(self, tensors: Mapping[str, Mapping[str, Tensor]], *, keeps_classes: bool) -> None:
@@ -149,8 +160,7 @@ def write_file(
     values: Mapping[str, Any],
     tensors: Mapping[str, Mapping[str, Tensor]],
     manifest: Manifest,
-    *,
-    keeps_classes: bool = False,
+    single_file: SingleFile,
 ) -> None:
     """Write a new file and flush it to disk; of tensors that are stored, one at a time is read.
 
@@ -160,12 +170,16 @@ def write_file(
         values: The encoded value of each part.
         tensors: The tensors of each part, by the keys that `values` refer to.
         manifest: The manifest, whose files and parts are replaced by those of this file.
-        keeps_classes: Have ``torch.load`` return the classes in the state as Lightning's files do, and not their names.
-            It takes such a file only with ``weights_only=False``, or if it was told that they are safe.
+        single_file: What ``torch.load`` returns.
     """
-    references, stems = _References(tensors, keeps_classes=keeps_classes), stems_of(tensors)
+    references, stems = _References(tensors, keeps_classes=single_file.keeps_classes), stems_of(tensors)
     pickled = io.BytesIO()
-    _TorchPickler(pickled, protocol=2).dump(_torch_state(values, references))
+    state = (
+        _torch_state(values, references)
+        if single_file.parts is None
+        else {part: _by_position(_plain(values[part], part, references)) for part in single_file.parts}
+    )
+    _TorchPickler(pickled, protocol=2).dump(state)
     index: dict[str, dict[str, Any]] = {}
     with zipfile.ZipFile(path, "x") as archive:
         file = _Archive(archive)

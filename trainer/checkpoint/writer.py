@@ -24,6 +24,7 @@ from .manifest import MANIFEST, NO_RUN, STATE, Origin
 from .safetensors_file import lay_out
 from .saving import EncodedState, encode_state, manifest_of, own_files, to_json, write
 from .saving_by_ranks import SavingGroup
+from .single_file import SingleFile
 from .staging import Copies, Marks, copy_all, mark
 
 _logger = logging.getLogger("echelon")
@@ -52,18 +53,16 @@ class Writer:
         mesh: Mapping[str, int] | None = None,
         still: Collection[str] = (),
         origin: Origin = NO_RUN,
-        single_file: bool = False,
-        keeps_classes: bool = False,
+        single_file: SingleFile | None = None,
     ) -> None:
         """Save `state` as it is now; the `still` parts do not change before the caller calls `wait_for_copy`.
 
-        With `single_file` the checkpoint is one file instead of a folder; `keeps_classes` as in `write_file`.
+        With `single_file` the checkpoint is one file instead of a folder; see `SingleFile`.
 
         Raises:
             CheckpointError: for a value that a checkpoint cannot hold, or if a write failed.
         """
-        encoded = replace(self._encode(state, mesh), origin=origin)
-        self._write(path, replace(encoded, is_single_file=single_file, keeps_classes=keeps_classes))
+        self._write(path, replace(self._encode(state, mesh), origin=origin, single_file=single_file))
 
     def wait_for_copy(self) -> None:
         """Wait until the `still` parts of the last `save` may change; call it before the optimizers step."""
@@ -131,12 +130,10 @@ class AsyncWriter(Writer):
         mesh: Mapping[str, int] | None = None,
         still: Collection[str] = (),
         origin: Origin = NO_RUN,
-        single_file: bool = False,
-        keeps_classes: bool = False,
+        single_file: SingleFile | None = None,
     ) -> None:
         self.close()
-        encoded = replace(self._encode(state, mesh), origin=origin)
-        encoded = replace(encoded, is_single_file=single_file, keeps_classes=keeps_classes)
+        encoded = replace(self._encode(state, mesh), origin=origin, single_file=single_file)
         staged = self._allocate(encoded)
         copies = [
             (part, staged[part][key].tensor, block.tensor)
@@ -249,8 +246,7 @@ class RehearsedWriter(Writer):
         mesh: Mapping[str, int] | None = None,
         still: Collection[str] = (),
         origin: Origin = NO_RUN,
-        single_file: bool = False,
-        keeps_classes: bool = False,
+        single_file: SingleFile | None = None,
     ) -> None:
         encoded = replace(encode_state(state, mesh, rank=self._rank, world_size=self._world_size), origin=origin)
         files: dict[str, FileRecord] = {}

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from ...strategies import Strategy
 from ...strategies.errors import ConfigError, RunError
 from ..checkpoint import make_writer, resolve
 from ..checkpoint.manifest import Origin, read_manifest
+from ..checkpoint.single_file import SingleFile
 from ..data.seed import capture_rng, part_ranks
 from ..metrics.gathering import gather_all_once
 from ..module.loss import Loss, loss_of
@@ -60,6 +61,9 @@ class Engine(EngineProcesses):
             optimizer.step()
             optimizer.zero_grad()
     """
+
+    saves_single_files: ClassVar[bool] = False
+    """Whether `save` writes one file, which ``torch.load`` reads, instead of a folder."""
 
     def __init__(
         self,
@@ -323,11 +327,10 @@ class Engine(EngineProcesses):
         self._connect()
         check_names(state, "engine.save")
         has_loader = any(isinstance(value, PreparedLoader) for value in state.values())
-        if self._gradients.is_inside_step or (has_loader and self._gradients.has_unused_batch):
-            raise RunError(
-                f"engine.save({str(path)!r}) was called inside an optimizer step, whose gradients or batch would be "
-                "lost; call it after optimizer.step()."
-            )
+        if self._gradients.is_inside_step:
+            raise self._lost(path)
+        if has_loader and self._gradients.has_unused_batch:
+            self._lose_batch(path)
         self._gradients.finish_update()
         with torch.no_grad():
             saved = {name: state_of(value, self._owner, self._gradients.sync_replicas) for name, value in state.items()}
@@ -337,7 +340,8 @@ class Engine(EngineProcesses):
         saved["rng"] = of_data_ranks(self.strategy, capture_rng(self.strategy.devices))
         self._origin = self._origin.after()
         writer = make_writer(self.strategy.ranks.group, is_async=False)
-        writer.save(Path(path), saved, mesh=self.strategy.mesh_axes, origin=self._origin)
+        single_file = SingleFile(tuple(state) or None) if self.saves_single_files else None
+        writer.save(Path(path), saved, mesh=self.strategy.mesh_axes, origin=self._origin, single_file=single_file)
 
     def load(
         self, path: str | Path, state: MutableMapping[str, Any] | None = None, *, strict: bool = True
@@ -366,6 +370,17 @@ class Engine(EngineProcesses):
             put_generators_back(self.strategy, own["rng"], torch.initial_seed(), 0)
         self._origin = self._origin.going_on_from(read_manifest(folder))
         return saved
+
+    def _lose_batch(self, path: str | Path) -> None:
+        """Refuse to save the position of a loader whose last batch has not been used."""
+        raise self._lost(path)
+
+    @staticmethod
+    def _lost(path: str | Path) -> RunError:
+        return RunError(
+            f"engine.save({str(path)!r}) was called inside an optimizer step, whose gradients or batch would be "
+            "lost; call it after optimizer.step()."
+        )
 
     def _owner(self, value: object) -> Strategy | None:
         """Return the strategy of a module or an optimizer that was set up; None for anything else."""

@@ -14,6 +14,7 @@ from ...callbacks.helpers.loggers import tell
 from ...strategies.errors import CheckpointError, RunError
 from ..checkpoint import list_checkpoints
 from ..checkpoint.manifest import Origin
+from ..checkpoint.single_file import SingleFile
 from ..session.interruption import interrupted_inside
 from ..session.session import Session
 from .after_restart import note_checkpoint
@@ -21,7 +22,7 @@ from .run_state import still_parts, take_state
 
 
 def save_checkpoint(
-    session: Session, path: Path, *, weights_only: bool, wait: bool, single_file: bool, keeps_classes: bool
+    session: Session, path: Path, *, weights_only: bool, wait: bool, single_file: SingleFile | None
 ) -> None:
     """Write a checkpoint of a run in this process. Collective: every rank calls it.
 
@@ -54,8 +55,7 @@ def save_checkpoint(
         if session.strategy.rank == 0:
             tell(session.loggers, "save")
         mesh, still = session.strategy.mesh_axes, still_parts(session)
-        form = {"single_file": single_file, "keeps_classes": keeps_classes}
-        session.writer.save(path, state, mesh=mesh, still=still, origin=origin, **form)
+        session.writer.save(path, state, mesh=mesh, still=still, origin=origin, single_file=single_file)
         if wait:
             session.writer.close()
     session.progress.checkpoint_seconds += monotonic() - began

@@ -28,6 +28,7 @@ from torch.distributed import FileStore
 from echelon.strategies.state.optimizer_state import Sharded
 from echelon.trainer.checkpoint import SavingGroup, Writer, list_checkpoints, load, newest_valid, point, remove, save
 from echelon.trainer.checkpoint.atomic_folder import is_stranded, sweep, unfinished
+from echelon.trainer.checkpoint.single_file import SingleFile
 
 TOUCHING_THE_DISK = {
     "open", "write", "fsync", "close", "mkdir", "rename", "replace", "unlink", "rmdir", "symlink", "scandir",
@@ -43,7 +44,7 @@ def state(step: int) -> dict[str, Any]:
 
 
 IS_FILE = sys.argv[2].endswith("-file")
-save = functools.partial(save, single_file=IS_FILE)
+save = functools.partial(save, single_file=SingleFile() if IS_FILE else None)
 
 
 def in_child(work: Callable[[], None], kill_at: int) -> bool:
@@ -153,7 +154,7 @@ def one_of_two_ranks(folder: Path, victim: int) -> int:
         group = SavingGroup(FileStore(str(store), 2), rank, 2)
         whole = state(2)
         whole["optimizers"] = Sharded(m=whole["optimizers"]["m"]) if rank else Sharded()
-        Writer(group).save(folder / "b.ckpt", whole, single_file=IS_FILE)
+        Writer(group).save(folder / "b.ckpt", whole, single_file=SingleFile() if IS_FILE else None)
 
     kill_at, was_killed = 0, True
     while was_killed:

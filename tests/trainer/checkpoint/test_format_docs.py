@@ -15,6 +15,7 @@ from torch import nn
 
 from echelon.trainer.checkpoint import encoding, point, save, tags
 from echelon.trainer.checkpoint.manifest import read_manifest
+from echelon.trainer.checkpoint.single_file import SingleFile
 
 PAGE = Path(__file__).parents[3] / "docs" / "checkpoint-format.md"
 
@@ -25,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
     state = {"model": module.state_dict(), "optimizers": [{"m": torch.ones(3)}], "trainer": {"global_step": 400}}
     save(tmp_path / "a.ckpt", state)
     point(tmp_path / "last.ckpt", tmp_path / "a.ckpt")
-    save(tmp_path / "one.ckpt", state, single_file=True)
+    save(tmp_path / "one.ckpt", state, single_file=SingleFile())
     return tmp_path
 
 

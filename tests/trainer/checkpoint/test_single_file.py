@@ -34,6 +34,7 @@ from echelon.trainer.checkpoint import (
 )
 from echelon.trainer.checkpoint.files import while_it_stays
 from echelon.trainer.checkpoint.manifest import read_manifest, trailer
+from echelon.trainer.checkpoint.single_file import SingleFile
 from echelon.trainer.cli.ckpt import diff, list_folder, show, verify_all
 
 
@@ -87,7 +88,7 @@ def state(step: int = 0) -> dict[str, Any]:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    save(tmp_path / "a.ckpt", state(1), single_file=True)
+    save(tmp_path / "a.ckpt", state(1), single_file=SingleFile())
     return tmp_path / "a.ckpt"
 
 
@@ -153,7 +154,7 @@ def test_it_is_a_file_to_everything_that_handles_files(file: Path, tmp_path: Pat
 
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     file = tmp_path / "a.ckpt"
-    save(file, {"model": {"w": torch.randn(2)}}, single_file=True)
+    save(file, {"model": {"w": torch.randn(2)}}, single_file=SingleFile())
     original = file.read_bytes()
     for position in range(0, len(original), 3):
         damaged = bytearray(original)
@@ -168,7 +169,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [0, 10, 60, 1000, -100, -1])
 def test_last_skips_a_file_that_was_cut_short(size: int, file: Path) -> None:
-    save(file.with_name("b.ckpt"), state(2), single_file=True)
+    save(file.with_name("b.ckpt"), state(2), single_file=SingleFile())
     whole = file.with_name("b.ckpt").read_bytes()
     file.with_name("b.ckpt").write_bytes(whole[:size])
     assert newest_valid(file.parent) == file
@@ -181,7 +182,7 @@ def test_last_skips_a_file_that_was_cut_short(size: int, file: Path) -> None:
 def test_files_and_folders_are_found_side_by_side(file: Path) -> None:
     folder = file.parent
     save(folder / "b.ckpt", state(2))
-    save(folder / "c.ckpt", state(3), single_file=True)
+    save(folder / "c.ckpt", state(3), single_file=SingleFile())
     (folder / "notes.ckpt").write_text("no checkpoint")
     torch.save({"state_dict": {}, "pytorch-lightning_version": "2.6.6"}, folder / "foreign.ckpt")
     assert [one.path.name for one in list_checkpoints(folder)] == ["a.ckpt", "b.ckpt", "c.ckpt"]
@@ -204,7 +205,7 @@ def test_a_file_replaces_a_folder_and_a_folder_a_file(
     if not has_exchange:
         monkeypatch.setattr("echelon.trainer.checkpoint.atomic_folder._exchange", lambda *_: False)
     for step, is_file in enumerate((True, False, True, True), start=2):
-        save(file, state(step), single_file=is_file)
+        save(file, state(step), single_file=SingleFile() if is_file else None)
         assert file.is_file() is is_file
         assert load(file)["loop"]["global_step"] == step
         assert [path.name for path in file.parent.iterdir()] == ["a.ckpt"]
@@ -212,17 +213,17 @@ def test_a_file_replaces_a_folder_and_a_folder_a_file(
 
 def test_a_temporary_file_is_written_to_and_other_files_are_not(tmp_path: Path) -> None:
     with tempfile.NamedTemporaryFile(dir=tmp_path) as named:
-        save(named.name, state(1), single_file=True)
+        save(named.name, state(1), single_file=SingleFile())
         assert torch.load(named.name, weights_only=True)["global_step"] == 1
     torch.save({}, tmp_path / "model.pt")
-    save(tmp_path / "model.pt", state(1), single_file=True)
+    save(tmp_path / "model.pt", state(1), single_file=SingleFile())
     verify(tmp_path / "model.pt")
     (tmp_path / "program.py").write_text("precious")
     with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
         archive.writestr("data.csv", "precious")
     for name in ("program.py", "data.zip"):
         with pytest.raises(CheckpointError, match="is not a checkpoint, so it is not overwritten"):
-            save(tmp_path / name, state(1), single_file=True)
+            save(tmp_path / name, state(1), single_file=SingleFile())
     with pytest.raises(CheckpointError, match="is not a checkpoint, so it is not overwritten"):
         save(tmp_path / "program.py", state(1))
 
@@ -230,7 +231,7 @@ def test_a_temporary_file_is_written_to_and_other_files_are_not(tmp_path: Path) 
 def test_a_reader_keeps_the_file_that_it_has_opened(file: Path) -> None:
     def read(held: int | None) -> str:
         before = read_manifest(file, held).saved_at
-        save(file, state(2), single_file=True)
+        save(file, state(2), single_file=SingleFile())
         file.unlink()
         assert read_manifest(file, held).saved_at == before
         return before
