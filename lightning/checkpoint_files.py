@@ -65,7 +65,7 @@ def load_checkpoint(path: Source, map_location: Any = None, weights_only: bool |
     Raises:
         CheckpointError: if there is none, or it is damaged.
     """
-    if is_foreign_file(path):
+    if not isinstance(path, str | Path) or is_foreign_file(path):
         return read_torch_file(path)
     folder = checkpoint.resolve(path)
     if folder is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from ..trainer.module.data_module import DataModule
 from ..trainer.module.load import (
@@ -19,8 +19,6 @@ from ..trainer.module.load import (
 from ..trainer.module.train_module import TrainModule
 from .checkpoint_files import Source, hyper_parameters, is_foreign_file, read_checkpoint
 from .kept_out import give_back, keep_out
-
-M = TypeVar("M")
 
 
 class LightningModule(TrainModule):
@@ -51,7 +49,8 @@ class LightningModule(TrainModule):
 
         Of such a file, tensors, plain values and references to classes are read.
         """
-        return load_from_checkpoint(cls, checkpoint_path, map_location, hparams_file, strict, **kwargs)
+        built: Self = load_from_checkpoint(cls, checkpoint_path, map_location, hparams_file, strict, **kwargs)
+        return built
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add to a checkpoint, or change what is in it; objects that it cannot hold are left out afterwards."""
@@ -74,25 +73,26 @@ class LightningDataModule(DataModule):
         **kwargs: Any,
     ) -> Self:
         """Do what `DataModule.load_from_checkpoint` does, also with an open file and with one of Lightning's."""
-        return load_from_checkpoint(cls, checkpoint_path, map_location, hparams_file, **kwargs)
+        built: Self = load_from_checkpoint(cls, checkpoint_path, map_location, hparams_file, **kwargs)
+        return built
 
 
 def load_from_checkpoint(
-    cls: type[M],
+    cls: type[Any],
     checkpoint_path: Source,
     map_location: MapLocation = None,
     hparams_file: str | Path | None = None,
     strict: bool | None = None,
     weights_only: bool | None = None,
     **kwargs: Any,
-) -> M:
+) -> Any:
     """Build a module or a data module from a checkpoint; the arguments are those of its own method.
 
     Raises:
         CheckpointError: if the checkpoint is missing or damaged, or does not fit.
     """
     is_module = issubclass(cls, TrainModule)
-    if is_foreign_file(checkpoint_path):
+    if not isinstance(checkpoint_path, str | Path) or is_foreign_file(checkpoint_path):
         if is_module:
             state = read_checkpoint(checkpoint_path)
             return module_from(cls, state, map_location, hparams_file, strict, kwargs, hyper_parameters)

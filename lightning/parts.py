@@ -194,7 +194,8 @@ class TorchCheckpointIO(CheckpointIO):
 
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the state of an Echelon checkpoint, under Lightning's names."""
-        return load_checkpoint(path)
+        state: dict[str, Any] = load_checkpoint(path)
+        return state
 
 
 class AsyncCheckpointIO(CheckpointIO):

@@ -21,7 +21,7 @@ class EmptyInit(TorchFunctionMode):
     """
 
     def __init__(self, enabled: bool = True) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.enabled = enabled
 
     def __torch_function__(

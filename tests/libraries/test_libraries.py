@@ -26,9 +26,13 @@ NEEDS = {
     "chemprop": "chemprop",
     "deeptab": "deeptab",
     "litgpt": "litgpt",
+    "rectools": "rectools",
     "rl4co": "rl4co",
 }
-SAME_ORDER = {"torchgeo", "lightly", "segmentation_models", "uq_box", "pina", "chemprop", "deeptab", "litgpt", "rl4co"}
+SAME_ORDER = {
+    *("torchgeo", "lightly", "segmentation_models", "uq_box", "pina", "chemprop", "deeptab", "litgpt", "rectools"),
+    "rl4co",
+}
 """Programs that do not shuffle: their numbers are Lightning's."""
 
 

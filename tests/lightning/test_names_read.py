@@ -4,6 +4,7 @@ import pickle
 from functools import partial
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -247,3 +248,19 @@ def test_a_class_among_the_hyper_parameters_is_one_in_a_file(tmp_path):
     ours.save_checkpoint(tmp_path / "ours.ckpt", single_file=True)
     opened = torch.load(tmp_path / "ours.ckpt", weights_only=True)
     assert opened["hyper_parameters"] == {"kind": "torch.nn.modules.activation:Tanh"}
+
+
+class WithAnArray(boring.BoringModel):
+    def __init__(self, ids=None):
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_an_array_among_the_hyper_parameters_is_one_in_a_file(tmp_path):
+    own, ids = trainer(fast_dev_run=True), np.array(["PAD", 3], dtype=object)
+    own.fit(WithAnArray(ids))
+    own.save_checkpoint(tmp_path / "model.ckpt")
+    opened = torch.load(tmp_path / "model.ckpt", weights_only=False)["hyper_parameters"]["ids"]
+    loaded = WithAnArray.load_from_checkpoint(tmp_path / "model.ckpt").hparams.ids
+    for found in (opened, loaded):
+        assert found.dtype == object and found.tolist() == ["PAD", 3]

@@ -26,7 +26,7 @@ from .files import HASH_NAME, FilePiece, FileRecord, MappedFile, digests
 from .manifest import MANIFEST, NO_HASH, ROOT, STATE, TENSORS, Manifest, stems_of, trailer
 from .safetensors_file import memory_of
 from .saved_state import NAMES_FOR_HOOKS
-from .tags import TENSOR_TAGS
+from .tags import TENSOR_TAGS, array_of
 
 # The pickled member is for torch.load. We never read it: all that we need is in JSON members, and tensors are mapped
 # by their place in the file.
@@ -72,8 +72,8 @@ class SingleFile:
     parts: Collection[str] | None = None
     """Only these parts, under these names; None for all parts of a run, under Lightning's names."""
     keeps_classes: bool = False
-    """Whether classes in the state are returned as Lightning's files do, and not as their names. ``torch.load`` takes
-    such a file only with ``weights_only=False``, or if it was told that they are safe."""
+    """Whether classes and arrays in the state are returned as Lightning's files do, and not as names and lists.
+    ``torch.load`` takes such a file only with ``weights_only=False``, or if it was told that they are safe."""
 
 
 def _class_named(name: str) -> Any:
@@ -110,8 +110,14 @@ class _References:
 
     def __init__(self, tensors: Mapping[str, Mapping[str, Tensor]], *, keeps_classes: bool) -> None:
         self._tensors = tensors
-        self.class_named: Callable[[str], Any] = _class_named if keeps_classes else str
+        self._keeps_classes = keeps_classes
         self._known: dict[tuple[str, str, bool], _Reference] = {}
+
+    def named(self, tag: str, content: Any) -> Any:
+        """Return a class, or an array from its dtype, shape and items; or else the name, or the items."""
+        if tag == "$class":
+            return _class_named(content) if self._keeps_classes else content
+        return array_of(content) if self._keeps_classes else content[2]
 
     def of(self, part: str, key: str, *, is_complex: bool) -> _Reference:
         """Return the reference to a tensor; complex numbers are stored as pairs, which safetensors has no type for."""
@@ -320,8 +326,8 @@ def _plain(encoded: Any, part: str, references: _References) -> Any:
     if tag in TENSOR_TAGS:
         return references.of(part, encoded[tag], is_complex=bool(encoded.get("complex")))
     content = _plain(encoded[tag], part, references)
-    if tag == "$class":
-        return references.class_named(content)
+    if tag in ("$class", "$items"):
+        return references.named(tag, content)
     return _PLAIN[tag](content) if tag in _PLAIN else content
 
 

@@ -33,6 +33,12 @@ class ClassName(str):
     __slots__ = ()
 
 
+class ArrayItems(tuple[Any, ...]):
+    """A NumPy array as JSON values: the name of its dtype, its shape, and all items in a row."""
+
+    __slots__ = ()
+
+
 SCALARS: Final[Mapping[type, tuple[str, Callable[[Any], Any]]]] = {
     bytes: ("$bytes", lambda value: base64.b64encode(value).decode()),
     complex: ("$complex", lambda value: [repr(value.real), repr(value.imag)]),
@@ -45,8 +51,15 @@ SCALARS: Final[Mapping[type, tuple[str, Callable[[Any], Any]]]] = {
     torch.device: ("$device", str),
     FromEnvironment: ("$environment", attrgetter("interpolation")),
     ClassName: ("$class", str),
+    ArrayItems: ("$items", list),
 }
 """The tag of each type without items, and the conversion of its values to JSON's types."""
+
+DTYPES_OF_ITEMS: Final = frozenset(
+    {"bool", "float32", "float64", "object", "str"}
+    | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+)
+"""The dtypes of arrays that are stored by their items."""
 
 Readers: TypeAlias = Mapping[str, Callable[[Any], Any]]
 """For each tag, a function that makes a value from its contents."""
@@ -131,6 +144,18 @@ def named_member(where: str, name: str | None) -> Enum | None:
     return owner[name] if is_known else None  # type: ignore[index]
 
 
+def array_of(content: list[Any]) -> Any:
+    """Return the NumPy array whose dtype, shape and items these are."""
+    try:
+        import numpy
+    except ImportError as error:
+        raise MissingDependencyError(f"This checkpoint holds NumPy arrays ({error}): pip install numpy") from None
+    dtype, shape, items = content
+    if dtype not in DTYPES_OF_ITEMS:
+        raise ValueError(f"{dtype!r} is not a dtype of items")
+    return numpy.array(items, dtype).reshape(shape)
+
+
 def _enum_member(content: list[Any]) -> Any:
     """Return the member of an enum; its value if the class is not imported, or no longer has the member."""
     where, name, value = content
@@ -184,4 +209,5 @@ _READERS: Final[Readers] = {
     "$device": torch.device,
     "$environment": lambda text: FromEnvironment(text, text),
     "$class": ClassName,
+    "$items": array_of,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -17,10 +18,12 @@ from ...strategies.errors import CheckpointError
 from ...strategies.state.from_environment import FromEnvironment
 from ...strategies.state.schema import shown
 from ..checkpoint.encoding import encode, is_found
-from ..checkpoint.tags import ClassName, decode, imported_class, name_of
+from ..checkpoint.tags import DTYPES_OF_ITEMS, ArrayItems, ClassName, decode, imported_class, name_of
 from .hparams import AttributeDict, is_omegaconf
 from .unresolved import marked_container
 
+_MOST_ITEMS: Final = 1_000_000
+"""The items of the longest array that is stored: they are text."""
 _OF_TORCH: Final = ("torch.nn.", "torch.optim.")
 _BASES_OF_TORCH: Final = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 
@@ -30,8 +33,9 @@ def jsonable(hparams: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
     None, bool, numbers, strings, paths, enum members, ``torch.dtype`` and ``torch.device`` are stored, as are dicts,
     lists, tuples, sets, Namespaces, dataclasses and OmegaConf containers of them, all encoded as in a checkpoint. A
-    class is stored by its name, if that finds it. Modules, tensors and functions are omitted, and so is the whole of a
-    container that holds one: half a list would be a different list.
+    class is stored by its name, if that finds it, and a NumPy array of numbers or strings by its items, up to a
+    million. Modules, tensors and functions are omitted, and so is the whole of a container that holds one: half a list
+    would be a different list.
     """
     stored: dict[str, Any] = {}
     omitted: list[str] = []
@@ -95,6 +99,8 @@ def _plain_container(value: Any) -> Any:
         return Namespace(**{name: _plain(getattr(value, name)) for name in fields})
     if isinstance(value, Namespace):
         return Namespace(**{name: _plain(item) for name, item in vars(value).items()})
+    if type(value).__module__ == "numpy" and hasattr(value, "dtype"):
+        return _plain_array(value)
     if isinstance(value, Mapping):
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -103,6 +109,22 @@ def _plain_container(value: Any) -> Any:
         if isinstance(value, kind) and not isinstance(value, bytes | bytearray | memoryview):
             return plain(_plain(item) for item in value)
     raise TypeError(f"{type(value).__name__} is not kept")
+
+
+def _plain_array(value: Any) -> ArrayItems:
+    """Return a NumPy array as JSON values.
+
+    Raises:
+        TypeError: for a long one, and for one with other items than numbers, strings and None.
+    """
+    name = "str" if value.dtype.kind == "U" else value.dtype.name
+    items = value.ravel().tolist() if value.size <= _MOST_ITEMS else None
+    if items is None or name not in DTYPES_OF_ITEMS:
+        raise TypeError(f"an array of {value.size} x {name} is not kept")
+    for item in items:
+        if type(item) not in (str, int, bool, float, type(None)) or (type(item) is float and not math.isfinite(item)):
+            raise TypeError(f"an array with {item!r:.60} is not kept")
+    return ArrayItems((name, list(value.shape), items))
 
 
 def class_named(where: str, owner: type) -> type:

@@ -137,6 +137,33 @@ def test_a_class_is_stored_by_name_and_comes_back_where_it_may_be_named():
         assert from_jsonable(array, owner=Encoder) == {"array": np.ndarray}
 
 
+def test_an_array_is_stored_by_its_items():
+    arrays = {
+        "ids": np.array(["PAD", 3, None, 1.5], dtype=object),
+        "table": np.arange(6, dtype=np.int16).reshape(2, 3),
+        "names": np.array(["a", "longer"]),
+        "weights": np.array([[0.1], [1e-30]], dtype=np.float32),
+        "none": np.zeros((0, 2), dtype=bool),
+    }
+    stored, omitted = jsonable({**arrays, "deep": [arrays]})
+    assert omitted == [] and stored["names"] == {"$items": ["str", [2], ["a", "longer"]]}
+    loaded = from_jsonable(json.loads(json.dumps(stored)))
+    for found in (loaded, loaded["deep"][0]):
+        for name, array in arrays.items():
+            assert found[name].dtype == array.dtype and found[name].shape == array.shape
+            assert found[name].tolist() == array.tolist()
+
+
+def test_other_arrays_are_omitted_and_forged_ones_refused():
+    odd = [np.array([object()]), np.array([np.nan]), np.array([1j]), np.zeros(3, "datetime64[s]"), np.zeros(1_000_001)]
+    odd += [np.zeros(2, [("a", int)]), np.array([{}, []], dtype=object), np.array([b"x"])]
+    for array in odd:
+        assert jsonable({"array": array}) == ({}, ["array"])
+    for content in (["U1000000000", [1], ["a"]], ["int64", [1 << 40], [1]], ["int8", [1], ["a"]], ["int8"], 3, None):
+        with pytest.raises(CheckpointError, match="Echelon does not write"):
+            from_jsonable({"array": {"$items": content}})
+
+
 @pytest.mark.parametrize(
     "where",
     [
