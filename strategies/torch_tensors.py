@@ -106,7 +106,8 @@ def apply_to_own_tensors(module: nn.Module, change: Callable[[Tensor], Tensor]) 
 
 def copy_without_parameters(module: M) -> M:
     """Return a shallow copy of a module, with dictionaries of its own (`_replicate_for_data_parallel`)."""
-    copied: M = module._replicate_for_data_parallel()  # noqa: SLF001
+    replicate: Any = module._replicate_for_data_parallel  # noqa: SLF001
+    copied: M = replicate()
     return copied
 
 
