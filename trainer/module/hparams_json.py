@@ -99,7 +99,7 @@ def _plain_container(value: Any) -> Any:
         return Namespace(**{name: _plain(getattr(value, name)) for name in fields})
     if isinstance(value, Namespace):
         return Namespace(**{name: _plain(item) for name, item in vars(value).items()})
-    if type(value).__module__ == "numpy" and hasattr(value, "dtype"):
+    if (type(value).__module__, type(value).__name__) == ("numpy", "ndarray"):
         return _plain_array(value)
     if isinstance(value, Mapping):
         return {_plain(key): _plain(item) for key, item in value.items()}

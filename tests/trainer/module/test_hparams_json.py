@@ -156,7 +156,7 @@ def test_an_array_is_stored_by_its_items():
 
 def test_other_arrays_are_omitted_and_forged_ones_refused():
     odd = [np.array([object()]), np.array([np.nan]), np.array([1j]), np.zeros(3, "datetime64[s]"), np.zeros(1_000_001)]
-    odd += [np.zeros(2, [("a", int)]), np.array([{}, []], dtype=object), np.array([b"x"])]
+    odd += [np.zeros(2, [("a", int)]), np.array([{}, []], dtype=object), np.array([b"x"]), np.bool_(True)]
     for array in odd:
         assert jsonable({"array": array}) == ({}, ["array"])
     for content in (["U1000000000", [1], ["a"]], ["int64", [1 << 40], [1]], ["int8", [1], ["a"]], ["int8"], 3, None):
