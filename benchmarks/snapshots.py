@@ -56,7 +56,7 @@ class Stopwatch(Callback):
     def on_train_step_end(self, trainer: Any, module: nn.Module) -> None:
         if trainer.global_step >= self.warmup:
             self.times.append(time.perf_counter())
-        cost = trainer.strategy.supervisor.snapshots.cost
+        cost = trainer.strategy.launcher.supervisor.snapshots.cost
         if self.taken and cost is not None and cost is not self.newest:
             self.newest = cost
             self.costs.append((cost.gathering, cost.writing))

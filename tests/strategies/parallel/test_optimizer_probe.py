@@ -120,7 +120,7 @@ class OfStages(Net):
         mesh = init_device_mesh("cpu", (2,))
         sharded = [distribute_tensor(torch.ones(rows, 2), mesh, [Shard(0)]) for rows in (2, 3)]
         probe = OptimizerProbe(Base([nn.Parameter(sharded[self.trainer.global_rank])]))
-        self.differs = probe.differs_if_sharded(self.trainer.strategy.collectives)
+        self.differs = probe.differs_if_sharded(self.trainer.strategy.ranks.all)
 
 
 def fit(optimizer, strategy, ckpt_path=None, **settings):
