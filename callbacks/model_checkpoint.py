@@ -312,12 +312,8 @@ class ModelCheckpoint(Callback):
                 stacklevel=2,
             )
 
-    def on_train_end(self, trainer: Run, module: nn.Module) -> None:
-        """Note that training is over: a later error does not change what there is to save."""
-        self._is_training = False
-
     def on_exception(self, trainer: Run, module: nn.Module, exception: BaseException) -> None:
-        """Save the state after the completed steps, with ``save_on_exception``."""
+        """Save the state after the completed steps, with ``save_on_exception``, also if a hook of the end raises."""
         if self.save_on_exception and self._is_training and not isinstance(exception, CheckpointError):
             self._save(trainer, top_k=False, force=True, wait=True)
 
@@ -353,7 +349,8 @@ class ModelCheckpoint(Callback):
         force = force or (last and self._saves_last)
         if not is_in_top_k and not force:
             return
-        template = self._name if is_in_top_k else CheckpointName(self._default_name)
+        is_named = is_in_top_k or wait  # also after an exception, as Lightning names it
+        template = self._name if is_named else CheckpointName(self._default_name)
         savers = [one for one in trainer.callbacks if isinstance(one, ModelCheckpoint)]
         # another callback's save of this step may not be on disk yet
         taken = {self._path(self._last)}.union(*(one.kept_paths for one in savers))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from scripted import Scripted, batches, trainer_in
 
-from echelon.callbacks import Callback, ModelCheckpoint
+from echelon.callbacks import Callback, LambdaCallback, ModelCheckpoint
 from echelon.strategies.errors import CheckpointError, ConfigError
 
 NAN = float("nan")
@@ -437,6 +437,17 @@ def test_save_on_exception_saves_what_the_steps_before_it_have_learned(tmp_path:
     resumed = trainer_in(tmp_path, max_epochs=1)
     resumed.fit(Scripted(), batches(), batches(), ckpt_path=saved)
     assert resumed.global_step == 3  # without the step of the broken sample
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_end", "on_fit_end"])
+def test_save_on_exception_is_named_as_others_are(tmp_path: Path, hook: str) -> None:
+    checkpoint = ModelCheckpoint(tmp_path, "spare-{step}", save_on_exception=True, every_n_epochs=7)
+    broken = LambdaCallback(**{hook: lambda *args: 1 / 0})
+    with pytest.raises(ZeroDivisionError):
+        trainer_in(tmp_path, checkpoint, broken, max_epochs=1, num_sanity_val_steps=0).fit(
+            Scripted(), batches(), batches()
+        )
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == [f"spare-step={1 if 'batch' in hook else 4}.ckpt"]
 
 
 def test_without_it_nothing_is_saved_when_training_raises(tmp_path: Path) -> None:
