@@ -115,8 +115,11 @@ class ProgressDisplay(Callback):
             return
         self._trained = trainer.batch_position
         of_all = f"/{trainer.max_epochs - 1}" if trainer.max_epochs > 0 else ""
+        total = trainer.num_training_batches
+        if math.isinf(total) and trainer.max_steps > 0:  # the steps that are left are all that is known
+            total = self._trained + (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
         with self._drawing():
-            self._training.begin(f"Epoch {trainer.current_epoch}{of_all}", trainer.num_training_batches, self._trained)
+            self._training.begin(f"Epoch {trainer.current_epoch}{of_all}", total, self._trained)
         self._has_begun = self._training is not None
         self._due = 0.0
 

@@ -49,7 +49,10 @@ def fit(session: Session, request: Request) -> None:
             session.origin = session.origin.going_on_from(read_manifest(session.resumed_from))
     session.reload = partial(_load_data, session, request)
     _load_data(session, request, "train", is_resumed=saved is not None)
+    checks = saved is None and session.settings.num_sanity_val_steps != 0 and session.settings.limit_val_batches != 0
+    session.progress.stage = "sanity_check" if checks else None  # what its loaders are for, as in Lightning
     _load_data(session, request, "validate", is_resumed=saved is not None)
+    session.progress.stage = None
     warn_if_endless(session)
     setting = ActivationCheckpointing.of(session.settings.activation_checkpointing)
     with checkpointed(session.module, setting):

@@ -40,6 +40,7 @@ from .data.loader_kinds import ending_workers
 from .data.seed import capture_rng, restore_rng
 from .default_callbacks import supervised
 from .folders import settle_folders
+from .loggers import BY_NAME, LoggersByName
 from .loggers.base import continue_loggers
 from .metrics.metrics import Metrics
 from .module.hooks import ModuleHooks
@@ -69,21 +70,21 @@ class Runner:
     Args:
         settings: the trainer's settings.
         run: the trainer, as hooks see it.
+        by_name: what makes a logger that is given by its name.
     """
 
-    def __init__(self, settings: Settings, run: Run) -> None:
-        self.settings, self._run = settings, run
+    def __init__(self, settings: Settings, run: Run, by_name: LoggersByName = BY_NAME) -> None:
+        self.settings, self._run, self._by_name = settings, run, by_name
         self.given = settings
         """The settings before ``strategy="auto"`` was chosen."""
         self.precision = Precision(settings.precision)
-        self.strategy, self.hardware = place(
-            settings.strategy, settings.accelerator, settings.devices, settings.num_nodes
-        )
+        where = settings.strategy, settings.accelerator, settings.devices, settings.num_nodes
+        self.strategy, self.hardware = place(*where)
         self.strategy.validate(self.hardware, self.precision)
         check_sync_batchnorm(settings, self.hardware)
         self.root = Path(settings.default_root_dir or ".")
         """The folder of what has no other; absolute once a run has started."""
-        self.loggers = make_loggers(settings, self.root)
+        self.loggers = make_loggers(settings, self.root, by_name)
         check_loggers(self.loggers)
         self._callbacks = make_callbacks(settings)
         self.profiler = profiler_by_name(settings.profiler)
@@ -334,7 +335,7 @@ class Runner:
         if request.task == "fit":
             self.state = TrainState(seed=torch.initial_seed())
             if self.settings.logger is True and self._has_fitted:
-                self.loggers = make_loggers(self.settings, self.root)  # another run, another folder
+                self.loggers = make_loggers(self.settings, self.root, self._by_name)  # another run, another folder
             self._has_fitted = True
 
     def _callbacks_of(self, request: Request) -> list[Callback]:

@@ -35,7 +35,7 @@ from .data.sample_checks import gather_numbers
 from .data.stream import Cut
 from .data.train_data import TrainData
 from .folders import settle_callbacks
-from .loggers import BY_NAME, default_logger
+from .loggers import BY_NAME, LoggersByName, default_logger
 from .loop.schedule import validates
 from .metrics.gathering import gather_all_once, gather_once
 from .module.data_module import DataHooks, DataModule
@@ -61,13 +61,13 @@ _LOADER_HOOKS = {
 }
 
 
-def make_loggers(settings: Settings, root: Path) -> list[Logger]:
-    """Return the loggers that the settings ask for, by default one below `root`."""
+def make_loggers(settings: Settings, root: Path, by_name: LoggersByName = BY_NAME) -> list[Logger]:
+    """Return the loggers that the settings ask for, by default TensorBoard below `root`, or a table without it."""
     given = settings.logger
     if isinstance(given, bool):
-        return [default_logger(root)] if given else []
+        return [default_logger(root, by_name)] if given else []
     loggers = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-    return [BY_NAME[one](root) if isinstance(one, str) else one for one in loggers]
+    return [by_name[one](root) if isinstance(one, str) else one for one in loggers]
 
 
 def make_callbacks(settings: Settings) -> list[Callback]:

@@ -20,6 +20,7 @@ from ..strategies.errors import RunError
 from .attributes import TrainerAttributes, refuse, takes_no_others
 from .checkpoints import Checkpoints
 from .fit import fit, run_evaluation
+from .loggers import BY_NAME, LoggersByName
 from .loop.evaluate import Results
 from .loop.schedule import num_steps
 from .module.data_module import DataModule
@@ -55,7 +56,11 @@ class Trainer(TrainerAttributes, Checkpoints, Trials):
     @accepting(Settings)
     def __init__(self, settings: Settings) -> None:
         run: Run = self
-        self._runner = Runner(settings.effective(), run)
+        self._runner = Runner(settings.effective(), run, self._loggers_by_name())
+
+    def _loggers_by_name(self) -> LoggersByName:
+        """Return what makes a logger that is given by its name."""
+        return BY_NAME
 
     # --- what users call ---------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Final
 
 from ...callbacks.run import Logger
 from ...strategies.errors import ConfigError, did_you_mean
+from .base import is_installed
 from .csv import CSVLogger as CSVLogger
 from .dummy import DummyLogger as DummyLogger
 from .mlflow import MLFlowLogger as MLFlowLogger
@@ -18,18 +18,28 @@ from .wandb import WandbLogger as WandbLogger
 
 _tensorboard = partial(TensorBoardLogger, default_hp_metric=False)  # no curve that the user did not log
 
-BY_NAME: Final[Mapping[str, Callable[[str | Path], Logger]]] = {
+
+def _wandb(save_dir: str | Path) -> Logger:
+    return WandbLogger(save_dir=save_dir)
+
+
+def _mlflow(save_dir: str | Path) -> Logger:
+    return MLFlowLogger(save_dir=Path(save_dir) / "mlruns")
+
+
+LoggersByName = Mapping[str, Callable[[str | Path], Logger]]
+BY_NAME: Final[LoggersByName] = {
     "tensorboard": _tensorboard,
     "csv": CSVLogger,
-    "wandb": lambda save_dir: WandbLogger(save_dir=save_dir),
-    "mlflow": lambda save_dir: MLFlowLogger(save_dir=Path(save_dir) / "mlruns"),
+    "wandb": _wandb,
+    "mlflow": _mlflow,
 }
 """What ``Trainer(logger="tensorboard")`` makes, given the folder of the run's files."""
 
 
-def default_logger(save_dir: str | Path) -> TensorBoardLogger | CSVLogger:
+def default_logger(save_dir: str | Path, by_name: LoggersByName = BY_NAME) -> Logger:
     """Return the logger of ``Trainer(logger=True)``: TensorBoard, or a CSV table if that is not installed."""
-    return CSVLogger(save_dir) if importlib.util.find_spec("tensorboard") is None else _tensorboard(save_dir)
+    return by_name["tensorboard" if is_installed("tensorboard") else "csv"](save_dir)
 
 
 def check_name(name: str) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import importlib.util
 import math
 import os
 import re
+import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,6 +24,11 @@ from ...strategies.errors import ConfigError
 from ...strategies.state.from_environment import FromEnvironment
 
 _LONGEST_TEXT: Final = 500
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a package can be imported; one that a program has put into ``sys.modules`` can."""
+    return sys.modules.get(package) is not None or importlib.util.find_spec(package) is not None
 
 
 class VersionFolder:

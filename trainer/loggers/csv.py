@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Self, TextIO
+from typing import Any, BinaryIO, ClassVar, Final, Self, TextIO
 
 from torch import nn
 
@@ -47,6 +47,9 @@ class CSVLogger(FolderLogger):
         print(Path(logger.log_dir, "metrics.csv").read_text())
     """
 
+    NAME_METRICS_FILE: ClassVar[str] = "metrics.csv"
+    NAME_HPARAMS_FILE: ClassVar[str] = "hparams.yaml"
+
     def __init__(
         self,
         save_dir: str | Path,
@@ -75,7 +78,12 @@ class CSVLogger(FolderLogger):
 
     @property
     def _path(self) -> Path:
-        return self._folder.path / "metrics.csv"
+        return self._folder.path / self.NAME_METRICS_FILE
+
+    @property
+    def metrics_file_path(self) -> str:
+        """The path of the table."""
+        return str(self._path)
 
     @property
     def experiment(self) -> Self:
@@ -100,12 +108,12 @@ class CSVLogger(FolderLogger):
             self.save()
 
     def log_hyperparams(
-        self, params: Mapping[str, Any] | Namespace, metrics: Mapping[str, float] | None = None
+        self, params: Mapping[str, Any] | Namespace | None = None, metrics: Mapping[str, float] | None = None
     ) -> None:
         """Write the hyper-parameters, including those of earlier calls; `metrics` become a row at step 0."""
         if self._is_silent:
             return
-        self.keep_hyperparams(params)
+        self.keep_hyperparams({} if params is None else params)
         self.write_texts()
         if metrics:
             self.log_metrics(metrics, 0)

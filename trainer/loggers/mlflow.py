@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import posixpath
 import re
 import tempfile
@@ -17,7 +16,7 @@ from urllib.parse import unquote, urlparse
 
 from ...common.local_path import local_path
 from ...strategies.errors import ConfigError, MissingDependencyError
-from .base import flatten, plain
+from .base import flatten, is_installed, plain
 from .dummy import DummyExperiment
 from .tracker import LoggedCheckpoint, LogModel, TrackerLogger, as_os_error
 
@@ -77,7 +76,7 @@ class MLFlowLogger(TrackerLogger):
         run_id: str | None = None,
         synchronous: bool | None = None,
     ) -> None:
-        if importlib.util.find_spec("mlflow") is None:
+        if not is_installed("mlflow"):
             raise MissingDependencyError(
                 "MLFlowLogger needs the package mlflow, which is not installed; run `pip install 'echelon[loggers]'`, "
                 "or give logger=CSVLogger(...)."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import struct
 import time
@@ -11,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 from torch import nn
 
@@ -19,7 +18,7 @@ from ...strategies.distributed.nested import to_device
 from ...strategies.errors import MissingDependencyError
 from ...strategies.module.traces import Traceless
 from ...strategies.torch_internals import file_writer_of
-from .base import FolderLogger, VersionFolder, flatten
+from .base import FolderLogger, VersionFolder, flatten, is_installed
 from .dummy import DummyExperiment
 
 if TYPE_CHECKING:
@@ -55,6 +54,8 @@ class TensorBoardLogger(FolderLogger):
         logger.experiment.add_text("note", "the first run")
     """
 
+    NAME_HPARAMS_FILE: ClassVar[str] = "hparams.yaml"
+
     def __init__(
         self,
         save_dir: str | Path,
@@ -66,7 +67,7 @@ class TensorBoardLogger(FolderLogger):
         *,
         sub_dir: str | Path | None = None,
     ) -> None:
-        if importlib.util.find_spec("tensorboard") is None:
+        if not is_installed("tensorboard"):
             raise MissingDependencyError(
                 "TensorBoardLogger needs the package tensorboard, which is not installed; "
                 "run `pip install tensorboard`, or give logger=CSVLogger(...)."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,7 @@ from torch import nn
 
 from ...common.local_path import local_path
 from ...strategies.errors import ConfigError, MissingDependencyError
-from .base import plain
+from .base import is_installed, plain
 from .dummy import DummyExperiment
 from .tracker import LoggedCheckpoint, LogModel, TrackerLogger, as_os_error
 from .wandb_file import read_history
@@ -76,7 +75,7 @@ class WandbLogger(TrackerLogger):
         add_file_policy: Literal["mutable", "immutable"] = "mutable",
         **kwargs: Any,
     ) -> None:
-        if importlib.util.find_spec("wandb") is None:
+        if not is_installed("wandb"):
             raise MissingDependencyError(
                 "WandbLogger needs the package wandb, which is not installed; run `pip install 'echelon[loggers]'`, "
                 "or give logger=CSVLogger(...)."

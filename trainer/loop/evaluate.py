@@ -40,7 +40,7 @@ _STEP_NAMES: Final[dict[EvaluationStage, str]] = {
 def validate(session: Session) -> None:
     """Validate inside `fit`, without affecting the random streams of training."""
     session.writer.wait_for_copy()  # hooks may swap the weights
-    session.module.on_validation_model_zero_grad()
+    _call_own(session.module, "on_validation_model_zero_grad")
     with isolated_rng(session.strategy.devices), session.streams.kept():
         reload_if_due(session, "validate")
         evaluate(session, "validate")
@@ -77,7 +77,7 @@ def evaluate(session: Session, stage: EvaluationStage, limit: float = math.inf) 
     may_infer = session.settings.inference_mode and session.strategy.supports_inference_mode
     without_grad = torch.inference_mode() if may_infer else torch.no_grad()
     with _in_eval_mode(module):
-        getattr(module, f"on_{name}_model_eval")()
+        _call_own(module, f"on_{name}_model_eval")
         with without_grad:
             hooks.call(f"on_{name}_start")
             hooks.call(f"on_{name}_epoch_start")
@@ -91,11 +91,18 @@ def evaluate(session: Session, stage: EvaluationStage, limit: float = math.inf) 
             if stage not in ("sanity_check", "predict"):
                 session.log({line.reported: value for line, value in values})
             hooks.call(f"on_{name}_end")
-    getattr(module, f"on_{name}_model_train")()
+    _call_own(module, f"on_{name}_model_train")
     metrics.clear_stage()
     metrics.enter(logs_into)
     progress.stage, progress.batch_idx = outer, training_batch_idx
     return [_of_loader(values, index) for index in range(len(data.loaders))]
+
+
+def _call_own(module: nn.Module, name: str) -> None:
+    """Call a hook of the module, unless it was set to None."""
+    hook = getattr(module, name)
+    if hook is not None:
+        hook()
 
 
 @contextmanager

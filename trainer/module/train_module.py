@@ -338,7 +338,7 @@ class TrainModule(Optimization, Exporting, ModuleHooks, DataHooks, Hyperparamete
     @property
     def loggers(self) -> Sequence[Logger]:
         """All loggers; none without a trainer."""
-        return self._trainer.loggers if self._trainer is not None else ()
+        return self._trainer.loggers if self._trainer is not None else []
 
     # --- weights -----------------------------------------------------------------------------------------------------
 

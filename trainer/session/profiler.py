@@ -108,10 +108,11 @@ class Profiler(ABC):
             self.teardown(stage)
 
     def _path(self, extension: str, action_name: str | None = None) -> Path:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        folder = Path(self.dirpath or self._folder)  # a profiler may be used without a trainer
+        folder.mkdir(parents=True, exist_ok=True)
         rank = None if self._rank is None else str(self._rank)
         name = "-".join(filter(None, (self._stage, self.filename or "profile", rank, action_name)))
-        return self._folder / (re.sub(r"[^\w.+-]+", "_", name) + f".{extension}")
+        return folder / (re.sub(r"[^\w.+-]+", "_", name) + f".{extension}")
 
 
 class PassThroughProfiler(Profiler):
