@@ -21,6 +21,13 @@ class FitLoop:
         self._trainer: Any = trainer
 
     @property
+    def restarting(self) -> bool:
+        """Whether the fit resumes inside an epoch, and has trained no batch of it yet."""
+        current = self._trainer._runner.current  # noqa: SLF001 - this is a part of the trainer
+        has_begun = current is None or current.resumed_from is None or current.progress.micro_batch is not None
+        return not has_begun and self._trainer.counters.batches_in_epoch > 0
+
+    @property
     def epoch_loop(self) -> EpochLoop:
         """The counters inside an epoch."""
         return EpochLoop(self._trainer)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any, Self
+
+import torch
 
 from ..trainer.module.data_module import DataModule
 from ..trainer.module.load import (
@@ -58,6 +61,18 @@ class LightningModule(TrainModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Read what `on_save_checkpoint` has added."""
+
+    def to_torchscript(self, *args: Any, **kwargs: Any) -> torch.jit.ScriptModule:
+        """Return ``forward`` as TorchScript, as `TrainModule.to_torchscript` does; Lightning 2.8 does not have this."""
+        warnings.warn(
+            "LightningModule.to_torchscript has been deprecated in v2.7 and will be removed in v2.8 of Lightning; call "
+            "to_exported_program() for torch.export, or to_onnx().",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "TorchScript is deprecated", DeprecationWarning)
+            return super().to_torchscript(*args, **kwargs)
 
 
 class LightningDataModule(DataModule):

@@ -23,6 +23,7 @@ _SHELVES: Final = (
     "trainer.session.profiler",
     "trainer.session.detailed_profilers",
     "lightning.parts",
+    "lightning.utilities",
     "lightning.checkpoint_files",
     "lightning.extras.plugins",
     "lightning.demos",
@@ -37,6 +38,9 @@ _ELSEWHERE: Final[Mapping[str, str]] = {
     "CombinedLoader": "trainer.data.combined_loader:CombinedLoader",
     "rank_zero_only": "lightning.parts:rank_zero_only",
     "PyTorchProfiler": "lightning.profiler:TorchProfiler",
+    "SimpleProfiler": "lightning.profiler:RecordingProfiler",
+    "AdvancedProfiler": "lightning.profiler:FunctionProfiler",
+    "ExperimentWriter": "trainer.loggers:CSVLogger",
     "TQDMProgressBar": "lightning.tqdm_bar:KeptProgressBar",
     "Checkpoint": "callbacks:ModelCheckpoint",
     "LRSchedulerConfig": "trainer.module.optimizers:LRSchedulerConfig",
@@ -139,20 +143,10 @@ WITHOUT_COUNTERPART: Final[Mapping[str, str]] = {
     "ModelParallelStrategy": "ParallelStrategy of Echelon",
     "ParallelStrategy": "Strategy, or the strategy's name",
     "XLAStrategy": "DDPStrategy",
-    "XLAAccelerator": "accelerator='auto'",
     "XLAProfiler": "SimpleProfiler",
     "ServableModule": "a server of your own; docs/what_echelon_does_not_do.md",
     "ServableModuleValidator": "a server of your own; docs/what_echelon_does_not_do.md",
     "find_usable_cuda_devices": "devices=, a number",
-    "isolate_rng": "torch.random.fork_rng",
-    "is_picklable": "pickle.dumps",
-    "from_compiled": "the module's _orig_mod",
-    "to_uncompiled": "the module's _orig_mod",
-    "find_shared_parameters": "named_parameters(remove_duplicate=False)",
-    "set_shared_parameters": "the module itself: parameters that are shared stay so",
-    "save_hparams_to_yaml": "the logger's hparams.yaml",
-    "load_hparams_from_yaml": "load_from_checkpoint(hparams_file=...)",
-    "update_hparams": "hparams.update",
     "suggested_max_num_workers": "os.process_cpu_count or a number",
     "disable_possible_user_warnings": "warnings.filterwarnings",
     "SIGTERMException": "on_exception: SIGTERM ends fit with SystemExit",
@@ -200,6 +194,8 @@ def find(name: str, module: str = "") -> Any:
         return ANNOTATIONS[name]
     if name in WITHOUT_COUNTERPART:
         return refusal(name)
+    if name.endswith("_AVAILABLE"):
+        return _at("lightning.utilities:is_available")(name)
     raise AttributeError(f"{name!r} is not known.{_suggestion(name)}")
 
 

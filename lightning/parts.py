@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import warnings
 from abc import ABC
@@ -10,7 +9,6 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -20,7 +18,6 @@ from ..callbacks.dispatch import overrides
 from ..callbacks.run import Run
 from ..strategies.distributed.rank_zero import current_rank
 from ..strategies.distributed.rank_zero import rank_zero_only as own_rank_zero_only
-from ..strategies.torch_internals import tree_map
 from ..trainer.loggers.dummy import DummyExperiment
 from ..trainer.module.data_module import DataModule
 from ..trainer.module.train_module import TrainModule
@@ -43,11 +40,9 @@ __all__ = [
     "TorchCheckpointIO",
     "TrainerFn",
     "TrainerStatus",
+    "XLAAccelerator",
     "cli_lightning_logo",
-    "get_init_args",
-    "grad_norm",
     "is_overridden",
-    "move_data_to_device",
     "num_cuda_devices",
     "rank_prefixed_message",
     "rank_zero_debug",
@@ -80,6 +75,16 @@ class RunningStage(StrEnum):
     VALIDATING = "validate"
     TESTING = "test"
     PREDICTING = "predict"
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether it is an evaluation."""
+        return self in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
+
+    @property
+    def dataloader_prefix(self) -> str:
+        """The first part of the names of its loaders and limits."""
+        return "val" if self in (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING) else self.value
 
 
 class TrainerStatus(StrEnum):
@@ -183,6 +188,18 @@ class SummaryOf(Summary):
 
     def __init__(self, model: torch.nn.Module, max_depth: int = 1) -> None:
         super().__init__(**vars(summarize(model, max_depth)))
+        object.__setattr__(self, "_of", (model, max_depth))
+
+    def summarize(self) -> Summary:
+        """Return the summary of the module as it is now."""
+        model, max_depth = self.__dict__["_of"]
+        return summarize(model, max_depth)
+
+    @property
+    def max_depth(self) -> int:
+        """The levels of submodules that are shown."""
+        depth: int = self.__dict__["_of"][1]
+        return depth
 
 
 class CheckpointIO:
@@ -267,6 +284,12 @@ class MPSAccelerator(Accelerator):
     @staticmethod
     def is_available() -> bool:
         return torch.backends.mps.is_available()
+
+
+class XLAAccelerator(Accelerator):
+    """TPUs, which Echelon does not have."""
+
+    device_type = "xla"
 
 
 ACCELERATORS: Final = {kind.device_type: kind for kind in (CPUAccelerator, CUDAAccelerator, MPSAccelerator)}
@@ -364,32 +387,6 @@ def cli_lightning_logo() -> None:
 def rank_prefixed_message(message: str, rank: int | None) -> str:
     """Return a message with the rank before it."""
     return message if rank is None else f"[rank: {rank}] {message}"
-
-
-def get_init_args(frame: FrameType) -> dict[str, Any]:
-    """Return the arguments of the ``__init__`` running in a frame, without ``self``, with ``**kwargs`` unpacked."""
-    values = inspect.getargvalues(frame)
-    if frame.f_code.co_name != "__init__":
-        return {}
-    named = {name: values.locals[name] for name in values.args[1:]}
-    return {**named, **(values.locals[values.keywords] if values.keywords else {})}
-
-
-def move_data_to_device(batch: Any, device: torch.device | str) -> Any:
-    """Return a batch with its tensors on a device."""
-    return tree_map(lambda value: value.to(device) if hasattr(value, "to") else value, batch)
-
-
-def grad_norm(module: torch.nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, float]:
-    """Return the norm of each parameter's gradient, and of all together, under Lightning's names."""
-    grads = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
-    if not grads:
-        return {}
-    order = float(norm_type)
-    prefix = f"grad_{order}_norm"
-    norms = {f"{prefix}{group_separator}{name}": grad.norm(order) for name, grad in grads.items()}
-    total = torch.nn.utils.get_total_norm(grads.values(), order)
-    return {name: norm.item() for name, norm in {**norms, f"{prefix}_total": total}.items()}
 
 
 def is_overridden(method: str, instance: object, parent: type | None = None) -> bool:

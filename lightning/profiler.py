@@ -1,16 +1,61 @@
-"""TorchProfiler: `PyTorchProfiler` with the arguments of Lightning's, which are those of ``torch.profiler.profile``."""
+"""Profilers with what Lightning's have beyond ours: single durations, profiles, and arguments of torch's profiler."""
 
 from __future__ import annotations
 
+import cProfile
 import inspect
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from time import perf_counter
+from typing import Any, Final
 
 import torch
 
 from ..strategies.errors import ConfigError, did_you_mean
-from ..trainer.session.detailed_profilers import PyTorchProfiler
+from ..trainer.session.detailed_profilers import AdvancedProfiler, PyTorchProfiler
+from ..trainer.session.profiler import SimpleProfiler
+
+
+class RecordingProfiler(SimpleProfiler):
+    """`SimpleProfiler` that keeps each duration: a number for each call, which a long run pays for in memory."""
+
+    def __init__(self, dirpath: str | Path | None = None, filename: str | None = None, extended: bool = True) -> None:
+        super().__init__(dirpath, filename, extended)
+        self.recorded_durations: dict[str, list[float]] = {}
+        self.current_actions: dict[str, float] = {}
+
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
+        super().setup(stage, local_rank, log_dir)
+        self.recorded_durations, self.current_actions = {}, {}
+
+    def profile(self, action_name: str) -> AbstractContextManager[object]:
+        return self._started_and_stopped(action_name)
+
+    def start(self, action_name: str) -> None:
+        """Start the timer of the action.
+
+        Raises:
+            ConfigError: if it runs already.
+        """
+        if action_name in self.current_actions:
+            raise ConfigError(f"action_name must be an action that does not run, got {action_name!r}; stop it first.")
+        self.current_actions[action_name] = perf_counter()
+        super().start(action_name)
+
+    def stop(self, action_name: str) -> None:
+        super().stop(action_name)
+        duration = perf_counter() - self.current_actions.pop(action_name)
+        self.recorded_durations.setdefault(action_name, []).append(duration)
+
+
+class FunctionProfiler(AdvancedProfiler):
+    """`AdvancedProfiler`, with its profiles under the name that Lightning's have."""
+
+    @property
+    def profiled_actions(self) -> Mapping[str, cProfile.Profile]:
+        """The profile of each action."""
+        return self._profiles
 
 
 class TorchProfiler(PyTorchProfiler):
@@ -71,3 +116,7 @@ class TorchProfiler(PyTorchProfiler):
         if handler is not None:
             handler(profile)
         self._summary = profile.key_averages(self._groups_shapes).table(**self._table)
+
+
+PROFILERS: Final = {"simple": RecordingProfiler, "advanced": FunctionProfiler, "pytorch": TorchProfiler}
+"""What ``Trainer(profiler="simple")`` makes."""

@@ -11,6 +11,7 @@ from ..callbacks.progress import TQDMProgressBar
 from ..callbacks.progress_display import Kind
 from ..callbacks.run import Run
 from ..common.console import Console
+from .parts import ProgressBar
 
 _NAMES: Final[Mapping[Kind, str]] = {
     "train": "train_progress_bar",
@@ -22,7 +23,7 @@ _NAMES: Final[Mapping[Kind, str]] = {
 """The attribute with the bar of each kind."""
 
 
-class KeptProgressBar(TQDMProgressBar):
+class KeptProgressBar(TQDMProgressBar, ProgressBar):
     """Show the epoch, the batches and metrics; its bars can be read after they were shown.
 
     Args:
@@ -32,7 +33,8 @@ class KeptProgressBar(TQDMProgressBar):
     """
 
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
-        super().__init__(refresh_rate, leave)
+        TQDMProgressBar.__init__(self, refresh_rate, leave)
+        ProgressBar.__init__(self)
         self._process_position = process_position
         self._shown: dict[str, Any] = {}
 
@@ -75,8 +77,8 @@ class KeptProgressBar(TQDMProgressBar):
         return super()._drawn(name, bar) if is_shown or name not in self._shown else self._shown[name]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the bars: they belong to this process."""
-        return {**super().__getstate__(), "_shown": {}}
+        """Leave out the bars and the trainer: they belong to this process."""
+        return {**super().__getstate__(), "_shown": {}, "_trainer": None}
 
 
 class CountedLines(LineBar):

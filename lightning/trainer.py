@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import warnings
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
-from ..callbacks import ProgressDisplay
+from ..callbacks import Callback, ProgressDisplay
+from ..trainer.loggers import LoggersByName
+from ..trainer.module.data_module import DataModule
 from ..trainer.session.train_state import TrainerState
 from ..trainer.trainer import Trainer
 from .extras.plugins import settings_of
 from .fit_loop import FitLoop
+from .loggers import BY_NAME
 from .parts import (
     ACCELERATORS,
     Accelerator,
@@ -25,6 +29,8 @@ from .parts import (
     TrainerFn,
     TrainerStatus,
 )
+from .profiler import PROFILERS
+from .tqdm_bar import KeptProgressBar
 
 _log = logging.getLogger("echelon.lightning")
 
@@ -46,6 +52,10 @@ class LightningTrainer(Trainer):
 
     saves_single_files = True
     keeps_classes = True  # libraries call them: hyper_parameters["encoder"].pop("cls")(...)
+    _assigned_datamodule: DataModule | None = None
+
+    def _loggers_by_name(self) -> LoggersByName:
+        return BY_NAME
 
     def __init__(self, *, plugins: Any = None, suggest_integrations: bool = True, **settings: Any) -> None:
         plugins = _as_list(plugins)
@@ -54,6 +64,10 @@ class LightningTrainer(Trainer):
         settings.update(settings_of([plugin for plugin in plugins if plugin not in files], settings))
         if any(_is_foreign_bar(callback) for callback in _as_list(settings.get("callbacks"))):
             settings["enable_progress_bar"] = False  # the callback's bar is enough
+        elif not any(isinstance(callback, ProgressDisplay) for callback in _as_list(settings.get("callbacks"))):
+            settings["callbacks"] = _with_kept_bar(settings)
+        if settings.get("profiler") in PROFILERS:
+            settings["profiler"] = PROFILERS[settings["profiler"]]()
         given = settings.get("accelerator")
         if isinstance(given, Accelerator):
             settings["accelerator"] = given.name()
@@ -71,7 +85,26 @@ class LightningTrainer(Trainer):
         """The devices under the name that libraries read."""
         hardware = self._runner.hardware
         devices = [hardware.device(index) for index in range(len(hardware.devices))]
-        return SimpleNamespace(_parallel_devices=devices, _accelerator_flag=hardware.device_type)
+        is_distributed = self.strategy.world_size > 1
+        return SimpleNamespace(
+            _parallel_devices=devices, _accelerator_flag=hardware.device_type, is_distributed=is_distributed
+        )
+
+    @property
+    def num_sanity_val_steps(self) -> int | float:
+        """The batches of the validation before training; infinite for all."""
+        steps = self.settings.num_sanity_val_steps
+        return math.inf if steps == -1 else steps
+
+    @property
+    def datamodule(self) -> DataModule | None:
+        """The data module of the current or last run; one that was assigned is for reading only."""
+        own = super().datamodule
+        return self._assigned_datamodule if own is None else own
+
+    @datamodule.setter
+    def datamodule(self, value: DataModule | None) -> None:
+        self._assigned_datamodule = value
 
     @property
     def fit_loop(self) -> FitLoop:
@@ -92,6 +125,15 @@ class LightningTrainer(Trainer):
     def progress_bar_callback(self) -> Any:
         """The progress bar, if there is one, including one that derives from Lightning's `ProgressBar`."""
         return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
+
+
+def _with_kept_bar(settings: dict[str, Any]) -> Any:
+    """Return the callbacks with a bar that can be read after a run, unless the settings switch it off."""
+    given = settings.get("callbacks")
+    is_off = settings.get("enable_progress_bar") is False or settings.get("barebones")
+    if is_off or not all(isinstance(callback, Callback) for callback in _as_list(given)):
+        return given
+    return [KeptProgressBar(), *_as_list(given)]
 
 
 def _is_foreign_bar(callback: object) -> bool:

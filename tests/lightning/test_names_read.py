@@ -264,3 +264,89 @@ def test_an_array_among_the_hyper_parameters_is_one_in_a_file(tmp_path):
     loaded = WithAnArray.load_from_checkpoint(tmp_path / "model.ckpt").hparams.ids
     for found in (opened, loaded):
         assert found.dtype == object and found.tolist() == ["PAD", 3]
+
+
+def test_functions_of_utilities(tmp_path):
+    parsing, tying, compiled = (module(f"utilities.{name}") for name in ("parsing", "parameter_tying", "compile"))
+    saving = module("core.saving")
+    net = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    net["b"].weight = net["a"].weight
+    assert tying.find_shared_parameters(net) == [["a.weight", "b.weight"]]
+    net["b"].weight = nn.Parameter(torch.zeros(2, 2))
+    assert tying.set_shared_parameters(net, [["a.weight", "b.weight"]])["b"].weight is net["a"].weight
+    assert parsing.is_picklable(3) and not parsing.is_picklable(lambda: 0)
+    model = boring.BoringModel()
+    model.save_hyperparameters({"size": 3})
+    parsing.lightning_setattr(model, "size", 4)
+    assert parsing.lightning_hasattr(model, "size") and parsing.lightning_getattr(model, "size") == 4
+    with pytest.raises(AttributeError, match="'none'"):
+        parsing.lightning_getattr(model, "none")
+    assert compiled.from_compiled(torch.compile(model)) is compiled.to_uncompiled(model) is model
+    saving.save_hparams_to_yaml(tmp_path / "h.yaml", {"a": 1, "b": {"c": [2.5]}})
+    assert saving.load_hparams_from_yaml(tmp_path / "h.yaml", use_omegaconf=False) == {"a": 1, "b": {"c": [2.5]}}
+    torch.manual_seed(1)
+    with module("utilities.seed").isolate_rng():
+        first = torch.rand(1)
+    assert torch.rand(1) == first
+    count = module_of("lightning.fabric.utilities.throughput", "stands_in")
+    assert count.measure_flops(model, lambda: model(torch.zeros(1, 32))) == 2 * 32 * 2
+
+
+def test_names_of_a_trainer_and_its_parts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = trainer(logger=True, num_sanity_val_steps=-1, enable_progress_bar=True, max_steps=3)
+    loggers = module("loggers")
+    assert isinstance(own.logger, loggers.TensorBoardLogger) and own.logger.root_dir == "lightning_logs"
+    assert own.num_sanity_val_steps == float("inf") and not own._accelerator_connector.is_distributed
+    data = own.datamodule = boring.BoringDataModule()
+    assert own.datamodule is data and boring.BoringModel().loggers == []
+    own.fit(boring.BoringModel())
+    assert own.datamodule is data and not own.fit_loop.restarting
+    bar = own.progress_bar_callback
+    assert (bar.total_train_batches, bar.total_val_batches, bar.train_progress_bar.total) == (4, 1, 4)
+    stages = module("trainer.states").RunningStage
+    assert [stage.dataloader_prefix for stage in stages] == ["train", "val", "val", "test", "predict"]
+    assert not module("accelerators").XLAAccelerator.is_available()
+    flags = module("utilities.imports")
+    assert flags._TORCH_AVAILABLE and not flags._NO_SUCH_PACKAGE_AVAILABLE
+
+
+def test_profilers_keep_what_lightnings_keep(tmp_path):
+    profilers = module("profilers")
+    simple, advanced = profilers.SimpleProfiler(), profilers.AdvancedProfiler(tmp_path, dump_stats=True)
+    for profiler in (simple, simple, advanced):
+        with profiler.profile("a/b"):
+            pass
+    assert len(simple.recorded_durations["a/b"]) == 2 and list(advanced.profiled_actions) == ["a/b"]
+    simple.start("c")
+    with pytest.raises(echelon.ConfigError, match="must be an action that does not run, got 'c'"):
+        simple.start("c")
+    advanced.describe()  # without a trainer
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".prof", ".txt"]
+
+
+def test_a_hook_set_to_none_is_not_called_and_a_boring_model_is_scriptable():
+    model = boring.BoringModel()
+    model.on_validation_model_train = model.on_validation_model_eval = model.on_validation_model_zero_grad = None
+    trainer().fit(model)
+    with pytest.warns(DeprecationWarning, match=r"removed in v2\.8 of Lightning"):
+        assert model.to_torchscript()(torch.zeros(1, 32)).shape == (1, 2)
+
+
+def test_loaders_of_the_sanity_check_are_asked_for_in_it():
+    asked = []
+
+    class Asked(boring.BoringModel):
+        def val_dataloader(self):
+            asked.append(self.trainer.sanity_checking)
+            return super().val_dataloader()
+
+    for steps in (0, 1):
+        trainer(num_sanity_val_steps=steps).fit(Asked())
+    assert asked == [False, True]
+
+
+def test_a_bar_of_a_stream_ends_at_max_steps():
+    own = trainer(enable_progress_bar=True, max_epochs=-1, max_steps=3, limit_train_batches=1.0)
+    own.fit(boring.BoringModel(), torch.utils.data.DataLoader(boring.RandomIterableDataset(32, 8)))
+    assert own.progress_bar_callback.train_progress_bar.total == 3

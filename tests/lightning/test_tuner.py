@@ -98,8 +98,8 @@ def test_a_rate_is_found_and_everything_is_as_before(tmp_path: Path, monkeypatch
     fitted.load_state_dict(before)
     torch.manual_seed(1)
     trainer(L, max_epochs=3).fit(fitted)
-    assert own.global_step == 96 and (tmp_path / "echelon_logs" / "version_0").is_dir()
-    assert len(list((tmp_path / "echelon_logs").iterdir())) == 1
+    assert own.global_step == 96 and (tmp_path / "lightning_logs" / "version_0").is_dir()
+    assert len(list((tmp_path / "lightning_logs").iterdir())) == 1
     assert all(torch.equal(value, fitted.state_dict()[name]) for name, value in model.state_dict().items())
 
 

@@ -1,0 +1,327 @@
+"""Functions of Lightning's ``utilities`` that programs call, each in a few lines of Python and torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import pickle
+import re
+import warnings
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from ..strategies.errors import ConfigError
+from ..trainer.loggers.base import is_installed
+from ..trainer.module.train_module import TrainModule
+
+__all__ = [
+    "UNKNOWN_SIZE",
+    "GradClipAlgorithmType",
+    "clean_namespace",
+    "collect_init_args",
+    "find_shared_parameters",
+    "from_compiled",
+    "get_init_args",
+    "grad_norm",
+    "is_picklable",
+    "isolate_rng",
+    "lightning_getattr",
+    "lightning_hasattr",
+    "lightning_setattr",
+    "load_hparams_from_yaml",
+    "move_data_to_device",
+    "parse_class_init_keys",
+    "save_hparams_to_yaml",
+    "set_shared_parameters",
+    "to_uncompiled",
+    "update_hparams",
+]
+
+UNKNOWN_SIZE: Final = "?"
+"""What a summary shows for a size that it does not know."""
+
+_FLAG: Final = re.compile(r"_([A-Z0-9_]+)_AVAILABLE")
+
+
+class GradClipAlgorithmType(StrEnum):
+    """The ways to clip gradients."""
+
+    VALUE = "value"
+    NORM = "norm"
+
+    @classmethod
+    def supported_type(cls, value: str) -> bool:
+        """Return whether there is such a way."""
+        return value in set(cls)
+
+    @classmethod
+    def supported_types(cls) -> list[str]:
+        """Return the names of all."""
+        return [member.value for member in cls]
+
+
+def is_available(flag: str) -> bool:
+    """Return the value of a flag such as ``_RICH_AVAILABLE``: whether that package is installed.
+
+    Words after the package's, as in ``_MLFLOW_SYNCHRONOUS_AVAILABLE``, name a part of it, which is there if it is.
+
+    Raises:
+        AttributeError: for a name of another form.
+    """
+    match = _FLAG.fullmatch(flag)
+    if match is None:
+        raise AttributeError(flag)
+    words = match[1].lower().split("_")
+    return any(is_installed("_".join(words[:number])) for number in range(len(words), 0, -1))
+
+
+# --- random numbers and pickles ---
+
+
+@contextmanager
+def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
+    """Restore the generators of torch, NumPy and Python, as they are on entry, on exit."""
+    import random
+
+    import numpy
+
+    states = numpy.random.get_state(), random.getstate()
+    with torch.random.fork_rng(enabled=True, devices=None if include_cuda and torch.cuda.is_available() else []):
+        try:
+            yield
+        finally:
+            numpy.random.set_state(states[0])
+            random.setstate(states[1])
+
+
+def is_picklable(obj: object) -> bool:
+    """Return whether an object can be pickled."""
+    try:
+        pickle.dumps(obj)
+    except (pickle.PickleError, AttributeError, RuntimeError, TypeError):
+        return False
+    return True
+
+
+def clean_namespace(hparams: MutableMapping[Any, Any]) -> None:
+    """Remove what cannot be pickled, with a warning for each."""
+    for name in [name for name, value in hparams.items() if not is_picklable(value)]:
+        warnings.warn(f"{name!r} is left out of the hyper-parameters: it cannot be pickled.", stacklevel=2)
+        del hparams[name]
+
+
+# --- arguments and hyper-parameters ---
+
+
+def parse_class_init_keys(cls: type) -> tuple[str, str | None, str | None]:
+    """Return how a class's ``__init__`` names its instance, its ``*args`` and its ``**kwargs``."""
+    parameters = list(inspect.signature(cls.__init__).parameters.values())  # type: ignore[misc]
+    named = {parameter.kind: parameter.name for parameter in reversed(parameters)}
+    return parameters[0].name, named.get(inspect.Parameter.VAR_POSITIONAL), named.get(inspect.Parameter.VAR_KEYWORD)
+
+
+def get_init_args(frame: FrameType) -> dict[str, Any]:
+    """Return the arguments of the ``__init__`` running in a frame, without ``self``, with ``**kwargs`` unpacked."""
+    if frame.f_code.co_name != "__init__":
+        return {}
+    values = inspect.getargvalues(frame)
+    named = {name: values.locals[name] for name in values.args[1:]}
+    keywords = values.locals[values.keywords] if values.keywords else {}
+    return {name: value for name, value in {**named, **keywords}.items() if name not in ("frame", "frame_args")}
+
+
+def collect_init_args(
+    frame: FrameType, path_args: list[dict[str, Any]], inside: bool = False, classes: tuple[type, ...] = ()
+) -> list[dict[str, Any]]:
+    """Return the arguments of each ``__init__`` of one object on the stack, its base's first.
+
+    Args:
+        frame: the innermost frame.
+        path_args: the list that they are added to.
+        inside: whether frames before this one were of the object.
+        classes: count only objects of these classes.
+    """
+    current: FrameType | None = frame
+    while current is not None and current.f_back is not None:
+        values = inspect.getargvalues(current)
+        own = values.locals.get(values.args[0]) if values.args else None
+        if "__class__" in values.locals and (not classes or isinstance(own, classes)):
+            path_args.append(get_init_args(current))
+            inside = True
+        elif inside:
+            break
+        current = current.f_back
+    return path_args
+
+
+def update_hparams(hparams: dict[str, Any], updates: Mapping[str, Any]) -> None:
+    """Add to hyper-parameters; mappings inside are merged."""
+    for name, value in updates.items():
+        if isinstance(value, Mapping) and isinstance(hparams.get(name), dict):
+            update_hparams(hparams[name], value)
+        else:
+            hparams[name] = value
+
+
+def save_hparams_to_yaml(config_yaml: str | Path, hparams: Any, use_omegaconf: bool = True) -> None:
+    """Write hyper-parameters to a YAML file; those that YAML has no form for are left out, with a warning.
+
+    Raises:
+        ConfigError: if the folder does not exist.
+        TypeError: if they have no names.
+    """
+    import yaml
+
+    path = Path(config_yaml)
+    if not path.parent.is_dir():
+        raise ConfigError(f"config_yaml must be in a folder that exists, got {str(path)!r}; create {path.parent}.")
+    if use_omegaconf and type(hparams).__module__.partition(".")[0] == "omegaconf":
+        from omegaconf import OmegaConf
+
+        OmegaConf.save(hparams, path)
+        return
+    named = hparams if isinstance(hparams, Mapping) else getattr(hparams, "__dict__", None)
+    if named is None:
+        raise TypeError(f"hparams must be a mapping or a Namespace, got {hparams!r:.80}")
+    kept = {}
+    for name, value in named.items():
+        try:
+            yaml.safe_dump({name: value.value if isinstance(value, StrEnum) else value})
+        except yaml.YAMLError:
+            warnings.warn(f"{name!r} is left out of {path.name}: YAML has no form for {value!r:.80}.", stacklevel=2)
+        else:
+            kept[name] = value
+    path.write_text(yaml.safe_dump(kept), encoding="utf-8")
+
+
+def load_hparams_from_yaml(config_yaml: str | Path, use_omegaconf: bool = True) -> Any:
+    """Return the hyper-parameters in a YAML file of plain values; an empty dict with a warning if there is none."""
+    import yaml
+
+    path = Path(config_yaml)
+    if not path.is_file():
+        warnings.warn(f"There is no file {str(path)!r}; there are no hyper-parameters.", RuntimeWarning, stacklevel=2)
+        return {}
+    found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    if use_omegaconf and importlib.util.find_spec("omegaconf") is not None:
+        from omegaconf import OmegaConf
+        from omegaconf.errors import UnsupportedValueType, ValidationError
+
+        try:
+            return OmegaConf.create(found)
+        except (UnsupportedValueType, ValidationError):
+            return found
+    return found
+
+
+def _holders(model: Any, attribute: str) -> list[Any]:
+    """Return the objects with an attribute: the module, its hyper-parameters, the data module and its own."""
+    trainer = None if isinstance(model, TrainModule) and model._trainer is None else getattr(model, "trainer", None)  # noqa: SLF001 - without an error
+    data = getattr(trainer, "datamodule", None)
+    found = []
+    for holder in (model, data):
+        hparams = getattr(holder, "hparams", None)
+        if holder is not None and hasattr(holder, attribute):
+            found.append(holder)
+        if hparams is not None and attribute in hparams:
+            found.append(hparams)
+    return found
+
+
+def lightning_hasattr(model: Any, attribute: str) -> bool:
+    """Return whether the module, its data module or their hyper-parameters have an attribute."""
+    return bool(_holders(model, attribute))
+
+
+def lightning_getattr(model: Any, attribute: str) -> Any:
+    """Return an attribute of the data module, of the module or of their hyper-parameters.
+
+    Raises:
+        AttributeError: if none has it.
+    """
+    holder = _last_holder(model, attribute)
+    return holder[attribute] if isinstance(holder, dict) else getattr(holder, attribute)
+
+
+def lightning_setattr(model: Any, attribute: str, value: Any) -> None:
+    """Set an attribute wherever it is: in module, data module and their hyper-parameters.
+
+    Raises:
+        AttributeError: if none has it.
+    """
+    _last_holder(model, attribute)
+    for holder in _holders(model, attribute):
+        if isinstance(holder, dict):
+            holder[attribute] = value
+        else:
+            setattr(holder, attribute, value)
+
+
+def _last_holder(model: Any, attribute: str) -> Any:
+    holders = _holders(model, attribute)
+    if not holders:
+        raise AttributeError(f"Neither the module nor its hyper-parameters nor the data module have {attribute!r}.")
+    return holders[-1]
+
+
+# --- modules ---
+
+
+def find_shared_parameters(module: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that has several."""
+    names: dict[Tensor, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [each for each in names.values() if len(each) > 1]
+
+
+def set_shared_parameters(module: nn.Module, shared_params: list[list[str]]) -> nn.Module:
+    """Let each list of names stand for the parameter of its first one."""
+    for first, *others in shared_params:
+        parameter = module.get_parameter(first)
+        for name in others:
+            owner, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(owner), attribute, parameter)
+    return module
+
+
+def from_compiled(model: Any) -> Any:
+    """Return the module in a compiled one, which a trainer fits compiled."""
+    inner = getattr(model, "_orig_mod", None)
+    if not isinstance(inner, TrainModule):
+        raise ConfigError(f"from_compiled takes a compiled LightningModule, got {type(inner or model).__name__}.")
+    return inner
+
+
+def to_uncompiled(model: Any) -> Any:
+    """Return the module itself, compiled or not."""
+    return getattr(model, "_orig_mod", model)
+
+
+# --- tensors ---
+
+
+def move_data_to_device(batch: Any, device: torch.device | str) -> Any:
+    """Return a batch with its tensors on a device."""
+    from torch.utils._pytree import tree_map
+
+    return tree_map(lambda value: value.to(device) if hasattr(value, "to") else value, batch)
+
+
+def grad_norm(module: torch.nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, float]:
+    """Return the norm of each parameter's gradient, and of all together, under Lightning's names."""
+    grads = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+    if not grads:
+        return {}
+    order = float(norm_type)
+    prefix = f"grad_{order}_norm"
+    norms = {f"{prefix}{group_separator}{name}": grad.norm(order) for name, grad in grads.items()}
+    total = torch.nn.utils.get_total_norm(grads.values(), order)
+    return {name: norm.item() for name, norm in {**norms, f"{prefix}_total": total}.items()}
