@@ -306,11 +306,11 @@ def _evaluating(module: nn.Module) -> Iterator[torch.device]:
 
 def _shapes(data: Any) -> Any:
     """Return the shapes of all tensors in a structure; for a single tensor, its shape."""
-    if isinstance(data, Tensor):
+    if isinstance(data, Tensor) and data.dim():
         return list(data.shape)
     if isinstance(data, Mapping):
         data = list(data.values())
-    if isinstance(data, list | tuple):
+    if isinstance(data, list | tuple) and data:
         shapes = [_shapes(part) for part in data]
         return shapes[0] if len(shapes) == 1 else shapes
     return _UNKNOWN

@@ -23,7 +23,7 @@ _SHELVES: Final = (
     "trainer.session.profiler",
     "trainer.session.detailed_profilers",
     "lightning.parts",
-    "lightning.utilities",
+    "lightning.extras.utilities",
     "lightning.checkpoint_files",
     "lightning.extras.plugins",
     "lightning.demos",
@@ -40,6 +40,7 @@ _ELSEWHERE: Final[Mapping[str, str]] = {
     "PyTorchProfiler": "lightning.profiler:TorchProfiler",
     "SimpleProfiler": "lightning.profiler:RecordingProfiler",
     "AdvancedProfiler": "lightning.profiler:FunctionProfiler",
+    "Tqdm": "lightning.tqdm_bar:Tqdm",
     "ExperimentWriter": "trainer.loggers:CSVLogger",
     "TQDMProgressBar": "lightning.tqdm_bar:KeptProgressBar",
     "Checkpoint": "callbacks:ModelCheckpoint",
@@ -112,7 +113,6 @@ _OF_OTHERS: Final[Mapping[str, str]] = {
     "LightningEnum": "enum:StrEnum",
     "PossibleUserWarning": "builtins:UserWarning",
     "LightningDeprecationWarning": "builtins:DeprecationWarning",
-    "Tqdm": "tqdm.auto:tqdm",
 }
 """Names for which a class of Python or tqdm does the same."""
 
@@ -146,6 +146,7 @@ WITHOUT_COUNTERPART: Final[Mapping[str, str]] = {
     "XLAProfiler": "SimpleProfiler",
     "ServableModule": "a server of your own; docs/what_echelon_does_not_do.md",
     "ServableModuleValidator": "a server of your own; docs/what_echelon_does_not_do.md",
+    "is_picklable": "pickle.dumps",
     "find_usable_cuda_devices": "devices=, a number",
     "suggested_max_num_workers": "os.process_cpu_count or a number",
     "disable_possible_user_warnings": "warnings.filterwarnings",
@@ -195,7 +196,7 @@ def find(name: str, module: str = "") -> Any:
     if name in WITHOUT_COUNTERPART:
         return refusal(name)
     if name.endswith("_AVAILABLE"):
-        return _at("lightning.utilities:is_available")(name)
+        return _at("lightning.extras.utilities:is_available")(name)
     raise AttributeError(f"{name!r} is not known.{_suggestion(name)}")
 
 

@@ -6,12 +6,16 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+import tqdm.auto
+
 from ..callbacks.helpers.bars import Bar, LineBar, Postfix, TqdmBar
 from ..callbacks.progress import TQDMProgressBar
 from ..callbacks.progress_display import Kind
 from ..callbacks.run import Run
 from ..common.console import Console
 from .parts import ProgressBar
+
+_WIDTH: Final = 5
 
 _NAMES: Final[Mapping[Kind, str]] = {
     "train": "train_progress_bar",
@@ -23,7 +27,23 @@ _NAMES: Final[Mapping[Kind, str]] = {
 """The attribute with the bar of each kind."""
 
 
-class KeptProgressBar(TQDMProgressBar, ProgressBar):
+class Tqdm(tqdm.auto.tqdm):
+    """A ``tqdm`` bar whose numbers have a fixed width, so that what follows them does not move."""
+
+    @staticmethod
+    def format_num(n: float | str) -> str:
+        """Return a number with 5 characters or more; a whole number and a text that is none stay as they are."""
+        text = n if isinstance(n, str) else str(tqdm.auto.tqdm.format_num(n))
+        if isinstance(n, int) or "e" in text:
+            return text
+        if "." not in text and len(text) < _WIDTH:
+            if not text.lstrip("-").isdigit():
+                return text
+            text += "."
+        return text.ljust(_WIDTH, "0")
+
+
+class KeptProgressBar(TQDMProgressBar):
     """Show the epoch, the batches and metrics; its bars can be read after they were shown.
 
     Args:
@@ -33,10 +53,20 @@ class KeptProgressBar(TQDMProgressBar, ProgressBar):
     """
 
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
-        TQDMProgressBar.__init__(self, refresh_rate, leave)
-        ProgressBar.__init__(self)
+        super().__init__(refresh_rate, leave)
+        self._trainer: Run | None = None
+        self._current_eval_dataloader_idx: int | None = None
         self._process_position = process_position
         self._shown: dict[str, Any] = {}
+
+    trainer = ProgressBar.trainer
+    setup = ProgressBar.setup
+    has_dataloader_changed = ProgressBar.has_dataloader_changed
+    total_train_batches = ProgressBar.total_train_batches
+    total_val_batches = ProgressBar.total_val_batches
+    total_val_batches_current_dataloader = ProgressBar.total_val_batches_current_dataloader
+    total_test_batches_current_dataloader = ProgressBar.total_test_batches_current_dataloader
+    total_predict_batches_current_dataloader = ProgressBar.total_predict_batches_current_dataloader
 
     @property
     def process_position(self) -> int:
@@ -90,10 +120,8 @@ class CountedLines(LineBar):
     """
 
     def __init__(self, interval: float, *, is_silent: bool) -> None:
-        from tqdm.auto import tqdm
-
         super().__init__(interval)
-        self.tqdm, self._is_silent = tqdm(disable=True), is_silent
+        self.tqdm, self._is_silent = tqdm.auto.tqdm(disable=True), is_silent
 
     def begin(self, description: str, total: float, done: int) -> None:
         self.tqdm.desc, self.tqdm.n, self.tqdm.total = description, done, None if math.isinf(total) else int(total)

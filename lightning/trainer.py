@@ -15,9 +15,9 @@ from ..trainer.loggers import LoggersByName
 from ..trainer.module.data_module import DataModule
 from ..trainer.session.train_state import TrainerState
 from ..trainer.trainer import Trainer
+from .extras.loggers import BY_NAME
 from .extras.plugins import settings_of
 from .fit_loop import FitLoop
-from .loggers import BY_NAME
 from .parts import (
     ACCELERATORS,
     Accelerator,

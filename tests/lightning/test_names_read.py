@@ -274,7 +274,6 @@ def test_functions_of_utilities(tmp_path):
     assert tying.find_shared_parameters(net) == [["a.weight", "b.weight"]]
     net["b"].weight = nn.Parameter(torch.zeros(2, 2))
     assert tying.set_shared_parameters(net, [["a.weight", "b.weight"]])["b"].weight is net["a"].weight
-    assert parsing.is_picklable(3) and not parsing.is_picklable(lambda: 0)
     model = boring.BoringModel()
     model.save_hyperparameters({"size": 3})
     parsing.lightning_setattr(model, "size", 4)
@@ -344,6 +343,18 @@ def test_loaders_of_the_sanity_check_are_asked_for_in_it():
     for steps in (0, 1):
         trainer(num_sanity_val_steps=steps).fit(Asked())
     assert asked == [False, True]
+
+
+def test_numbers_of_a_fixed_width_and_sizes_that_are_unknown():
+    tqdm = module("callbacks.progress.tqdm_progress").Tqdm
+    shown = [tqdm.format_num(number) for number in (1, 1.0, 0.1, 1e-5, "1.0", "10000", "abc")]
+    assert shown == ["1", "1.000", "0.100", "1e-5", "1.000", "10000", "abc"]
+    with pytest.raises(ValueError, match="positive number or 'inf', got -1"):
+        module("utilities.grads").grad_norm(boring.BoringModel(), -1)
+    net = nn.Sequential(nn.Identity())
+    for given in ([], torch.tensor(0)):
+        net.example_input_array = (given,)
+        assert echelon.callbacks.summarize(net).in_sizes == ["?"]
 
 
 def test_a_bar_of_a_stream_ends_at_max_steps():

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import pickle
 import re
 import warnings
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -17,20 +16,18 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ..strategies.errors import ConfigError
-from ..trainer.loggers.base import is_installed
-from ..trainer.module.train_module import TrainModule
+from ...strategies.errors import ConfigError
+from ...trainer.loggers.base import is_installed
+from ...trainer.module.train_module import TrainModule
 
 __all__ = [
     "UNKNOWN_SIZE",
     "GradClipAlgorithmType",
-    "clean_namespace",
     "collect_init_args",
     "find_shared_parameters",
     "from_compiled",
     "get_init_args",
     "grad_norm",
-    "is_picklable",
     "isolate_rng",
     "lightning_getattr",
     "lightning_hasattr",
@@ -82,7 +79,7 @@ def is_available(flag: str) -> bool:
     return any(is_installed("_".join(words[:number])) for number in range(len(words), 0, -1))
 
 
-# --- random numbers and pickles ---
+# --- random numbers ---
 
 
 @contextmanager
@@ -99,22 +96,6 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
         finally:
             numpy.random.set_state(states[0])
             random.setstate(states[1])
-
-
-def is_picklable(obj: object) -> bool:
-    """Return whether an object can be pickled."""
-    try:
-        pickle.dumps(obj)
-    except (pickle.PickleError, AttributeError, RuntimeError, TypeError):
-        return False
-    return True
-
-
-def clean_namespace(hparams: MutableMapping[Any, Any]) -> None:
-    """Remove what cannot be pickled, with a warning for each."""
-    for name in [name for name, value in hparams.items() if not is_picklable(value)]:
-        warnings.warn(f"{name!r} is left out of the hyper-parameters: it cannot be pickled.", stacklevel=2)
-        del hparams[name]
 
 
 # --- arguments and hyper-parameters ---
@@ -296,7 +277,7 @@ def from_compiled(model: Any) -> Any:
     """Return the module in a compiled one, which a trainer fits compiled."""
     inner = getattr(model, "_orig_mod", None)
     if not isinstance(inner, TrainModule):
-        raise ConfigError(f"from_compiled takes a compiled LightningModule, got {type(inner or model).__name__}.")
+        raise ConfigError(f"from_compiled takes a compiled LightningModule, got {model!r:.80}; pass that.")
     return inner
 
 
@@ -316,7 +297,13 @@ def move_data_to_device(batch: Any, device: torch.device | str) -> Any:
 
 
 def grad_norm(module: torch.nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, float]:
-    """Return the norm of each parameter's gradient, and of all together, under Lightning's names."""
+    """Return the norm of each parameter's gradient, and of all together, under Lightning's names.
+
+    Raises:
+        ConfigError: for an order that is not positive.
+    """
+    if float(norm_type) <= 0:
+        raise ConfigError(f"`norm_type` must be a positive number or 'inf', got {norm_type!r}; give 2, for example.")
     grads = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
     if not grads:
         return {}

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import Final
 
-from ..callbacks.run import Logger
-from ..trainer.loggers import CSVLogger, LoggersByName, MLFlowLogger, TensorBoardLogger, WandbLogger
+from ...callbacks.run import Logger
+from ...trainer.loggers import CSVLogger, LoggersByName, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 NAME: Final = "lightning_logs"
 
 
 def _wandb(save_dir: str | Path) -> Logger:
-    return WandbLogger(save_dir=save_dir, project=os.environ.get("WANDB_PROJECT", NAME))
+    from wandb import env
+
+    return WandbLogger(save_dir=save_dir, project=env.get_project(NAME))
 
 
 def _mlflow(save_dir: str | Path) -> Logger:
