@@ -97,7 +97,11 @@ class EpochLoop:
     def batch_idx(self) -> int:
         """The index of the current or last batch in its epoch; -1 before the first fit."""
         runner = self._trainer._runner  # noqa: SLF001 - this is a part of the trainer
-        return -1 if runner.current is None else runner.current.progress.batch_idx
+        if runner.current is None:
+            return -1
+        progress = runner.current.progress
+        is_evaluating = runner.current.task == "fit" and progress.stage not in ("train", None)
+        return self._trainer.counters.batches_in_epoch - 1 if is_evaluating else progress.batch_idx  # type: ignore[no-any-return]
 
     @property
     def total_batch_idx(self) -> int:

@@ -357,6 +357,18 @@ def test_numbers_of_a_fixed_width_and_sizes_that_are_unknown():
         assert echelon.callbacks.summarize(net).in_sizes == ["?"]
 
 
+def test_counters_in_a_validation_are_those_of_training():
+    seen = []
+
+    class Seen(boring.BoringModel):
+        def validation_step(self, batch, batch_idx):
+            seen.append((self.trainer.fit_loop.total_batch_idx, self.trainer.fit_loop.batch_idx))
+
+    settings = {"max_epochs": 3, "limit_val_batches": 2, "val_check_interval": 3, "check_val_every_n_epoch": None}
+    trainer(**settings, num_sanity_val_steps=1).fit(Seen())
+    assert seen == [(-1, -1), (2, 2), (2, 2), (5, 1), (5, 1), (8, 0), (8, 0), (11, 3), (11, 3)]
+
+
 def test_a_bar_of_a_stream_ends_at_max_steps():
     own = trainer(enable_progress_bar=True, max_epochs=-1, max_steps=3, limit_train_batches=1.0)
     own.fit(boring.BoringModel(), torch.utils.data.DataLoader(boring.RandomIterableDataset(32, 8)))
