@@ -234,6 +234,21 @@ UNSEEN: Final = frozenset(
         "CombinedLoader.reset",
         "fsspec paths",
         "the words of warnings, reprs and tables",
+        "callback_metrics of on_step=True in an evaluation",
+        "val_check_interval that ends inside an accumulation window",
+        "num_val_batches of one CombinedLoader",
+        "fast_dev_run with a callback that monitors a name that is never logged",
+        "is_last_batch after on_train_batch_start has returned -1",
+        "best_model_score of a metric that is NaN",
+        "best_k_models without monitor",
+        "Methods of Callback and modules, listed by a program",
+        "Types of errors",
+        "A second fit of a trainer",
+        "hparams_file that does not exist",
+        "Annotations in inspect.signature",
+        "profiler.dirpath after a run",
+        "TQDM_MINITERS, and Colab",
+        "Hyper-parameters that LightningCLI adds (_instantiator, _class_path)",
     }
 )
 """Rows of docs/lightning.md that no line of a program shows by itself."""

@@ -27,7 +27,7 @@ _NAMES: Final[Mapping[Kind, str]] = {
 """The attribute with the bar of each kind."""
 
 
-class Tqdm(tqdm.auto.tqdm):
+class Tqdm(tqdm.auto.tqdm):  # type: ignore[type-arg]  # generic in its stubs alone
     """A ``tqdm`` bar whose numbers have a fixed width, so that what follows them does not move."""
 
     @staticmethod

@@ -174,7 +174,7 @@ class Trainer(TrainerAttributes, Checkpoints, Trials):
         model: TrainModule | None = None,
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
-        return_predictions: bool = True,
+        return_predictions: bool | None = True,
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,
         **others: Never,
@@ -185,7 +185,7 @@ class Trainer(TrainerAttributes, Checkpoints, Trials):
             model: by default the module of the last run.
             dataloaders: by default the data module's or the module's ``predict_dataloader``.
             datamodule: provides the loaders instead.
-            return_predictions: False keeps nothing; a `BasePredictionWriter` can write each batch.
+            return_predictions: False keeps nothing; a `BasePredictionWriter` can write each batch. None is True.
             ckpt_path: the checkpoint whose weights are loaded first: a path, ``"best"`` or ``"last"``.
             weights_only: as in `fit`.
 
@@ -197,7 +197,7 @@ class Trainer(TrainerAttributes, Checkpoints, Trials):
         refuse(Trainer.predict, others)
         module = unwrapped(model, self.strategy)
         request = evaluation_request("predict", module, dataloaders, datamodule, ckpt_path, last=self._runner.current)
-        self._runner.execute(run_evaluation, replace(request, keeps_predictions=return_predictions))
+        self._runner.execute(run_evaluation, replace(request, keeps_predictions=return_predictions is not False))
         return list(self.predictions) if self.predictions is not None else None
 
     def _evaluate(

@@ -369,6 +369,14 @@ def test_counters_in_a_validation_are_those_of_training():
     assert seen == [(-1, -1), (2, 2), (2, 2), (5, 1), (5, 1), (8, 0), (8, 0), (11, 3), (11, 3)]
 
 
+def test_predictions_by_default_and_a_silent_logger():
+    own = trainer(fast_dev_run=1, logger=True)
+    assert len(own.predict(boring.BoringModel(), return_predictions=None)) == 1
+    assert own.predict(boring.BoringModel(), return_predictions=False) is None
+    own.logger.log_hyperparams(1, two=2)
+    own.logger.experiment["a"] = own.logger.experiment[0]
+
+
 def test_a_bar_of_a_stream_ends_at_max_steps():
     own = trainer(enable_progress_bar=True, max_epochs=-1, max_steps=3, limit_train_batches=1.0)
     own.fit(boring.BoringModel(), torch.utils.data.DataLoader(boring.RandomIterableDataset(32, 8)))

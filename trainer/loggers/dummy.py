@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Self
 
 
@@ -14,8 +14,11 @@ class DummyExperiment:
             raise AttributeError(name)
         return _do_nothing
 
-    def __getitem__(self, index: int) -> Self:
+    def __getitem__(self, index: Any) -> Self:
         return self
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Do nothing."""
 
 
 class DummyLogger(DummyExperiment):
@@ -31,10 +34,10 @@ class DummyLogger(DummyExperiment):
         """An object that accepts every call."""
         return DummyExperiment()
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""
 
-    def log_hyperparams(self, params: Any) -> None:
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""
 
 
