@@ -26,7 +26,9 @@ _SHELVES: Final = (
     "lightning.extras.utilities",
     "lightning.checkpoint_files",
     "lightning.extras.plugins",
-    "lightning.demos",
+    "lightning.demos.boring",
+    "lightning.demos.text",
+    "lightning.demos.images",
 )
 """Modules of ours whose public names are also Lightning's."""
 
@@ -80,6 +82,7 @@ _ELSEWHERE: Final[Mapping[str, str]] = {
     "measure_flops": "lightning.own_loops.throughput:measure_flops",
     "get_available_flops": "lightning.own_loops.throughput:get_available_flops",
     "_load_from_checkpoint": "lightning.module:load_from_checkpoint",
+    "_unwrap_objects": "lightning.extras.utilities:unwrap_objects",
 }
 """Names that are elsewhere, or have a different name there."""
 
@@ -113,8 +116,10 @@ _OF_OTHERS: Final[Mapping[str, str]] = {
     "LightningEnum": "enum:StrEnum",
     "PossibleUserWarning": "builtins:UserWarning",
     "LightningDeprecationWarning": "builtins:DeprecationWarning",
+    "Optimizable": "torch.optim:Optimizer",
+    "LRScheduler": "torch.optim.lr_scheduler:LRScheduler",
 }
-"""Names for which a class of Python or tqdm does the same."""
+"""Names for which a class of Python, torch or tqdm does the same."""
 
 ANNOTATIONS: Final[Mapping[str, Any]] = {
     **dict.fromkeys(

@@ -28,7 +28,7 @@ _BELOW_PYTORCH: Final = (
     *("callbacks.pruning", "callbacks.rich_model_summary", "callbacks.spike", "callbacks.stochastic_weight_avg"),
     *("callbacks.throughput_monitor", "callbacks.timer", "callbacks.weight_averaging", "cli", "core"),
     *("core.datamodule", "core.hooks", "core.mixins", "core.mixins.hparams_mixin", "core.module", "core.optimizer"),
-    *("demos", "demos.boring_classes"),
+    *("demos", "demos.boring_classes", "demos.mnist_datamodule", "demos.transformer"),
     *("core.saving", "loggers", "loggers.comet", "loggers.csv_logs", "loggers.logger", "loggers.mlflow"),
     *(
         "loggers.neptune",
@@ -57,9 +57,10 @@ _BELOW_PYTORCH: Final = (
 _BELOW_FABRIC: Final = (
     *("accelerators", "accelerators.cuda", "fabric", "loggers", "plugins", "plugins.environments", "plugins.io"),
     "plugins.io.checkpoint_io",
-    *("plugins.io.torch_io", "plugins.precision", "strategies", "utilities", "utilities.cloud_io"),
+    *("plugins.io.torch_io", "plugins.precision", "utilities", "utilities.cloud_io", "wrappers"),
     *("utilities.data", "utilities.init", "utilities.load", "utilities.throughput", "loggers.csv_logs"),
-    "loggers.tensorboard",
+    *("strategies", "strategies.ddp", "strategies.deepspeed", "strategies.fsdp", "strategies.model_parallel"),
+    *("strategies.parallel", "strategies.single_device", "strategies.strategy", "loggers.tensorboard"),
     *("utilities.exceptions", "utilities.rank_zero", "utilities.seed", "utilities.types", "utilities.warnings"),
     *("utilities.imports", "utilities.throughput"),
     *("plugins.environments.cluster_environment", "plugins.environments.lightning", "plugins.environments.slurm"),

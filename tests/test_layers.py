@@ -39,7 +39,7 @@ LEVELS = (
     ("trainer",),
     ("trainer.verify", "lightning.tuning", "lightning.extras"),
     ("lightning",),
-    ("lightning.own_loops", "lightning.command_line"),
+    ("lightning.own_loops", "lightning.command_line", "lightning.demos"),
     ("trainer.cli",),
 )
 LEVEL_OF = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}

@@ -34,7 +34,7 @@ ALLOWED = {
     scorecard.deep_classes: (
         r"Strategy is 3 steps",
         "^(ManualOptim)?Boring(Model|DataModule) ",
-        "^DemoModel ",
+        "^(Demo|MNIST|Lightning)[DMT]",
         "^KeptProgressBar ",
     ),
     # it hands on the caller's variables as they are

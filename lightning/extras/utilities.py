@@ -27,6 +27,7 @@ __all__ = [
     "find_shared_parameters",
     "from_compiled",
     "get_init_args",
+    "get_torchvision_model",
     "grad_norm",
     "isolate_rng",
     "lightning_getattr",
@@ -284,6 +285,17 @@ def from_compiled(model: Any) -> Any:
 def to_uncompiled(model: Any) -> Any:
     """Return the module itself, compiled or not."""
     return getattr(model, "_orig_mod", model)
+
+
+def get_torchvision_model(model_name: str, **kwargs: Any) -> nn.Module:
+    """Return a new model of torchvision, by its name."""
+    model: nn.Module = importlib.import_module("torchvision.models").get_model(model_name, **kwargs)
+    return model
+
+
+def unwrap_objects(collection: Any) -> Any:
+    """Return what it is given: `Fabric` leaves modules and optimizers the objects that they were."""
+    return collection
 
 
 # --- tensors ---

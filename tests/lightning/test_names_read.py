@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 import echelon
 import echelon.lightning as L
@@ -381,3 +382,62 @@ def test_a_bar_of_a_stream_ends_at_max_steps():
     own = trainer(enable_progress_bar=True, max_epochs=-1, max_steps=3, limit_train_batches=1.0)
     own.fit(boring.BoringModel(), torch.utils.data.DataLoader(boring.RandomIterableDataset(32, 8)))
     assert own.progress_bar_callback.train_progress_bar.total == 3
+
+
+def test_the_text_demo_gives_lightnings_numbers(tmp_path, monkeypatch):
+    demos = module("demos")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    torch.manual_seed(1)
+    model = demos.Transformer(vocab_size=20, ninp=8, nhid=8).eval()
+    tokens = torch.arange(10).view(2, 5)
+    assert model(tokens, tokens + 1).sum().item() == pytest.approx(-635.12841796875, rel=1e-6)
+    (tmp_path / "data" / "wikitext-2.txt").write_text("a b a\nc\n\nb b\n")
+    text = demos.WikiText2(block_size=3)
+    assert (text.vocab_size, len(text), text.data.tolist()) == (4, 2, [0, 1, 0, 2, 3, 2, 2, 1, 1, 2])
+    assert [block.tolist() for block in text[0]] == [[0, 1, 0], [1, 0, 2]]
+    own = trainer(limit_train_batches=2)
+    own.fit(demos.LightningTransformer(vocab_size=4), DataLoader(text))
+    assert own.global_step == 2
+
+
+class Digits(Dataset):
+    """Stands for torchvision's MNIST."""
+
+    def __init__(self, root, train=True, download=False, transform=None):
+        self.size, self.transform = (30 if train else 10), transform
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return self.transform(np.full((2, 2), index, np.uint8)), index % 10
+
+
+def test_the_image_demo_splits_mnist(monkeypatch):
+    datasets = pytest.importorskip("torchvision.datasets")
+    monkeypatch.setattr(datasets, "MNIST", Digits)
+    demo = module("demos.mnist_datamodule")
+    assert len(demo.MNIST("data", train=True, download=True)) == 30
+    data = demo.MNISTDataModule(val_split=10, num_workers=0, batch_size=4, normalize=True)
+    data.prepare_data()
+    data.setup("fit")
+    loaders = data.train_dataloader(), data.val_dataloader(), data.test_dataloader()
+    assert [len(loader) for loader in loaders] == [5, 2, 2]
+    assert data.num_classes == 10 and isinstance(data, L.LightningDataModule)
+    # the split is that of Lightning, which seeds it with 42
+    expected = torch.randperm(30, generator=torch.Generator().manual_seed(42))[20:].tolist()
+    assert data.dataset_val.indices == expected
+    images, _ = next(iter(data.val_dataloader()))
+    assert images.shape == (4, 1, 2, 2) and images[0, 0, 0, 0] == pytest.approx(2 * expected[0] / 255 - 1)
+
+
+def test_examples_find_the_small_utilities():
+    pytest.importorskip("torchvision")
+    assert module("utilities.imports")._TORCHVISION_AVAILABLE
+    model = module("utilities.model_helpers").get_torchvision_model("resnet18", weights=None, num_classes=3)
+    assert model.fc.out_features == 3
+    fabric = module_of("lightning.fabric", "stands_in_for_fabric")
+    assert fabric.wrappers._unwrap_objects([model]) == [model]
+    assert fabric.strategies.fsdp.FSDPStrategy is echelon.FSDPStrategy
+    assert isinstance(torch.optim.SGD(model.parameters(), 0.1), fabric.utilities.types.Optimizable)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from .module import LightningDataModule, LightningModule
+from ..module import LightningDataModule, LightningModule
 
 
 class RandomDataset(Dataset[Tensor]):
