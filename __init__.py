@@ -35,6 +35,18 @@ from .callbacks import (
     TQDMProgressBar,
     WeightAveraging,
 )
+from .common.errors import (
+    CheckpointError,
+    CollectiveError,
+    ConfigError,
+    DataError,
+    EchelonError,
+    MissingDependencyError,
+    ModuleError,
+    NonFiniteError,
+    ProcessError,
+    RunError,
+)
 from .strategies import (
     ActivationCheckpointing,
     Chaos,
@@ -54,18 +66,6 @@ from .strategies import (
 )
 from .strategies.cluster.version import VERSION
 from .strategies.distributed.rank_zero import rank_zero_first, rank_zero_only
-from .strategies.errors import (
-    CheckpointError,
-    CollectiveError,
-    ConfigError,
-    DataError,
-    EchelonError,
-    MissingDependencyError,
-    ModuleError,
-    NonFiniteError,
-    ProcessError,
-    RunError,
-)
 from .trainer.checkpoint import export, load_weights
 from .trainer.data.combined_loader import CombinedLoader
 from .trainer.data.seed import seed_everything

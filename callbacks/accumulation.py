@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from ..strategies.errors import ConfigError
+from ..common.errors import ConfigError
 from .callback import Callback
 from .run import Run
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ..common.console import say
+from ..common.errors import ConfigError, ModuleError, RunError
 from ..strategies import Strategy
-from ..strategies.errors import ConfigError, ModuleError, RunError
 from ..strategies.module.out_of_memory import is_out_of_memory, let_go_of
 from ..strategies.state.schema import COUNT, NUMBER, check
 from .callback import Callback

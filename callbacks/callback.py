@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..common.errors import RunError
 from ..strategies import Strategy
-from ..strategies.errors import RunError
 from .run import Run
 
 

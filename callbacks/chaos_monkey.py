@@ -14,7 +14,7 @@ from typing import Any, Final, cast
 
 from torch import nn
 
-from ..strategies.errors import ConfigError
+from ..common.errors import ConfigError
 from ..strategies.resilience.fault_marks import FileMarks, Marks
 from ..strategies.resilience.faults import Action, Chaos, FaultEvent, Point
 from .callback import Callback

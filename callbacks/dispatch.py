@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from ..strategies.errors import CheckpointError, ConfigError, ModuleError, did_you_mean
+from ..common.errors import CheckpointError, ConfigError, ModuleError, did_you_mean
 from .callback import Callback
 from .run import Run
 

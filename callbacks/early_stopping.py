@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..strategies.errors import ConfigError
+from ..common.errors import ConfigError
 from .callback import Callback
 from .helpers.monitored import Mode, MonitoredMetric, chosen_mode
 from .run import Run

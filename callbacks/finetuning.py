@@ -10,7 +10,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..strategies.errors import ModuleError
+from ..common.errors import ModuleError
 from ..strategies.state.schema import INTEGER, NUMBER, TEXT, check
 from ..strategies.torch_internals import BatchNorm
 from .callback import Callback

@@ -16,7 +16,7 @@ from typing import Any, Final, cast
 
 from torch import nn
 
-from ..strategies.errors import ConfigError
+from ..common.errors import ConfigError
 from ..strategies.resilience.rounds import RoundEnd
 from .callback import Callback
 from .goodput.ledger import (

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..common.console import say
+from ..common.errors import ConfigError, ModuleError
 from ..strategies import Strategy
-from ..strategies.errors import ConfigError, ModuleError
 from .callback import Callback
 from .finders.rate_curve import LearningRateCurve, Mode
 from .finders.trials import refuse_trials

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..strategies.errors import ConfigError, did_you_mean
+from ..common.errors import ConfigError, did_you_mean
 from .callback import Callback
 from .run import Run
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..common.errors import ConfigError
 from ..strategies import Strategy
-from ..strategies.errors import ConfigError
 from ..strategies.state.dtensor import is_dtensor, local_shard, values_here
 from ..strategies.state.shards import Holders
 from .callback import Callback

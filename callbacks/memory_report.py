@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..common.console import say
+from ..common.errors import ConfigError
 from ..common.table import boxed
-from ..strategies.errors import ConfigError
 from ..strategies.module.memory_estimate import KeptForBackward, expected_memory, held_memory
 from .callback import Callback
 from .run import Run

@@ -11,7 +11,7 @@ from typing import Final, Protocol, cast
 
 from torch import nn
 
-from ..strategies.errors import ConfigError
+from ..common.errors import ConfigError
 from ..strategies.snapshots.snapshots import SnapshotCost
 from .callback import Callback
 from .run import Recoverable, Run

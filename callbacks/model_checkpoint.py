@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Final, Literal
 import torch
 from torch import Tensor, nn
 
+from ..common.errors import CheckpointError
 from ..common.local_path import local_path
 from ..strategies import Strategy
-from ..strategies.errors import CheckpointError
 from ..strategies.state.schema import check
 from .callback import Callback
 from .helpers.checkpoint_name import EXTENSION, CheckpointName, free_name

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..common.console import say
+from ..common.errors import ConfigError
 from ..common.table import boxed
 from ..strategies import Precision
 from ..strategies.distributed.nested import to_device
-from ..strategies.errors import ConfigError
 from ..strategies.module.memory_estimate import shared_bytes
 from ..strategies.module.rehearsal import Untouched
 from .callback import Callback

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..strategies.errors import NonFiniteError
+from ..common.errors import NonFiniteError
 from ..strategies.state.dtensor import values_here
 from ..strategies.torch_tensors import norms_of
 from .callback import Callback

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from torch import nn
 
+from ..common.errors import CheckpointError, ConfigError
 from ..common.local_path import local_path
 from ..strategies import Strategy
-from ..strategies.errors import CheckpointError, ConfigError
 from .callback import Callback
 from .run import Run
 

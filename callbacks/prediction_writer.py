@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 
 from torch import nn
 
-from ..strategies.errors import ConfigError, did_you_mean
+from ..common.errors import ConfigError, did_you_mean
 from .callback import Callback
 from .run import Run
 

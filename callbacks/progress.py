@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..common.console import Console, current_console
-from ..strategies.errors import RunError
+from ..common.errors import RunError
 from .helpers.bars import Bar, TqdmBar, new_tqdm
 from .progress_display import DESCRIPTIONS, Kind, ProgressDisplay
 

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 from torch import nn
 
 from ..common.console import Console, current_console, outlives_output_errors
-from ..strategies.errors import ConfigError
+from ..common.errors import ConfigError
 from .callback import Callback
 from .helpers.bars import Bar, FewLines, LineBar, Postfix, Stays
 from .run import Run

@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Any, Final
 
 from ..common.console import Console
-from ..strategies.errors import MissingDependencyError
+from ..common.errors import MissingDependencyError
 from .helpers.bars import Bar, LineBar, Postfix, Stays
 from .progress_display import Kind, ProgressDisplay
 from .run import Run

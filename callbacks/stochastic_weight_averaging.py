@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..strategies.errors import ConfigError
+from ..common.errors import ConfigError
 from .helpers.averaged_weights import AverageOne
 from .run import Run
 from .weight_averaging import WeightAveraging

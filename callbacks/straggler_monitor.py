@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ..strategies.errors import ConfigError
+from ..common.errors import ConfigError
 from .callback import Callback
 from .helpers.step_clock import StepClock, StepTimes
 from .helpers.stragglers import Straggler, Suspicion, find_straggler, mean_steps, split_compute

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..strategies.errors import ConfigError
+from ..common.errors import ConfigError
 from .callback import Callback
 from .helpers.flop_count import counted_flops
 from .helpers.peak_flops import peak_flops

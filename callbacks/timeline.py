@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from ..common.console import say
+from ..common.errors import ConfigError, RunError
 from ..common.local_path import local_path
 from ..strategies import Strategy
-from ..strategies.errors import ConfigError, RunError
 from ..strategies.pipeline.timeline import WindowRecorder, WindowTimeline
 from .callback import Callback
 from .figures.figure_file import need_matplotlib

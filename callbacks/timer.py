@@ -12,7 +12,7 @@ from torch import nn
 
 from ..common.console import say
 from ..common.durations import parse_duration
-from ..strategies.errors import ConfigError, did_you_mean
+from ..common.errors import ConfigError, did_you_mean
 from .callback import Callback
 from .run import Run
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ..strategies.errors import ConfigError
+from ..common.errors import ConfigError
 from ..strategies.servers.remote_embedding import RemoteEmbedding
 from ..strategies.state.dtensor import is_wrapper, unfit
 from .callback import Callback

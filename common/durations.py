@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import timedelta
 
-from ..strategies.errors import ConfigError
+from .errors import ConfigError
 
 
 def parse_duration(name: str, value: str | timedelta | Mapping[str, int] | None) -> timedelta | None:

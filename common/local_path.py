@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from ..strategies.errors import ConfigError
+from .errors import ConfigError
 
 
 def local_path(name: str, path: str | Path) -> Path:

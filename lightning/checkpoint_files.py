@@ -15,7 +15,7 @@ from typing import IO, Any, TypeAlias
 
 import torch
 
-from ..strategies.errors import CheckpointError
+from ..common.errors import CheckpointError
 from ..strategies.state.regular_file import open_regular
 from ..strategies.state.schema import shown
 from ..trainer import checkpoint

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, MutableMapping
 from typing import Any, Final
 
-from ..strategies.errors import CheckpointError
+from ..common.errors import CheckpointError
 from ..trainer.checkpoint.encoding import encode
 
 KEPT_OUT: Final = "kept_out"

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ..strategies.errors import ConfigError, did_you_mean
+from ..common.errors import ConfigError, did_you_mean
 
 VERSION: Final = "2.6.6+echelon"
 """The version of Lightning whose names these are, for libraries that ask for it."""
@@ -52,7 +52,7 @@ _ELSEWHERE: Final[Mapping[str, str]] = {
     "HyperparametersMixin": "trainer.module.hparams:HyperparametersMixin",
     "DummyExperiment": "trainer.loggers.dummy:DummyExperiment",
     "TrainerState": "trainer.session.train_state:TrainerState",
-    "MisconfigurationException": "strategies.errors:EchelonError",
+    "MisconfigurationException": "common.errors:EchelonError",
     "Tuner": "lightning.tuning.tuner:Tuner",
     "LightningCLI": "lightning.command_line.cli:LightningCLI",
     "LightningArgumentParser": "lightning.command_line.parser:LightningArgumentParser",

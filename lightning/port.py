@@ -11,7 +11,7 @@ import inspect
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from ..strategies.errors import ConfigError
+from ..common.errors import ConfigError
 from ..trainer.session.settings import OF_LIGHTNING_1
 from .departures import DEPARTURES, OLD_HOOKS, RENAMED_SETTINGS, Departure
 from .imports import ELSEWHERE, Bound, is_lightning, new_name, rewrite_from, rewrite_import

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from ..strategies.errors import ConfigError, did_you_mean
+from ..common.errors import ConfigError, did_you_mean
 from ..trainer.session.detailed_profilers import AdvancedProfiler, PyTorchProfiler
 from ..trainer.session.profiler import SimpleProfiler
 

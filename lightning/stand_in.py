@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
 
-from ..strategies.errors import RunError
+from ..common.errors import RunError
 from ..strategies.launch.worker import IMPORTED_FIRST
 from .names import VERSION, find
 

@@ -1,4 +1,4 @@
-"""Strategies: training one module on some number of processes. Imports nothing of Echelon outside this folder."""
+"""Strategies: training one module on some number of processes. Imports common only."""
 
 from __future__ import annotations
 

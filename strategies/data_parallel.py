@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..common.errors import ConfigError, ModuleError
 from .cluster.hardware import Hardware
 from .distributed.nested import to_device
-from .errors import ConfigError, ModuleError
 from .module.precision import Precision
 from .parallel.batch_split import combine, split
 from .strategy import Strategy

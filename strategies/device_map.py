@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
+from ..common.errors import ConfigError
 from .cluster.hardware import Hardware
 from .distributed.nested import can_copy_later, map_tensors
-from .errors import ConfigError
 from .module.device_layout import check_device_map, deal_parts, device_of, match_device_map, room_on
 from .module.precision import Precision
 from .strategy import Strategy

@@ -8,9 +8,9 @@ from datetime import timedelta
 from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
 
+from ..common.errors import ConfigError
 from .cluster.hardware import Hardware
 from .cluster.launchers import detect_environment
-from .errors import ConfigError
 from .module.precision import Precision
 from .registry import STRATEGIES, find_strategy
 from .resilience.elastic_launcher import ElasticLauncher, ElasticOptions

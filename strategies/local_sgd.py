@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..common.errors import ConfigError
 from .cluster.hardware import Hardware
 from .ddp import ReplicaStrategy
 from .distributed.process_group import ProcessSettings
-from .errors import ConfigError
 from .module.precision import Precision
 from .parallel.model_averaging import ModelAverage
 from .parallel.replica import DDPOptions

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Final, Unpack
 import torch
 from torch import Tensor, nn
 
+from ..common.errors import ConfigError
 from .cluster.hardware import Hardware
 from .context_parallel.attention import ExchangeKind
 from .context_parallel.context import ContextParallel, check_exchange
@@ -19,7 +20,6 @@ from .context_parallel.cut_steps import CutSteps
 from .distributed.collectives import Collectives
 from .distributed.nested import map_tensors
 from .distributed.process_group import ProcessSettings
-from .errors import ConfigError
 from .module.precision import Precision
 from .parallel.equal_ranks import make_equal, overrides
 from .parallel.mesh import Degree, Degrees, check_degrees, in_stage

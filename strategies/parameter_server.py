@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..common.errors import ConfigError, RunError
 from .cluster.hardware import Hardware
 from .cluster.launchers import detect_environment
 from .ddp import ReplicaStrategy
 from .distributed.process_group import ProcessSettings
-from .errors import ConfigError, RunError
 from .module.memory_estimate import MemoryShare
 from .module.precision import Precision
 from .parallel.equal_ranks import overrides

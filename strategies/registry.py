@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final
 
+from ..common.errors import ConfigError, did_you_mean
 from .data_parallel import DataParallelStrategy
 from .ddp import DDPStrategy
 from .device_map import DeviceMapStrategy
-from .errors import ConfigError, did_you_mean
 from .fsdp import FSDPStrategy
 from .local_sgd import LocalSGDStrategy
 from .model_parallel import ParallelStrategy

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..common.errors import ConfigError, ModuleError
 from .cluster.hardware import Hardware
 from .distributed.collectives import Collectives
 from .distributed.nested import map_tensors
 from .distributed.process_group import ProcessSettings
-from .errors import ConfigError, ModuleError
 from .launch.registries import follow_classes
 from .module.deferred_init import DeferredInit
 from .module.memory_estimate import MemoryShare

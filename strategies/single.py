@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from ..common.errors import ConfigError
 from .cluster.hardware import Hardware
-from .errors import ConfigError
 from .module.precision import Precision
 from .strategy import Strategy
 

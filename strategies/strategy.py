@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..common.errors import ConfigError, RunError, not_set_up
 from .cluster.environment import Environment
 from .cluster.hardware import Hardware
 from .cluster.launchers import detect_environment
@@ -20,7 +21,6 @@ from .distributed.nested import to_device
 from .distributed.process_group import START_TIMEOUT, ProcessGroup, ProcessSettings, check_settings
 from .distributed.rank_methods import RankMethods
 from .distributed.ranks import Ranks
-from .errors import ConfigError, RunError, not_set_up
 from .launch.run_launcher import RunLauncher
 from .module.loss_scaling import LossScaling
 from .module.memory_estimate import MemoryShare

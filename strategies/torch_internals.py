@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from .errors import EchelonError
+from ..common.errors import EchelonError
 
 __all__ = [
     "BatchNorm",

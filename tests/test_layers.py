@@ -12,7 +12,6 @@ ROOT = Path(__file__).parents[1]
 # From the bottom. A file imports from its own level and from those below; "callbacks" and the like are the files at the
 # top of that folder which are not named themselves. The root, `__main__` and `testing` are above all others.
 LEVELS = (
-    ("strategies.errors",),
     ("common",),
     ("strategies.torch_internals", "strategies.torch_tensors"),
     ("strategies.cluster",),
@@ -45,8 +44,8 @@ LEVELS = (
 LEVEL_OF = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
 FLOORS = ("common", "strategies", "callbacks", "trainer", "lightning")
 LARGEST_ROOM = 16
-# These have one file for each callback, and for each strategy.
-LARGEST_FLOOR = {"callbacks": 32, "strategies": 17}
+# It has one file for each callback.
+LARGEST_FLOOR = {"callbacks": 32}
 
 
 def source_files(root):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.strategies.errors import ProcessError
+from echelon.common.errors import ProcessError
 from echelon.testing import run_ranks
 
 

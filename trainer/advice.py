@@ -9,9 +9,9 @@ from typing import Final
 
 import torch
 
+from ..common.errors import ProcessError
 from ..strategies import Precision, Strategy
 from ..strategies.distributed.debug import shapes_of
-from ..strategies.errors import ProcessError
 
 _log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.progress_display import ProgressDisplay
 from ..callbacks.run import Logger
 from ..common.console import outlives_output_errors
-from ..strategies.errors import ConfigError, RunError, did_you_mean
+from ..common.errors import ConfigError, RunError, did_you_mean
 from .module.data_module import DataModule
 from .module.train_module import TrainModule
 from .runner import Runner

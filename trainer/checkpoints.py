@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
+from ..common.errors import CheckpointError, ConfigError
 from ..common.local_path import local_path
-from ..strategies.errors import CheckpointError, ConfigError
 from .checkpoint.manifest import read_manifest
 from .checkpoint.single_file import SingleFile
 from .result import EndedRun, save_ended

@@ -21,8 +21,8 @@ from ..callbacks.helpers.loggers import refuse_incomplete
 from ..callbacks.learning_rate_finder import LearningRateFinder
 from ..callbacks.progress_display import ProgressDisplay
 from ..callbacks.run import Logger
+from ..common.errors import ConfigError, DataError, ModuleError
 from ..strategies import Hardware, Strategy
-from ..strategies.errors import ConfigError, DataError, ModuleError
 from ..strategies.torch_tensors import buffers_by_name, children_by_name, parameters_by_name
 from .data.combined_loader import combined_of
 from .module.arguments import check_called_methods, check_step_arguments

@@ -9,9 +9,9 @@ from typing import Any, Protocol, TypeVar
 from torch import nn
 
 from ..callbacks.dispatch import overrides
+from ..common.errors import ConfigError
 from ..common.local_path import local_path
 from ..strategies import Strategy
-from ..strategies.errors import ConfigError
 from ..strategies.module.compiled_calls import compile_calls
 from ..strategies.torch_tensors import compiled_from
 from .module.data_module import DataModule

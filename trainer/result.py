@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from ..callbacks.callback import Callback
 from ..callbacks.dispatch import Hooks, callback_states, load_callback_states
 from ..callbacks.run import Logger
+from ..common.errors import ConfigError, ProcessError, RunError
 from ..strategies.distributed.nested import iterate_tensors
 from ..strategies.distributed.pickling import check_packs
-from ..strategies.errors import ConfigError, ProcessError, RunError
 from ..strategies.launch.node_folder import NodeFolder
 from ..strategies.state.dtensor import local_shard
 from . import checkpoint

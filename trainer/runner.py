@@ -21,8 +21,8 @@ from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.run import Logger, Run, Stage
 from ..common.console import say
 from ..common.durations import parse_duration
+from ..common.errors import CheckpointError, RunError
 from ..strategies import Precision, is_auto, place
-from ..strategies.errors import CheckpointError, RunError
 from ..strategies.launch.node_folder import NodeFolder
 from ..strategies.launch.peer_failures import blame_peer
 from .advice import advise, name_roles, show_batch
@@ -96,7 +96,7 @@ class Runner:
         self.is_running = self.has_finished = False
         self._has_fitted = False
         self._has_described = False
-        """Whether the start-up line with the processes was printed."""
+        """Whether the line with the processes was printed."""
         self._reports = False
         """Whether this is a copy in another process, whose caller waits for a `Result`."""
         self._result: Result | None = None
@@ -291,8 +291,7 @@ class Runner:
             if session.datamodule is not None:
                 session.datamodule.on_exception(error)
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else status
-            # in a launched process the caller finds the culprit
-            culprit = None if self._reports else blame_peer(self.strategy.ranks.group, error)
+            culprit = None if self._reports else blame_peer(self.strategy.ranks.group, error)  # or the caller does
             if culprit is not None:
                 name_roles(culprit, self.strategy)
                 failure = culprit

@@ -23,7 +23,7 @@ from ..callbacks.model_summary import ModelSummary
 from ..callbacks.progress import TQDMProgressBar
 from ..callbacks.progress_display import ProgressDisplay
 from ..callbacks.run import Logger
-from ..strategies.errors import ConfigError, ModuleError
+from ..common.errors import ConfigError, ModuleError
 from ..strategies.module.blocks import repeated_blocks
 from ..strategies.module.compiled_calls import compile_calls
 from ..strategies.module.traces import KeptObjects

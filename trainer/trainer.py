@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from ..callbacks.callback import Callback
 from ..callbacks.run import Logger, Run, Stage
 from ..common.console import say
+from ..common.errors import RunError
 from ..common.table import render_table
 from ..strategies import Strategy
-from ..strategies.errors import RunError
 from .attributes import TrainerAttributes, refuse, takes_no_others
 from .checkpoints import Checkpoints
 from .fit import fit, run_evaluation

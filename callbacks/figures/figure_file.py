@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...strategies.errors import MissingDependencyError, RunError
+from ...common.errors import MissingDependencyError, RunError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

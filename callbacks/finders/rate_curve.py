@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 import torch
 
-from ...strategies.errors import RunError
+from ...common.errors import RunError
 from .trials import new_axes
 
 _log = logging.getLogger(__name__)

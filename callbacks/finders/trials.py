@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from ...common.errors import ConfigError
 from ...strategies import Strategy
-from ...strategies.errors import ConfigError
 from ..figures.figure_file import need_matplotlib
 
 

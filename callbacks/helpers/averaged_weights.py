@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from ...common.errors import CheckpointError
 from ...strategies import Strategy
 from ...strategies.distributed.nested import can_copy_later
-from ...strategies.errors import CheckpointError
 from ...strategies.state.dtensor import local_shard, shard_like, with_local_shard
 from ...strategies.state.optimizer_state import Elsewhere
 

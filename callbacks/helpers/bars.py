@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Any, Final, Protocol
 
 from ...common.console import Console, lock_threads_only, say
-from ...strategies.errors import MissingDependencyError
+from ...common.errors import MissingDependencyError
 
 _FREE_LINES: Final = 10
 """Epochs that get a line however short they are; of later ones at most one per second."""

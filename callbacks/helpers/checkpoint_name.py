@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Final
 
-from ...strategies.errors import ConfigError, did_you_mean
+from ...common.errors import ConfigError, did_you_mean
 from ..run import Run
 
 _FIELD: Final = re.compile(r"\{([^{}:]*)(:[^{}]*)?\}")

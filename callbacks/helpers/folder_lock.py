@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from ...strategies.errors import CheckpointError
+from ...common.errors import CheckpointError
 from ...strategies.launch.proc_status import host_id, look_at, started_at
 from ...strategies.state.schema import COUNT, TEXT, check, parse_json, shown
 from ..run import Run

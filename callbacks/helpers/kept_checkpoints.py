@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Final, Self
 
-from ...strategies.errors import ConfigError
+from ...common.errors import ConfigError
 from ...strategies.state.schema import NUMBER, TEXT
 from ..run import Run
 from .checkpoint_name import EXTENSION

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from ...strategies.errors import ConfigError
+from ...common.errors import ConfigError
 from ..run import Logger
 
 OptionalMethod = Literal[

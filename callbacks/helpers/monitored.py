@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Final, Literal
 
-from ...strategies.errors import ConfigError
+from ...common.errors import ConfigError
 from ..run import Run
 
 Mode = Literal["min", "max"]

@@ -6,7 +6,7 @@ import math
 import time
 from datetime import timedelta
 
-from ...strategies.errors import ConfigError
+from ...common.errors import ConfigError
 from ..run import Run
 
 

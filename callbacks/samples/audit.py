@@ -12,8 +12,8 @@ from typing import Final, NamedTuple
 
 import torch
 
+from ...common.errors import DataError
 from ...common.sample_order import Source
-from ...strategies.errors import DataError
 from .file import FOLDER, CountedTurns, Header, SampleRecord, read_header, read_records
 
 _ALL: Final = -1

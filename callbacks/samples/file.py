@@ -15,8 +15,8 @@ from typing import Any, BinaryIO, Final, NamedTuple
 
 import torch
 
+from ...common.errors import CheckpointError, DataError
 from ...common.sample_order import Reading, Source
-from ...strategies.errors import CheckpointError, DataError
 from ...strategies.state.regular_file import open_regular
 from ...strategies.state.schema import COUNT, POSITIVE, check, parse_json, shown
 

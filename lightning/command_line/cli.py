@@ -13,7 +13,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ...callbacks.dispatch import overrides
-from ...strategies.errors import RunError
+from ...common.errors import RunError
 from ...trainer.data.seed import seed_everything
 from ...trainer.module.train_module import TrainModule
 from ...trainer.trainer import Trainer

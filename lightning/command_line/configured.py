@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from ...strategies.errors import ConfigError
+from ...common.errors import ConfigError
 from .parser import AUTOMATIC, Kinds, LightningArgumentParser
 from .types import ReduceLROnPlateau
 

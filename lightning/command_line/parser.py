@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ...callbacks import Callback
 from ...callbacks.run import Logger
-from ...strategies.errors import ConfigError, MissingDependencyError
+from ...common.errors import ConfigError, MissingDependencyError
 from ...trainer.loggers.base import FolderLogger
 from ...trainer.loggers.dummy import DummyLogger
 from ...trainer.loggers.tracker import TrackerLogger

@@ -10,7 +10,7 @@ from torch import nn
 from ...callbacks import Callback
 from ...callbacks.dispatch import overrides
 from ...callbacks.run import Run
-from ...strategies.errors import ConfigError, RunError
+from ...common.errors import ConfigError, RunError
 from .parser import LightningArgumentParser
 
 

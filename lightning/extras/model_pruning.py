@@ -15,8 +15,8 @@ from torch.nn.utils import prune
 
 from ...callbacks.callback import Callback
 from ...callbacks.run import Run
+from ...common.errors import ConfigError, did_you_mean
 from ...strategies import Strategy
-from ...strategies.errors import ConfigError, did_you_mean
 from ...trainer.module.train_module import TrainModule
 
 Pairs = Sequence[tuple[nn.Module, str]]

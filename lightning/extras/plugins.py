@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Final, Literal
 
 from torch import nn
 
+from ...common.errors import ConfigError
 from ...strategies.cluster.environment import Environment
 from ...strategies.cluster.launchers import detect_environment
-from ...strategies.errors import ConfigError
 
 __all__ = [
     "ClusterEnvironment",

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ...callbacks.callback import Callback
 from ...callbacks.run import Run
+from ...common.errors import ConfigError, RunError
 from ...strategies import Strategy
-from ...strategies.errors import ConfigError, RunError
 
 
 class TrainingSpikeException(RunError):  # noqa: N818 - Lightning's name

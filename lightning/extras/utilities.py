@@ -7,7 +7,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType
@@ -16,7 +16,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ...strategies.errors import ConfigError
+from ...common.errors import ConfigError, RunError
+from ...strategies.torch_internals import tree_map
 from ...trainer.loggers.base import is_installed
 from ...trainer.module.train_module import TrainModule
 
@@ -205,7 +206,9 @@ def load_hparams_from_yaml(config_yaml: str | Path, use_omegaconf: bool = True) 
 
 def _holders(model: Any, attribute: str) -> list[Any]:
     """Return the objects with an attribute: the module, its hyper-parameters, the data module and its own."""
-    trainer = None if isinstance(model, TrainModule) and model._trainer is None else getattr(model, "trainer", None)  # noqa: SLF001 - without an error
+    trainer = None
+    with suppress(RunError):  # of a module outside of a run
+        trainer = getattr(model, "trainer", None)
     data = getattr(trainer, "datamodule", None)
     found = []
     for holder in (model, data):
@@ -303,8 +306,6 @@ def unwrap_objects(collection: Any) -> Any:
 
 def move_data_to_device(batch: Any, device: torch.device | str) -> Any:
     """Return a batch with its tensors on a device."""
-    from torch.utils._pytree import tree_map
-
     return tree_map(lambda value: value.to(device) if hasattr(value, "to") else value, batch)
 
 

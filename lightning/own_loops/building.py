@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ...strategies.errors import ModuleError
+from ...common.errors import ModuleError
 
 
 class EmptyInit(TorchFunctionMode):

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...callbacks.run import Logger
+from ...common.errors import ConfigError, RunError
 from ...strategies import Strategy
 from ...strategies.distributed.nested import map_tensors
-from ...strategies.errors import ConfigError, RunError
 from ...strategies.module.compiled_calls import compile_calls
 from ...strategies.torch_tensors import compiled_from
 from ...trainer.checkpoint.load_weights import load_weights

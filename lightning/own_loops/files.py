@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from ...strategies.errors import CheckpointError, ConfigError
+from ...common.errors import CheckpointError, ConfigError
 from ...trainer.engine.saved_objects import Owner, put_back
 from ..checkpoint_files import read_torch_file
 

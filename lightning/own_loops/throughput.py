@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...callbacks.helpers.flop_count import counted_flops
 from ...callbacks.helpers.peak_flops import peak_flops, peak_flops_by_name
-from ...strategies.errors import ConfigError
+from ...common.errors import ConfigError
 from .fabric import Fabric
 
 _GROWING: Final = ("time", "batches", "samples", "lengths")

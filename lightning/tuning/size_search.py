@@ -12,7 +12,7 @@ from torch import nn
 from ...callbacks import BatchSizeFinder, Callback
 from ...callbacks.run import Run, Tunable
 from ...common.console import say
-from ...strategies.errors import ModuleError, RunError
+from ...common.errors import ModuleError, RunError
 from ...strategies.module.out_of_memory import is_out_of_memory, let_go_of
 from ...trainer.loop.evaluate import evaluate
 from ...trainer.request import Request

@@ -9,7 +9,7 @@ from torch import nn
 
 from ...callbacks import BaseFinetuning, BatchSizeFinder, Callback, LearningRateCurve, LearningRateFinder
 from ...callbacks.run import Run
-from ...strategies.errors import ConfigError
+from ...common.errors import ConfigError
 from ...trainer.fit import fit
 from ...trainer.module.data_module import DataModule
 from ...trainer.module.train_module import TrainModule

@@ -1,1 +1,1 @@
-"""Launchers, devices, networks and stores: what this process runs on. Imports errors only."""
+"""Launchers, devices, networks and stores: what this process runs on. Imports common only."""

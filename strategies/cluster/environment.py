@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from ..errors import ConfigError
+from ...common.errors import ConfigError
 
 LOOPBACK: Final = "127.0.0.1"
 DEFAULT_PORT: Final = 29500  # torchrun's

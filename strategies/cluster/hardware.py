@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..errors import ConfigError, did_you_mean
+from ...common.errors import ConfigError, did_you_mean
 from .environment import Environment
 from .launchers import detect_environment
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from ..errors import ConfigError
+from ...common.errors import ConfigError
 from .environment import ENVIRON, LOOPBACK, Environment
 from .kubeflow import read_kubeflow
 from .mpi import read_mpi

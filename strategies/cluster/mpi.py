@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 
-from ..errors import ConfigError
+from ...common.errors import ConfigError
 from .environment import DEFAULT_PORT, LOOPBACK, Environment
 from .variables import first_number, has_all, job_port, number
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..errors import ConfigError
+from ...common.errors import ConfigError
 
 
 def has_all(environ: Mapping[str, str], *names: str) -> bool:

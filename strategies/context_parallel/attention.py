@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..errors import ConfigError, ModuleError
+from ...common.errors import ConfigError, ModuleError
 from .exchange import Exchange, gathered_again
 
 ExchangeKind = Literal["allgather", "ulysses"]

@@ -10,9 +10,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from ...common.errors import ModuleError
 from ..distributed.collectives import Collectives
 from ..distributed.nested import iterate_tensors
-from ..errors import ModuleError
 from ..module.rehearsal import rehearsing
 from .context import ContextParallel
 from .counted import Counted, log_difference, metric_difference

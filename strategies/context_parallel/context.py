@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...common.errors import ConfigError, DataError, did_you_mean
 from ..distributed.nested import named_leaves, with_leaves
-from ..errors import ConfigError, DataError, did_you_mean
 from .attention import EXCHANGES, AttentionMode, ExchangeKind
 from .exchange import Exchange
 from .sequence import SequenceLayout

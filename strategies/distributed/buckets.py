@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
+from ...common.errors import ConfigError
 from .nested import named_leaves, with_leaves
 from .tensor_collectives import ReduceOp
 

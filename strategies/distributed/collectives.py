@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final, TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, EchelonError, RunError, did_you_mean
+from ...common.errors import ConfigError, EchelonError, RunError, did_you_mean
 from . import tensor_collectives
 from .buckets import Reducible, map_joined
 from .call_record import CallRecord

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
-from ..errors import CollectiveError
+from ...common.errors import CollectiveError
 from .nested import named_leaves
 from .noticeboard import Messages, Noticeboard
 from .point_to_point import PendingTransfer

@@ -9,7 +9,7 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor, nn
 
-from ..errors import RunError
+from ...common.errors import RunError
 from . import pickling
 from .nested import map_tensors, named_leaves
 from .tensor_collectives import as_bytes

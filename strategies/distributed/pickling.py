@@ -20,7 +20,7 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized
 from torch.storage import TypedStorage
 
-from ..errors import ConfigError, ProcessError
+from ...common.errors import ConfigError, ProcessError
 from ..torch_internals import memory_of
 
 PICKLING_ERRORS: Final = (pickle.PicklingError, AttributeError, TypeError)

@@ -16,12 +16,12 @@ from typing import Any, Final, Self, TypedDict, Unpack
 
 import torch
 
+from ...common.errors import ConfigError, ProcessError, did_you_mean
 from ..cluster.environment import LOOPBACK, Environment, set_defaults
 from ..cluster.network import loopback_variables, variables_towards
 from ..cluster.start_wait import StartWait, unknown_host
 from ..cluster.tcp_store import connect_store, host_store
 from ..cluster.torchrun import agent_hosts_store
-from ..errors import ConfigError, ProcessError, did_you_mean
 from ..torch_internals import default_store
 
 START_TIMEOUT: Final = timedelta(minutes=5)

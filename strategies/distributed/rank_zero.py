@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar, overload
 
+from ...common.errors import ProcessError, RunError
 from ..cluster.launchers import detect_environment
-from ..errors import ProcessError, RunError
 from ..torch_internals import default_store
 from .noticeboard import Noticeboard
 

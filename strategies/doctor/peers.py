@@ -18,11 +18,11 @@ from typing import Any, Final
 
 import torch
 
+from ...common.errors import ProcessError
 from ..cluster.environment import DEFAULT_PORT, ENVIRON, Environment
 from ..cluster.network import address_towards
 from ..cluster.tcp_store import connect_store, host_store
 from ..cluster.version import VERSION
-from ..errors import ProcessError
 from .finding import Finding
 from .folder import marked
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import singledispatch
 
+from ...common.errors import ConfigError
 from ..cluster.hardware import Hardware
 from ..data_parallel import DataParallelStrategy
 from ..ddp import ReplicaStrategy
 from ..device_map import DeviceMapStrategy
 from ..elastic import ForwardingStrategy
-from ..errors import ConfigError
 from ..local_sgd import LocalSGDStrategy
 from ..model_parallel import ParallelStrategy
 from ..module.memory_estimate import MemoryShare, whole

@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing import api as elastic_processes
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-from ..errors import ProcessError
+from ...common.errors import ProcessError
 from ..torch_internals import processes_of
 from .failures import WorkerExit
 from .fork_server import blank_main, keeping_start_method, preload

@@ -13,8 +13,8 @@ from typing import Final, Self
 
 import torch.distributed as dist
 
+from ...common.errors import CollectiveError, EchelonError, ProcessError
 from ..distributed.pickling import pack, unpack
-from ..errors import CollectiveError, EchelonError, ProcessError
 from .rank_traceback import Frame, frames_for_users, rebuild
 
 _log = logging.getLogger(__name__)

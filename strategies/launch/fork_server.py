@@ -18,7 +18,7 @@ from multiprocessing.util import Finalize
 from types import ModuleType
 from typing import Any, Final
 
-from ..errors import ConfigError, ProcessError
+from ...common.errors import ConfigError, ProcessError
 from .proc_status import look_at
 from .worker import CULPRITS, NOT_FOR_THE_FORK_SERVER, preloading
 

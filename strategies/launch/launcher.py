@@ -14,10 +14,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
+from ...common.errors import CollectiveError, ConfigError, ProcessError
 from ..cluster.environment import LOOPBACK, Environment
 from ..distributed.call_record import describe_difference
 from ..distributed.pickling import installed, pack, pack_into, unpack_from
-from ..errors import CollectiveError, ConfigError, ProcessError
 from .node_folder import NodeFolder
 from .registries import with_registries
 from .signal_handlers import handling

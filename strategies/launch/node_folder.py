@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Final, Self
 
-from ..errors import ProcessError
+from ...common.errors import ProcessError
 
 _PREFIX: Final = "echelon-node-"
 _SHARED_MEMORY: Final = Path("/dev/shm")

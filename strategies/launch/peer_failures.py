@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
+from ...common.errors import ProcessError
 from ..distributed.noticeboard import Messages, Noticeboard
 from ..distributed.process_group import ProcessGroup
-from ..errors import ProcessError
 from .failures import blames_a_peer
 
 _TIMEOUT: Final = 2.0  # seconds for the other ranks to post their errors

@@ -10,11 +10,11 @@ from typing import Any
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # as its documentation has it
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from ...common.errors import ProcessError
 from ..cluster.environment import LOOPBACK, Environment
 from ..cluster.start_wait import StartWait, unknown_host
 from ..cluster.tcp_store import connect_store, host_store
 from ..distributed.noticeboard import Messages, Noticeboard
-from ..errors import ProcessError
 
 _ATTEMPT = 3.0  # seconds after which a waiting node reconnects: it may have reached the store of an earlier run
 _PAUSE = 0.05  # seconds between two attempts

@@ -22,11 +22,11 @@ from typing import Any, Final, Self
 
 import torch
 
+from ...common.errors import ProcessError
 from ..cluster.environment import CALLS_FILE, NODE_FOLDER, launch_of, overridden
 from ..cluster.network import loopback_variables
 from ..cluster.torchrun import RUN_ID, has_agent
 from ..distributed.pickling import pack_into, unpack, unpack_from
-from ..errors import ProcessError
 from ..torch_internals import is_cuda_unusable, kill_with_parent
 from .failures import Failure
 from .proc_status import look_at

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final, Literal
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError, did_you_mean
+from ...common.errors import ConfigError, did_you_mean
 from ..torch_internals import function_modes
 from ..torch_tensors import arguments_of, buffers_by_name, version_of
 from .activation_offload import ActivationOffload

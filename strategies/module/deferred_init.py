@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..errors import ModuleError
+from ...common.errors import ModuleError
 from ..torch_internals import (
     DisableTorchFunction,
     OpOverload,

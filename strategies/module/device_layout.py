@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ..errors import ConfigError, did_you_mean
+from ...common.errors import ConfigError, did_you_mean
 from .blocks import repeated_blocks
 
 _BYTES_PER_BYTE: Final = 4

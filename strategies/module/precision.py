@@ -8,8 +8,8 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from ...common.errors import ConfigError, did_you_mean
 from ..distributed.nested import map_tensors
-from ..errors import ConfigError, did_you_mean
 from ..state.shared_memory import kept_shared
 from ..torch_tensors import apply_to_tensors
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...common.errors import DataError, ModuleError
 from ..distributed.nested import iterate_tensors, rebuild_mapping
-from ..errors import DataError, ModuleError
 
 
 def split(batch: Any, num_slices: int) -> tuple[list[Any], list[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final, Literal
 
-from ..errors import ConfigError
+from ...common.errors import ConfigError
 
 Compression = Literal["fp16", "bf16", "powersgd"]
 CommHook = tuple[object, Callable[[Any, Any], Any]]

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import Tensor, nn
 
+from ...common.errors import ModuleError
 from ..distributed.collectives import Collectives
-from ..errors import ModuleError
 from ..module.deferred_init import DeferredInit, Places
 from ..state.dtensor import is_dtensor, local_shard, shard_like
 from ..torch_tensors import apply_to_tensors

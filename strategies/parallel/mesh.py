@@ -8,7 +8,7 @@ from itertools import product
 from math import prod
 from typing import Any, Literal
 
-from ..errors import ConfigError
+from ...common.errors import ConfigError
 from ..torch_internals import tell_compiled_shards_apart
 
 Replicas = int | Literal["nodes"]

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from ...common.errors import ConfigError
 from ..distributed.collectives import Collectives
-from ..errors import ConfigError
 from ..state.dtensor import is_dtensor, local_shard, shard_like, with_even_shards
 from ..state.optimizer_state import attributes_of, needs_closure, remake
 from ..torch_internals import TorchDispatchMode, tree_leaves

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
+from ...common.errors import ConfigError, ModuleError
 from ..distributed.collectives import Collectives
-from ..errors import ConfigError, ModuleError
 from ..state.sendable import is_sent
 from ..torch_internals import ignore_in_ddp, is_reduced, is_without_memory
 from .compression import CommHook, Compression, check_compression, register_compression

@@ -11,9 +11,9 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from ...common.errors import ConfigError, ModuleError
 from ..distributed.collectives import Collectives
 from ..distributed.nested import iterate_tensors
-from ..errors import ConfigError, ModuleError
 from ..module.blocks import CONTAINERS
 from ..module.deferred_init import DeferredInit, Places
 from ..module.norms import match_inputs_of_norms

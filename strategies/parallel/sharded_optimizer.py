@@ -10,8 +10,8 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from ...common.errors import ConfigError
 from ..distributed.buckets import join
-from ..errors import ConfigError
 from ..state.optimizer_state import attributes_of, needs_closure, remake
 from ..torch_tensors import note_step, owners_of, replace_step, step_own_part, zero_class
 

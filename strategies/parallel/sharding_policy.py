@@ -11,7 +11,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..errors import ConfigError, ModuleError
+from ...common.errors import ConfigError, ModuleError
 from ..module.blocks import CONTAINERS, Predicate, as_predicate, repeated_blocks
 from ..module.precision import Precision
 from ..torch_internals import BatchNorm

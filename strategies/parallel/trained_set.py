@@ -9,9 +9,9 @@ from typing import Final
 
 from torch import nn
 
+from ...common.errors import ModuleError
 from ..distributed.collectives import Collectives
 from ..distributed.noticeboard import Noticeboard
-from ..errors import ModuleError
 
 _LONGEST_WAIT: Final = 300.0
 """Seconds for which a rank waits for the others to change the same."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..errors import ModuleError
+from ...common.errors import ModuleError
 from ..module.precision import Precision
 from ..state.dtensor import is_dtensor
 from ..units.whole_parameters import is_number

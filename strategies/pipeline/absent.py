@@ -9,8 +9,8 @@ from typing import Any, Final, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
+from ...common.errors import ModuleError
 from ..distributed.nested import iterate_tensors, map_tensors
-from ..errors import ModuleError
 from .partition import HOOK, Partition
 from .spec import Spec
 

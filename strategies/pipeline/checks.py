@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import ConfigError
+from ...common.errors import ConfigError
 from .partition import Partition, check_is_cut, make_partition
 from .schedule import Schedule
 

@@ -12,8 +12,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from ...common.errors import ModuleError
 from ..distributed.nested import iterate_tensors, map_tensors, named_leaves
-from ..errors import ModuleError
 from ..module.traces import KeptObjects
 from ..state.dtensor import gathered, number_of
 

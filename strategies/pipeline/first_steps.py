@@ -10,9 +10,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from ...common.errors import EchelonError, ModuleError
 from ..distributed.collectives import Collectives
 from ..distributed.nested import iterate_tensors
-from ..errors import EchelonError, ModuleError
 from ..module.rehearsal import steps_of
 from ..module.traces import Traceless
 from ..state.dtensor import is_dtensor, whole_tensor

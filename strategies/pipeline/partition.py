@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from ..errors import ConfigError, ModuleError
+from ...common.errors import ConfigError, ModuleError
 from ..module.blocks import has_forward, repeated_blocks
 
 HOOK: Final = "configure_pipeline"

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...common.errors import EchelonError
 from ..distributed.collectives import Collectives
-from ..errors import EchelonError
 from ..state.dtensor import is_dtensor, local_shard, with_local_shard
 from .first_steps import FirstSteps
 from .partition import Partition, check_is_cut, make_partition, stages_of_parameters

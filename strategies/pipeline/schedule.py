@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, Literal, NamedTuple, get_args
 
-from ..errors import ConfigError, did_you_mean
+from ...common.errors import ConfigError, did_you_mean
 from .torch_pipelining import pipeline_order, with_transfers
 
 ScheduleName = Literal[

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
+from ...common.errors import ModuleError
 from ..distributed.nested import iterate_tensors, map_tensors, named_leaves
-from ..errors import ModuleError
 from ..state.dtensor import local_shard
 from ..torch_internals import StopRecomputation
 from ..torch_tensors import call_uncompiled, compiled_call_of, set_compiled_call

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...common.errors import ModuleError
 from ..distributed.nested import iterate_tensors
-from ..errors import ModuleError
 from ..module.rehearsal import steps_of
 from ..module.traces import Traceless
 from .schedule import Action, Schedule, without_halves

@@ -16,7 +16,7 @@ from typing import Any, Final
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 
-from ..errors import ProcessError
+from ...common.errors import ProcessError
 from ..launch.agent import Agent
 from ..launch.failures import WorkerExit
 from ..launch.fork_server import preload

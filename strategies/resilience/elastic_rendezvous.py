@@ -27,12 +27,12 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from ...common.errors import ConfigError, ProcessError, RunError
 from ..cluster.environment import DEFAULT_PORT, LOOPBACK, Environment, set_defaults
 from ..cluster.network import address_towards
 from ..cluster.start_wait import StartWait
 from ..cluster.tcp_store import host_store
 from ..distributed.noticeboard import Noticeboard
-from ..errors import ConfigError, ProcessError, RunError
 from ..launch.static_rendezvous import Rendezvous
 from .rendezvous_link import KEEP_ALIVE, MISSED, Link
 from .rounds import StoreAddress

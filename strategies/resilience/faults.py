@@ -9,7 +9,7 @@ from dataclasses import InitVar, dataclass, field
 from decimal import Decimal
 from typing import Final, Literal, TypeVar, get_args
 
-from ..errors import ConfigError, did_you_mean
+from ...common.errors import ConfigError, did_you_mean
 
 Action = Literal["kill", "stop", "exit", "raise", "hang", "slow", "leave", "lose"]
 Target = Literal["rank", "node"]

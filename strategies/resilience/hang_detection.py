@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from ..errors import ConfigError
+from ...common.errors import ConfigError
 from ..launch.proc_status import Activity, Process, is_traced, look_at
 from .heartbeat import BeatRecord, Phase, make_records, read_record, set_until
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Final, NamedTuple
 
-from ..errors import ProcessError
+from ...common.errors import ProcessError
 from ..launch.node_folder import allocate
 
 _NAME: Final = "beats"

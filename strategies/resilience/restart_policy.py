@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from ..errors import ConfigError
+from ...common.errors import ConfigError
 from .rounds import RoundEnd
 
 _SHOWN: Final = 300  # characters of a cause in a report

@@ -12,10 +12,10 @@ from typing import Any, Final
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # as its documentation has it
 
+from ...common.errors import ProcessError
 from ..cluster.network import is_this_machine
 from ..cluster.start_wait import StartWait
 from ..cluster.tcp_store import connect_store, connections_to, listen
-from ..errors import ProcessError
 
 LIFE: Final = "echelon/life"
 """Counts the keep-alive messages of the agents, each of which sends one per second."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
+from ...common.errors import ConfigError, did_you_mean
 from ..cluster.environment import Environment
-from ..errors import ConfigError, did_you_mean
 from .meeting import private_address
 
 

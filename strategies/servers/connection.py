@@ -20,10 +20,10 @@ from typing import Any, Final, TypeVar
 
 from torch import Tensor
 
+from ...common.errors import ConfigError, EchelonError, ProcessError
 from ..cluster.environment import Environment, calls_file
 from ..distributed.collectives import Collectives
 from ..distributed.noticeboard import Noticeboard
-from ..errors import ConfigError, EchelonError, ProcessError
 from ..launch.node_folder import NodeFolder
 from .layout import num_bytes
 from .meeting import Meeting

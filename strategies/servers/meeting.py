@@ -10,10 +10,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from ...common.errors import ConfigError
 from ..cluster.environment import LOOPBACK, Environment
 from ..cluster.network import address_towards, interface_of, loopback_variables
 from ..cluster.tcp_store import connect_store, host_store
-from ..errors import ConfigError
 from .transport import Peers, Service, Transport
 
 

@@ -14,8 +14,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
+from ...common.errors import ProcessError
 from ..cluster.environment import hide_gpus
-from ..errors import ProcessError
 from ..launch.fork_server import blank_main, preload
 from ..launch.proc_status import look_at
 from ..launch.worker import end_with_the_caller, makes_cuda_unusable

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..errors import ConfigError, RunError
+from ...common.errors import ConfigError, RunError
 from .connection import Connection
 from .transport import Arguments
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
-from ..errors import ModuleError
+from ...common.errors import ModuleError
 
 PullRows = Callable[[Tensor], Tensor]
 """Returns the rows of some distinct ids."""

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...common.errors import ModuleError
 from ..distributed.collectives import Collectives
 from ..distributed.pickling import PICKLING_ERRORS, pack
-from ..errors import ModuleError
 from ..state.optimizer_state import attributes_of, parameter_names
 from ..torch_tensors import note_step, put_step_back, replace_step
 from .connection import Connection

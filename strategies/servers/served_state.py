@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...common.errors import ConfigError, ModuleError
 from ..distributed.collectives import Collectives
 from ..distributed.pickling import is_importable
-from ..errors import ConfigError, ModuleError
 from ..state.dtensor import multiply_all
 from ..torch_tensors import values_of, version_of
 

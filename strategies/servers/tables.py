@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...common.errors import ConfigError
 from ..distributed.collectives import Collectives
-from ..errors import ConfigError
 from ..module.memory_estimate import MemoryShare
 from .connection import Connection
 from .layout import deal

@@ -23,9 +23,9 @@ import torch
 from torch.distributed import Store, rpc  # type: ignore[attr-defined]  # as its documentation has it
 from torch.distributed.rpc import functions
 
+from ...common.errors import ConfigError, RunError
 from ..cluster.environment import overridden
 from ..distributed.pickling import PICKLING_ERRORS, pack, unpack
-from ..errors import ConfigError, RunError
 from ..torch_internals import is_rpc_initialized, join_rpc, rpc_options
 from .transport import Arguments, Peers, RequestError, Service
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ..errors import EchelonError
+from ...common.errors import EchelonError
 from ..state.lazy_tensor import OUTLINE
 from .exchange import FileTransfer, SnapshotExchange
 from .index import Returns, SnapshotIndex, read_index, write_index

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+from ...common.errors import CheckpointError, EchelonError
 from ..distributed.process_group import ProcessGroup
-from ..errors import CheckpointError, EchelonError
 from .exchange import FileTransfer, SnapshotExchange
 from .index import INDEX, FileEntry, Returns, SnapshotIndex, write_index
 from .recovery import Recovery

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
+from ...common.errors import CheckpointError, ModuleError
 from ..distributed.collectives import Collectives
-from ..errors import CheckpointError, ModuleError
 from ..torch_internals import is_traceable_wrapper_subclass, is_without_memory, read_by_placements, strided_shard
 from ..torch_tensors import norms_of
 from .lazy_tensor import Block, StoredTensor, read_block

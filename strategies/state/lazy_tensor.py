@@ -8,8 +8,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from ...common.errors import CheckpointError
 from ..distributed.nested import map_tensors
-from ..errors import CheckpointError
 from ..torch_internals import DisableTorchFunctionSubclass
 from ..torch_tensors import as_instance
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import CheckpointError
+from ...common.errors import CheckpointError
 from .schema import NUMBER, check
 
 UNNAMED: Final = "unnamed."

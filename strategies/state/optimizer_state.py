@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...common.errors import CheckpointError
 from ..distributed.nested import map_tensors, rebuild_mapping
-from ..errors import CheckpointError
 from .optimizer_groups import UNNAMED, Sources, match_groups, taken_over
 from .schema import TEXT, check, shown
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final, TypeAlias
 
-from ..errors import CheckpointError
+from ...common.errors import CheckpointError
 
 Schema: TypeAlias = Any
 """A type; a `Rule`; ``[schema]`` for a list; ``{name: schema}`` for an object with these names, or ``{Rule: schema}``

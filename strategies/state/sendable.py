@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..errors import ModuleError
+from ...common.errors import ModuleError
 from .dtensor import is_dtensor
 
 _SENT: Final = frozenset(

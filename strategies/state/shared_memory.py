@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ModuleError
+from ...common.errors import ModuleError
 from ..torch_internals import is_traceable_wrapper_subclass, is_without_memory
 from .dtensor import is_dtensor
 

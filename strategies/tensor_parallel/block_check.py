@@ -12,8 +12,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from ...common.errors import ModuleError
 from ..distributed.nested import iterate_tensors, map_tensors
-from ..errors import ModuleError
 from ..module.rehearsal import Untouched
 from ..state.dtensor import is_dtensor, whole_tensor
 from ..torch_internals import without_dispatch_modes

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from ..errors import ConfigError
+from ...common.errors import ConfigError
 from ..state.dtensor import is_dtensor
 from .attention import AttentionCut
 from .exchanges import TensorGroup

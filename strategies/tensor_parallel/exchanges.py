@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import ModuleError
+from ...common.errors import ModuleError
 from ..torch_tensors import version_of
 
 _Change = Callable[[Tensor], Tensor]

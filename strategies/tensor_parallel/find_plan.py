@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from ..errors import ConfigError, did_you_mean
+from ...common.errors import ConfigError, did_you_mean
 from ..module.blocks import repeated_blocks
 from .known_layers import KnownLayers, widths
 from .plan import TensorPlan

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..errors import ConfigError
+from ...common.errors import ConfigError
 from .attention import AttentionCut
 from .known_layers import head_counts, is_projection
 from .layers import ColumnCut, CutLayer

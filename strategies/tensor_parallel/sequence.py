@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..errors import ModuleError
+from ...common.errors import ModuleError
 from ..module.blocks import CONTAINERS
 from ..state.dtensor import is_dtensor
 from .exchanges import TensorGroup

@@ -8,8 +8,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from ...common.errors import ModuleError
 from ..distributed.nested import map_tensors
-from ..errors import ModuleError
 from ..torch_internals import DisableTorchFunctionSubclass
 
 _HARMLESS: Final = frozenset(

@@ -7,7 +7,7 @@ from typing import Final
 
 from torch import nn
 
-from ..errors import ConfigError, did_you_mean
+from ...common.errors import ConfigError, did_you_mean
 from .attention import AttentionCut
 from .known_layers import is_known_attention, widths
 from .layers import (

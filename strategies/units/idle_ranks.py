@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from ...common.errors import ModuleError
 from ..distributed.call_watch import CallWatch
 from ..distributed.collectives import Collectives
 from ..distributed.debug import user_call
-from ..errors import ModuleError
 from ..torch_internals import is_in_backward
 from .torch_units import (
     end_backward,

@@ -9,8 +9,8 @@ from typing import Any, Final, NamedTuple
 
 from torch import Tensor, nn
 
+from ...common.errors import ModuleError
 from ..distributed.collectives import Collectives
-from ..errors import ModuleError
 from ..state.digest import digest, mixed
 from .gathered_units import ShardedParameter, watch_units
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ModuleError
+from ...common.errors import ModuleError
 from ..torch_internals import names_of_torch
 
 

@@ -10,11 +10,11 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from torch import nn
 
+from ...common.errors import ModuleError
 from ..distributed.call_watch import CallWatch
 from ..distributed.collectives import Collectives
 from ..distributed.debug import user_call
 from ..distributed.noticeboard import Noticeboard
-from ..errors import ModuleError
 from ..torch_internals import outside_transformations
 from ..torch_tensors import compiled_call_of
 from .torch_units import (

@@ -7,7 +7,7 @@ import pytest
 from scripted import Scripted, batches, trainer_in
 
 from echelon import Callback, GradientAccumulationScheduler
-from echelon.strategies.errors import ConfigError
+from echelon.common.errors import ConfigError
 
 
 class Steps(Callback):

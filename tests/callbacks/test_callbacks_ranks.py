@@ -26,7 +26,7 @@ from echelon.callbacks import (
     ThroughputMonitor,
     Timer,
 )
-from echelon.strategies.errors import NonFiniteError
+from echelon.common.errors import NonFiniteError
 
 
 class Net(TrainModule):

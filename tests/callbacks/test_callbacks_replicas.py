@@ -27,7 +27,7 @@ from echelon.callbacks import (
     ThroughputMonitor,
 )
 from echelon.callbacks.samples.audit import audit, samples_folder
-from echelon.strategies.errors import NonFiniteError
+from echelon.common.errors import NonFiniteError
 from echelon.testing import run_ranks
 
 SIZE = 2  # ranks that hold a replica

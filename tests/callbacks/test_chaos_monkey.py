@@ -18,7 +18,7 @@ from scripted import Scripted, batches, trainer_in
 
 from echelon.callbacks import LambdaCallback
 from echelon.callbacks.chaos_monkey import ChaosMonkey
-from echelon.strategies.errors import ConfigError, ProcessError
+from echelon.common.errors import ConfigError, ProcessError
 from echelon.strategies.resilience.faults import Chaos
 from echelon.testing import run_ranks
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from echelon import Callback, Trainer, TrainModule
-from echelon.strategies.errors import RunError
+from echelon.common.errors import RunError
 
 
 class Net(TrainModule):

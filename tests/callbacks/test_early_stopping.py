@@ -8,7 +8,7 @@ from scripted import Scripted, batches, trainer_in
 
 from echelon.callbacks import EarlyStopping, ModelCheckpoint
 from echelon.callbacks.early_stopping import EarlyStoppingReason
-from echelon.strategies.errors import ConfigError
+from echelon.common.errors import ConfigError
 
 
 def epochs_until_stop(folder: Path, stopping: EarlyStopping, module: Scripted, **settings: Any) -> int:

@@ -21,7 +21,7 @@ from echelon.callbacks import LambdaCallback
 from echelon.callbacks.goodput.ledger import CATEGORIES, EndRecord, Ledger, LedgerFile, read_ledger
 from echelon.callbacks.goodput.spans import Goodput, account
 from echelon.callbacks.goodput_monitor import GoodputMonitor
-from echelon.strategies.errors import ConfigError
+from echelon.common.errors import ConfigError
 from echelon.strategies.resilience.rounds import RoundEnd
 
 S = 1_000_000

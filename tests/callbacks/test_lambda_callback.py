@@ -6,7 +6,7 @@ import pytest
 
 from echelon.callbacks import Callback, LambdaCallback
 from echelon.callbacks.dispatch import HOOK_NAMES, overrides
-from echelon.strategies.errors import ConfigError
+from echelon.common.errors import ConfigError
 
 
 def test_every_hook_can_be_given() -> None:

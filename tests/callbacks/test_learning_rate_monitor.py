@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from echelon.callbacks import Callback, LearningRateMonitor
-from echelon.strategies.errors import ConfigError
+from echelon.common.errors import ConfigError
 
 
 class Configured(Scripted):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from echelon import ModelCheckpoint
 from echelon.callbacks import LossSpikePolicy
-from echelon.strategies.errors import ConfigError
+from echelon.common.errors import ConfigError
 
 
 class Spiking(Scripted):

@@ -13,7 +13,7 @@ from torch import nn
 
 from echelon import Callback, Trainer
 from echelon.callbacks.memory_snapshots import SnapshotInMemory
-from echelon.strategies.errors import ConfigError
+from echelon.common.errors import ConfigError
 from echelon.strategies.snapshots.snapshots import SnapshotCost
 from echelon.testing import run_ranks
 

@@ -15,7 +15,7 @@ import torch
 from scripted import Scripted, batches, trainer_in
 
 from echelon.callbacks import Callback, LambdaCallback, ModelCheckpoint
-from echelon.strategies.errors import CheckpointError, ConfigError
+from echelon.common.errors import CheckpointError, ConfigError
 
 NAN = float("nan")
 

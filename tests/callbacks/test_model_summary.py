@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from echelon.callbacks import ModelSummary, summarize
 from echelon.callbacks.model_summary import human
-from echelon.strategies.errors import ConfigError
+from echelon.common.errors import ConfigError
 
 
 class Net(nn.Module):

@@ -11,7 +11,7 @@ from small import loader, quiet
 from torch.utils.data import DataLoader
 
 from echelon import BasePredictionWriter
-from echelon.strategies.errors import ConfigError
+from echelon.common.errors import ConfigError
 
 
 class Writer(BasePredictionWriter):

@@ -22,7 +22,7 @@ from echelon import Callback, CSVLogger, Trainer
 from echelon.callbacks import LambdaCallback, TQDMProgressBar
 from echelon.callbacks.helpers.bars import TqdmBar
 from echelon.common.console import current_console, say
-from echelon.strategies.errors import ConfigError, RunError
+from echelon.common.errors import ConfigError, RunError
 
 
 class Shown(Scripted):

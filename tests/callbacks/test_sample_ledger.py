@@ -35,8 +35,8 @@ from echelon import (
 )
 from echelon.callbacks.samples.audit import Audit, audit
 from echelon.callbacks.samples.file import SampleRecord, read_header, read_records
+from echelon.common.errors import ProcessError
 from echelon.strategies import ElasticStrategy
-from echelon.strategies.errors import ProcessError
 from echelon.testing import run_ranks
 
 

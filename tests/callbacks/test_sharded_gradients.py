@@ -7,7 +7,7 @@ import torch
 from small import Regression, loader, quiet
 
 from echelon import LossSpikePolicy, NaNGuard, seed_everything
-from echelon.strategies.errors import NonFiniteError
+from echelon.common.errors import NonFiniteError
 from echelon.testing import run_ranks
 
 

@@ -22,7 +22,7 @@ from echelon.callbacks import LambdaCallback
 from echelon.callbacks.helpers.step_clock import StepClock, StepTimes
 from echelon.callbacks.helpers.stragglers import Straggler, Suspicion, find_straggler, mean_steps, split_compute
 from echelon.callbacks.straggler_monitor import StragglerMonitor, series
-from echelon.strategies.errors import ConfigError
+from echelon.common.errors import ConfigError
 from echelon.testing import run_ranks
 
 SLOW = 0.1

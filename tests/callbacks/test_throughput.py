@@ -11,7 +11,7 @@ from recording_logger import RecordingLogger
 from scripted import Scripted, batches, trainer_in
 
 from echelon.callbacks import LambdaCallback, ThroughputMonitor, Timer
-from echelon.strategies.errors import ConfigError
+from echelon.common.errors import ConfigError
 
 FORWARD = 2 * 2 * 2 * 1
 """FLOPs of ``Linear(2, 1)`` on two samples; the inputs need no gradient, so the backward costs as much."""

@@ -12,7 +12,7 @@ from scripted import Scripted, batches, trainer_in
 
 from echelon.callbacks import LambdaCallback, Timer
 from echelon.common.durations import parse_duration
-from echelon.strategies.errors import ConfigError
+from echelon.common.errors import ConfigError
 
 
 def test_training_ends_at_the_next_step_when_the_time_is_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_avg_fn
 
 from echelon import Callback, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
-from echelon.strategies.errors import CheckpointError, ConfigError
+from echelon.common.errors import CheckpointError, ConfigError
 
 
 class WithBatchNorm(Scripted):

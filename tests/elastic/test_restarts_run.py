@@ -18,7 +18,7 @@ from elastic_program import BATCH, STEPS_OF_EPOCH, Regression
 from echelon import Callback, CSVLogger, ElasticStrategy, ModelCheckpoint, Trainer, seed_everything
 from echelon.callbacks.goodput.ledger import read_ledger
 from echelon.callbacks.goodput.spans import account
-from echelon.strategies.errors import ProcessError
+from echelon.common.errors import ProcessError
 
 EPOCHS = 3
 STEPS = EPOCHS * STEPS_OF_EPOCH

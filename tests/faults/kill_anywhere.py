@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from echelon import CSVLogger, ModelCheckpoint, Trainer, TrainModule, seed_everything
-from echelon.strategies.errors import CheckpointError
+from echelon.common.errors import CheckpointError
 from echelon.trainer import checkpoint
 
 EPOCHS, STEPS_OF_EPOCH = 9, 8

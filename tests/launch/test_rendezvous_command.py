@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import pytest
 
-from echelon.strategies.errors import ProcessError
+from echelon.common.errors import ProcessError
 from echelon.strategies.resilience.elastic_rendezvous import meeting
 from echelon.trainer.cli.main import main
 

@@ -18,7 +18,7 @@ def test_a_catalogue_trains_as_in_one_process_or_is_refused(catalogue, title):
     faults = []
     for name, found in found_on(catalogue, title).items():
         is_refused = isinstance(found, str)
-        if is_refused and "echelon.strategies.errors." not in found and "use strategy=" not in found:
+        if is_refused and "echelon.common.errors." not in found and "use strategy=" not in found:
             faults.append(f"{name} ends in an error without a name: {found[-600:]}")
         elif not is_refused and not found <= BOUND.get(name, 1e-10):
             faults.append(f"{name} differs by {found}")

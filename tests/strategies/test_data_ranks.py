@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import TrainModule, seed_everything
+from echelon.common.errors import ConfigError
 from echelon.strategies.elastic import ForwardingStrategy
-from echelon.strategies.errors import ConfigError
 from echelon.testing import run_ranks
 
 

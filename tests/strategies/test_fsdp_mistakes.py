@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Trainer, TrainModule
-from echelon.strategies.errors import ConfigError, EchelonError, ModuleError
+from echelon.common.errors import ConfigError, EchelonError, ModuleError
 from echelon.strategies.fsdp import FSDPStrategy
 from echelon.testing import run_ranks
 

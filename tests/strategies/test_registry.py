@@ -3,8 +3,8 @@
 import pytest
 
 from echelon import DDPStrategy, ElasticStrategy, FSDPStrategy, LocalSGDStrategy, Trainer
+from echelon.common.errors import ConfigError
 from echelon.strategies import Precision, place
-from echelon.strategies.errors import ConfigError
 from echelon.strategies.placement import BY_NAME
 
 TORCHRUN = {

@@ -7,7 +7,7 @@ import pytest
 import torch
 from small import Regression, loader, quiet
 
-from echelon.strategies.errors import RunError
+from echelon.common.errors import RunError
 
 NEEDS_MODULE = {
     "model_state": lambda strategy: strategy.model_state(),

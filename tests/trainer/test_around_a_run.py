@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Callback, DataModule, EchelonError, Trainer, TrainModule
+from echelon.common.errors import ProcessError
 from echelon.strategies import ElasticStrategy, FSDPStrategy, ParameterServerStrategy
-from echelon.strategies.errors import ProcessError
 from echelon.testing import run_ranks
 from echelon.trainer.checkpoint import load
 from echelon.trainer.module.data_module import DataHooks

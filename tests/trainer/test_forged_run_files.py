@@ -10,7 +10,7 @@ import pytest
 
 from echelon import ConfigError, CSVLogger, load_weights
 from echelon.callbacks.goodput.ledger import LedgerFile, StartRecord, read_ledger, take_over, to_line
-from echelon.strategies.errors import CheckpointError
+from echelon.common.errors import CheckpointError
 from echelon.strategies.state.regular_file import open_regular, read_regular
 from echelon.trainer.cli.main import main
 from echelon.trainer.module.load import _read_hparams

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Callback, CSVLogger, DataModule, EarlyStopping, ModelCheckpoint, Trainer, TrainModule
-from echelon.strategies.errors import ConfigError, ModuleError, ProcessError
+from echelon.common.errors import ConfigError, ModuleError, ProcessError
 
 
 def dataset(num_samples):

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from echelon import Loss, TrainModule, seed_everything
-from echelon.strategies.errors import DataError
+from echelon.common.errors import DataError
 from echelon.testing import run_ranks
 
 NUM_SAMPLES = 36

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Loss, TrainModule, seed_everything
 from echelon.callbacks import EMAWeightAveraging, LossSpikePolicy, NaNGuard
-from echelon.strategies.errors import NonFiniteError
+from echelon.common.errors import NonFiniteError
 from echelon.strategies.model_parallel import ParallelStrategy
 from echelon.strategies.state.dtensor import gather_whole, local_shard
 from echelon.testing import run_ranks

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from ...strategies.errors import CheckpointError
+from ...common.errors import CheckpointError
 from ...strategies.launch.proc_status import host_id
 from .files import explain
 from .manifest import is_checkpoint, is_torch_file, read_manifest

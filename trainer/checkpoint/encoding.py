@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ...strategies.errors import CheckpointError
+from ...common.errors import CheckpointError
 from ...strategies.state.dtensor import is_dtensor, layout_of, local_shard, own_blocks, unfit, writes
 from ...strategies.state.lazy_tensor import Block, StoredTensor
 from ...strategies.state.optimizer_state import Elsewhere, Sharded

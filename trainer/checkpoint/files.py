@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
-from ...strategies.errors import CheckpointError
+from ...common.errors import CheckpointError
 
 HASH_NAME: Final = "sha256"
 # With the processor's SHA instructions, sha256 reaches 1.2 GB/s, blake2b 0.8; and `sha256sum` is everywhere.

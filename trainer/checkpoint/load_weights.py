@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ...strategies.errors import CheckpointError
+from ...common.errors import CheckpointError
 from ...strategies.state.dtensor import shard_like
 from ...strategies.state.lazy_tensor import Block
 from ...strategies.state.regular_file import open_regular, read_regular

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...strategies.errors import CheckpointError, did_you_mean
+from ...common.errors import CheckpointError, did_you_mean
 from ...strategies.state.lazy_tensor import OUTLINE, Block
 from .files import FilePiece, FileRecord, MappedFile, digests, explain, is_one_file, while_it_stays
 from .manifest import LARGEST_JSON, STATE, TENSORS, Manifest, member, read_manifest

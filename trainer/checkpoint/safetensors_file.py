@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ...strategies.errors import CheckpointError
+from ...common.errors import CheckpointError
 from ...strategies.state.lazy_tensor import Block, StoredTensor
 from .encoding import SAFETENSORS_DTYPES
 from .files import FileRecord, HashedFile, MappedFile

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from ...strategies.errors import CheckpointError, EchelonError
+from ...common.errors import CheckpointError, EchelonError
 from ...strategies.state.schema import COUNT, INTEGER, NUMBER, TEXT, check, shown
 
 NAMES_FOR_HOOKS: Final = {"model": "state_dict", "optimizers": "optimizer_states"}

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import torch
 
+from ...common.errors import CheckpointError
 from ...strategies.cluster.version import VERSION
-from ...strategies.errors import CheckpointError
 from ...strategies.state.lazy_tensor import Block
 from .atomic_folder import committed, working_folder
 from .encoding import Encoder

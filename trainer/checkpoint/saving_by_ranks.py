@@ -10,8 +10,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
+from ...common.errors import CheckpointError
 from ...strategies.distributed.noticeboard import Noticeboard
-from ...strategies.errors import CheckpointError
 from .atomic_folder import refused
 from .files import FileRecord
 from .saving import EncodedState, WrittenFiles, encode_state, finish, folder_to_fill, write, write_own

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ...strategies.errors import EchelonError
+from ...common.errors import EchelonError
 from ...strategies.snapshots.index import FileEntry
 from ...strategies.snapshots.shared_file import MemoryFile, checksum
 from ...strategies.snapshots.snapshots import Contribution, Draft, MemorySnapshots, SnapshotCost

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from ...strategies.errors import CheckpointError, MissingDependencyError
+from ...common.errors import CheckpointError, MissingDependencyError
 from ...strategies.state.from_environment import FromEnvironment
 from ...strategies.state.schema import shown
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...common.errors import CheckpointError
 from ...strategies.distributed.process_group import ProcessGroup
-from ...strategies.errors import CheckpointError
 from ...strategies.state.lazy_tensor import Block
 from .atomic_folder import point
 from .files import FileRecord, write_bytes

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ...strategies.errors import CheckpointError
+from ...common.errors import CheckpointError
 from ..checkpoint.atomic_folder import unfinished
 from ..checkpoint.finding import FoundCheckpoint, is_gone, list_checkpoints, resolve
 from ..checkpoint.load_weights import export

@@ -12,8 +12,8 @@ from torch import nn
 from ...callbacks.callback import Callback
 from ...callbacks.helpers.loggers import tell
 from ...callbacks.run import Run
+from ...common.errors import ConfigError, did_you_mean
 from ...strategies import ActivationCheckpointing, Strategy
-from ...strategies.errors import ConfigError, did_you_mean
 from ...strategies.state.from_environment import FromEnvironment
 from ..data.seed import seed_everything
 from ..loggers.base import replace_text

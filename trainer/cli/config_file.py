@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ...strategies.errors import ConfigError, did_you_mean
+from ...common.errors import ConfigError, did_you_mean
 from ...strategies.state.regular_file import read_regular
 from ..module.unresolved import unresolved
 from ..module.yaml_bounds import SIXTIES, check_yaml

@@ -14,8 +14,8 @@ from typing import Any, Final
 from ...callbacks.goodput.ledger import CATEGORIES, FILE_NAME, Category, read_ledger
 from ...callbacks.goodput.spans import Goodput, account, clock, goodput_of
 from ...common.console import say
+from ...common.errors import ConfigError, RunError
 from ...common.table import boxed
-from ...strategies.errors import ConfigError, RunError
 from .goodput_figure import draw
 from .output import draw_for_command
 

@@ -10,7 +10,7 @@ import types
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
-from ...strategies.errors import ConfigError, did_you_mean
+from ...common.errors import ConfigError, did_you_mean
 from ..session.setting_types import describe, fits
 
 TARGET: Final = "_target_"

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from ...common.errors import ConfigError
 from ...strategies.cluster.environment import DEFAULT_PORT, LAUNCH, LOOPBACK, Environment, overridden, set_defaults
 from ...strategies.cluster.network import address_towards, is_this_machine, loopback_variables
 from ...strategies.elastic import parse_nodes
-from ...strategies.errors import ConfigError
 from ...strategies.launch.node_folder import NodeFolder
 from .launch_elastic import START_TIMEOUT, Program, run_elastic
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Final, Protocol, cast
 
 from ...common.console import say
+from ...common.errors import ConfigError, EchelonError, did_you_mean
 from ...strategies.cluster.version import VERSION
-from ...strategies.errors import ConfigError, EchelonError, did_you_mean
 from .output import printable
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...common.console import say
-from ...strategies.errors import EchelonError
+from ...common.errors import EchelonError
 
 
 def printable(text: str) -> str:

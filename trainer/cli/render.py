@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ...strategies.errors import ConfigError, did_you_mean
+from ...common.errors import ConfigError, did_you_mean
 from .config_file import read_config
 from .manifests import compose, kubernetes_jobs, slurm
 from .manifests.deploy import read_deploy

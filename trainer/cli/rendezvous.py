@@ -8,8 +8,8 @@ import signal
 from types import FrameType
 from typing import Final
 
+from ...common.errors import RunError
 from ...strategies.cluster.environment import DEFAULT_PORT
-from ...strategies.errors import RunError
 
 _EPILOG: Final = f"""\
 on a machine that outlives the nodes, such as a head node whose address is 10.0.0.1:

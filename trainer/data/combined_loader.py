@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
-from ...strategies.errors import ConfigError, DataError, did_you_mean
+from ...common.errors import ConfigError, DataError, did_you_mean
 from .loader_kinds import begin
 
 Mode: TypeAlias = Literal["min_size", "max_size_cycle", "max_size", "sequential"]

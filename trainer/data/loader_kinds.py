@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from ...strategies.errors import DataError
+from ...common.errors import DataError
 from ...strategies.launch.signal_handlers import sheltering_forks
 from ...strategies.torch_internals import end_workers, has_workers
 from .index_stream import DataRanks, Order, Sequential, Shuffled

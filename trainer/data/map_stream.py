@@ -12,8 +12,8 @@ from typing import Any, Final
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, default_collate, default_convert
 
+from ...common.errors import DataError
 from ...common.sample_order import Source
-from ...strategies.errors import DataError
 from ...strategies.state.schema import INTEGER, TEXT, check
 from .generators import GENERATORS
 from .in_process import reader_of

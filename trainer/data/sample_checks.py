@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
+from ...common.errors import DataError
 from ...strategies import Strategy
 from ...strategies.distributed.nested import named_leaves
-from ...strategies.errors import DataError
 from .micro_batch import Window
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from ...strategies.errors import ConfigError
+from ...common.errors import ConfigError
 from ...strategies.module.random_streams import RandomStreams, device_generators
 from .generators import GENERATORS
 

@@ -7,8 +7,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Protocol
 
+from ...common.errors import ConfigError
 from ...common.sample_order import Source
-from ...strategies.errors import ConfigError
 from .index_stream import BatchShare, DataRanks
 from .micro_batch import MicroBatch
 from .sample_checks import Drawn

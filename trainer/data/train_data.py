@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from ...common.errors import ConfigError, DataError
 from ...common.sample_order import Reading, Source
-from ...strategies.errors import ConfigError, DataError
 from ..module.batch_size import size_of
 from .combined_loader import CombinedLoader, combined_of
 from .iterable_stream import IterableStream

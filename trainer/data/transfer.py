@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ...callbacks.dispatch import overrides
+from ...common.errors import ModuleError
 from ...strategies import Strategy
 from ...strategies.distributed.nested import iterate_tensors, named_leaves
-from ...strategies.errors import ModuleError
 from ..module.batch_size import warn_of_unclear_size
 from ..module.data_module import DataHooks, DataModule
 from ..module.train_module import TrainModule

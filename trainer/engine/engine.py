@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...common.errors import ConfigError, RunError
 from ...strategies import Strategy
-from ...strategies.errors import ConfigError, RunError
 from ..checkpoint import make_writer, resolve
 from ..checkpoint.manifest import Origin, read_manifest
 from ..checkpoint.single_file import SingleFile

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Subset
 
-from ...strategies.errors import RunError
+from ...common.errors import RunError
 
 
 def refuse_optimizers(known: Collection[object], parameters: Iterable[nn.Parameter], where: str) -> None:

@@ -8,9 +8,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from ...common.errors import ConfigError, ModuleError, RunError
 from ...strategies import Strategy
 from ...strategies.distributed.nested import map_tensors
-from ...strategies.errors import ConfigError, ModuleError, RunError
 from ...strategies.torch_tensors import compiled_from
 from .step_gradients import StepGradients
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...callbacks.dispatch import overrides
+from ...common.errors import ConfigError, ModuleError
 from ...strategies import Precision, Strategy
-from ...strategies.errors import ConfigError, ModuleError
 from ...strategies.state.optimizer_state import needs_closure
 from ..module.loss import Loss
 from ..module.optimizers import ManagedOptimizer, step_of

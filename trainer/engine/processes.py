@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 
 from ...common.console import outlives_output_errors
+from ...common.errors import ConfigError, RunError
 from ...strategies import Precision, Strategy, place
-from ...strategies.errors import ConfigError, RunError
 from ...strategies.launch.peer_failures import blame_peer
 from ..data.seed import capture_rng, restore_rng
 from ..data.seed import seed_everything as seed_all

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...common.errors import ConfigError
 from ...strategies import Strategy
 from ...strategies.distributed.collectives import Collectives
 from ...strategies.distributed.nested import iterate_tensors, map_tensors
-from ...strategies.errors import ConfigError
 from ..module.loss import Loss, nonzero
 
 

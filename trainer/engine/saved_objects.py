@@ -9,8 +9,8 @@ from typing import Any, Final
 from torch import nn
 from torch.optim import Optimizer
 
+from ...common.errors import CheckpointError, ConfigError
 from ...strategies import Strategy
-from ...strategies.errors import CheckpointError, ConfigError
 from ..checkpoint import difference
 from ..checkpoint.saved_state import reading
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...callbacks.dispatch import overrides
+from ...common.errors import RunError
 from ...strategies import Strategy
-from ...strategies.errors import RunError
 from ...strategies.module.traces import Traceless
 from ...strategies.state.dtensor import local_shard, multiply_all
 from ..data.micro_batch import MicroBatch, Window

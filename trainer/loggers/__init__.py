@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from ...callbacks.run import Logger
-from ...strategies.errors import ConfigError, did_you_mean
+from ...common.errors import ConfigError, did_you_mean
 from .base import is_installed
 from .csv import CSVLogger as CSVLogger
 from .dummy import DummyLogger as DummyLogger

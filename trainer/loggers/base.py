@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ...callbacks.helpers.loggers import tell
 from ...callbacks.run import Logger
+from ...common.errors import ConfigError
 from ...common.local_path import local_path
-from ...strategies.errors import ConfigError
 from ...strategies.state.from_environment import FromEnvironment
 
 _LONGEST_TEXT: Final = 500

@@ -14,8 +14,8 @@ from typing import Any, BinaryIO, ClassVar, Final, Self, TextIO
 
 from torch import nn
 
+from ...common.errors import ConfigError
 from ...strategies.cluster.environment import node_folder
-from ...strategies.errors import ConfigError
 from ...strategies.state.regular_file import open_regular
 from ...strategies.state.schema import shown
 from .base import FolderLogger, VersionFolder, replacing

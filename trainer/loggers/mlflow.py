@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 from urllib.parse import unquote, urlparse
 
+from ...common.errors import ConfigError, MissingDependencyError
 from ...common.local_path import local_path
-from ...strategies.errors import ConfigError, MissingDependencyError
 from .base import flatten, is_installed, plain
 from .dummy import DummyExperiment
 from .tracker import LoggedCheckpoint, LogModel, TrackerLogger, as_os_error

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 from torch import nn
 
+from ...common.errors import MissingDependencyError
 from ...strategies.distributed.nested import to_device
-from ...strategies.errors import MissingDependencyError
 from ...strategies.module.traces import Traceless
 from ...strategies.torch_internals import file_writer_of
 from .base import FolderLogger, VersionFolder, flatten, is_installed

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...callbacks.helpers.loggers import tell
 from ...callbacks.run import Logger
-from ...strategies.errors import ConfigError
+from ...common.errors import ConfigError
 from .base import prefixed
 
 LogModel = bool | Literal["all"]

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 from torch import nn
 
+from ...common.errors import ConfigError, MissingDependencyError
 from ...common.local_path import local_path
-from ...strategies.errors import ConfigError, MissingDependencyError
 from .base import is_installed, plain
 from .dummy import DummyExperiment
 from .tracker import LoggedCheckpoint, LogModel, TrackerLogger, as_os_error

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ...common.errors import ModuleError
 from ...strategies import Strategy
-from ...strategies.errors import ModuleError
 from ..data.micro_batch import Window
 from ..module.optimizers import ManagedOptimizer
 from ..module.train_module import TrainModule

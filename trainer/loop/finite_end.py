@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from ...callbacks.model_checkpoint import ModelCheckpoint
-from ...strategies.errors import CheckpointError
+from ...common.errors import CheckpointError
 from ...strategies.state.dtensor import values_here
 from ...strategies.torch_internals import is_traceable_wrapper_subclass, is_without_memory
 from ..checkpoint import list_checkpoints, load

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...common.errors import ModuleError
 from ...strategies import Strategy
-from ...strategies.errors import ModuleError
 from ..data.micro_batch import Window
 from ..module.loss import Loss, as_tensor, mean_of, nonzero
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import unserializable_hook
 
-from ...strategies.errors import ModuleError
+from ...common.errors import ModuleError
 from ...strategies.state.dtensor import is_dtensor
 from ..session.session import Session
 

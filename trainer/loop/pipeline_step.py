@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ...callbacks.dispatch import overrides
+from ...common.errors import ModuleError
 from ...strategies import ActivationCheckpointing
-from ...strategies.errors import ModuleError
 from ...strategies.pipeline.spec import signature_of
 from ..data.micro_batch import MicroBatch, Window
 from ..module.arguments import num_step_arguments

@@ -7,7 +7,7 @@ import warnings
 from time import monotonic
 from typing import Final
 
-from ...strategies.errors import DataError
+from ...common.errors import DataError
 from ..session.session import Session
 
 _PATIENCE: Final = 5.0

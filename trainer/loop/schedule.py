@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
-from ...strategies.errors import ConfigError
+from ...common.errors import ConfigError
 from ..data.train_data import TrainData
 from ..session.progress import LoaderKind
 from ..session.session import Session

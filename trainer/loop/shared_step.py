@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...strategies.errors import ModuleError
+from ...common.errors import ModuleError
 from ...strategies.module.traces import Traceless
 from ..data.micro_batch import MicroBatch, Window
 from ..data.sample_checks import gather_numbers, last_batch_of_any

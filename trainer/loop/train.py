@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ...strategies.errors import DataError
+from ...common.errors import DataError
 from ...strategies.torch_tensors import version_of
 from ..data.micro_batch import Window
 from ..data.sample_checks import compared

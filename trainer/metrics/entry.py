@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ...strategies.errors import ModuleError
+from ...common.errors import ModuleError
 from .accumulator import REDUCTIONS, Accumulator, Reduce
 from .reduction import ComputedMetric, Line, Share, computed_value
 

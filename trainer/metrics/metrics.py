@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ...callbacks.run import Stage
+from ...common.errors import ModuleError
 from ...strategies import Strategy
-from ...strategies.errors import ModuleError
 from ...strategies.state.dtensor import gathered
 from .accumulator import to_numbers
 from .entry import Entry, Moment, Scope, two_ways

@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from ...common.errors import ModuleError
 from ...strategies import Strategy
-from ...strategies.errors import ModuleError
 from .accumulator import Accumulator, to_numbers
 from .gathering import gather_once
 from .sample_guard import WIDTH, SampleGuard, Tally

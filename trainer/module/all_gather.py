@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ...common.errors import RunError
 from ...strategies import Strategy
 from ...strategies.distributed import tensor_collectives
 from ...strategies.distributed.nested import map_tensors, named_leaves
 from ...strategies.distributed.tensor_collectives import Wire
-from ...strategies.errors import RunError
 
 
 def all_gather(data: Any, strategy: Strategy, group: ProcessGroup | None, *, sync_grads: bool) -> Any:

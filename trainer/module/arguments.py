@@ -8,7 +8,7 @@ from typing import Final
 from torch import nn
 
 from ...callbacks.dispatch import overrides
-from ...strategies.errors import ModuleError
+from ...common.errors import ModuleError
 
 _POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 

@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ...callbacks.run import Run
+from ...common.errors import DataError
 from ...strategies.distributed.nested import named_leaves, to_device
-from ...strategies.errors import DataError
 from .hparams import HyperparametersMixin, init_arguments
 from .load import MapLocation, load_datamodule
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import nn
 
+from ...common.errors import MissingDependencyError, ModuleError, RunError
 from ...strategies.distributed.nested import to_device
-from ...strategies.errors import MissingDependencyError, ModuleError, RunError
 from ...strategies.module.rehearsal import Untouched
 from ...strategies.state.dtensor import is_dtensor
 from ...strategies.torch_tensors import drop_compiled_call

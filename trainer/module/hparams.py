@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...strategies.errors import ConfigError, ModuleError, did_you_mean
+from ...common.errors import ConfigError, ModuleError, did_you_mean
 from .unresolved import marked_container, without_environment
 
 

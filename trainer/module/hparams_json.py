@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from ...strategies.errors import CheckpointError
+from ...common.errors import CheckpointError
 from ...strategies.state.from_environment import FromEnvironment
 from ...strategies.state.schema import shown
 from ..checkpoint.encoding import encode, is_found

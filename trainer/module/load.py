@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import torch
 from torch import nn
 
-from ...strategies.errors import CheckpointError, ConfigError, ModuleError
+from ...common.errors import CheckpointError, ConfigError, ModuleError
 from ...strategies.state.regular_file import read_regular
 from ...strategies.state.schema import shown
 from .. import checkpoint

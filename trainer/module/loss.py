@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...strategies.errors import ModuleError
+from ...common.errors import ModuleError
 from ...strategies.torch_internals import is_without_memory
 
 

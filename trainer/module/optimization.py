@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...strategies.errors import ModuleError, RunError
+from ...common.errors import ModuleError, RunError
 from .optimizers import ManagedOptimizer
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from ...strategies.errors import ModuleError, did_you_mean
+from ...common.errors import ModuleError, did_you_mean
 from ...strategies.state.optimizer_state import shapes_of_others
 from ...strategies.torch_internals import is_profiling
 from ...strategies.torch_tensors import has_noted_step, step_hooks, version_of

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...callbacks.callback import Callback
 from ...callbacks.run import Logger, Run
 from ...common.console import outlives_output_errors, say
-from ...strategies.errors import ModuleError, RunError
+from ...common.errors import ModuleError, RunError
 from ..metrics.accumulator import Reduce
 from ..metrics.metrics import Metrics
 from .all_gather import all_gather

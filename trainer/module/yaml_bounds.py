@@ -6,7 +6,7 @@ import math
 import re
 from typing import Any, Final
 
-from ...strategies.errors import ConfigError
+from ...common.errors import ConfigError
 
 SIXTIES: Final = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
 """Text that only YAML 1.1 reads as a number in base 60: ``nodes: 1:4`` would be 64 nodes."""

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any, Final
 
 from ...callbacks.callback import Callback
+from ...common.errors import ConfigError, EchelonError
 from ...strategies import ActivationCheckpointing, FSDPStrategy, Hardware, ParallelStrategy
-from ...strategies.errors import ConfigError, EchelonError
 from ...strategies.launch.launcher import launch_all
 from ..module.train_module import TrainModule
 from ..session.settings import Settings

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...common.errors import ConfigError
 from ...strategies import Hardware
 from ...strategies.cluster.environment import ENVIRON
 from ...strategies.cluster.launchers import detect_environment
-from ...strategies.errors import ConfigError
 from ...strategies.estimate.live_memory import storages_bytes
 
 _UNITS: Final = {

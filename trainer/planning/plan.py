@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from ...common.errors import ConfigError, EchelonError
 from ...strategies import Strategy
-from ...strategies.errors import ConfigError, EchelonError
 from ...strategies.estimate.by_strategy import estimate_step
 from ...strategies.estimate.estimate import Estimate
 from ...strategies.estimate.profile import Profile

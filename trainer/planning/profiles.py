@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from ...callbacks.callback import Callback
+from ...common.errors import ConfigError
 from ...strategies import ActivationCheckpointing
-from ...strategies.errors import ConfigError
 from ...strategies.estimate.profile import Profile
 from ..module.train_module import TrainModule
 from .plan import Profiles

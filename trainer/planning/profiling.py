@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 
 from ...callbacks.callback import Callback
 from ...callbacks.run import Run
+from ...common.errors import EchelonError, ModuleError
 from ...strategies import Hardware, Precision, Strategy
 from ...strategies.cluster.launchers import detect_environment
 from ...strategies.distributed.nested import iterate_tensors, map_tensors
-from ...strategies.errors import EchelonError, ModuleError
 from ...strategies.estimate.live_memory import LiveMemory, storages_bytes
 from ...strategies.estimate.profile import Profile, StateBytes
 from ...strategies.launch.signal_handlers import end_handling

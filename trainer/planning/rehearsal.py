@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...common.errors import ConfigError
 from ...strategies import Strategy
 from ...strategies.cluster.environment import overridden
 from ...strategies.distributed.nested import map_tensors
 from ...strategies.elastic import ForwardingStrategy
-from ...strategies.errors import ConfigError
 from ...strategies.estimate.counted_traffic import CountedTraffic
 from ...strategies.estimate.live_memory import LiveMemory
 from ...strategies.torch_internals import fake_mode_beside_real, join_fake_group

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from ...strategies.errors import CheckpointError
+from ...common.errors import CheckpointError
 from ...strategies.resilience.rounds import RUN_FOLDER
 from ...strategies.resilience.supervisor import Supervisor
 from ...strategies.state.schema import COUNT, check

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...strategies.errors import CheckpointError
+from ...common.errors import CheckpointError
 from ...strategies.state.optimizer_groups import Sources
 from ...strategies.state.schema import NUMBER, check, shown
 from .schedules import holds_schedules, load_schedule, schedule_state

@@ -10,8 +10,8 @@ from typing import Any, Final
 from ...callbacks.helpers.loggers import run_folder
 from ...callbacks.model_checkpoint import ModelCheckpoint
 from ...callbacks.run import Logger
+from ...common.errors import CheckpointError, ConfigError, EchelonError
 from ...strategies import Strategy
-from ...strategies.errors import CheckpointError, ConfigError, EchelonError
 from .. import checkpoint
 from ..checkpoint.files import explain
 from ..checkpoint.saved_state import check_saved

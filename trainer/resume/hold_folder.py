@@ -15,7 +15,7 @@ from pathlib import Path
 from ...callbacks.helpers.folder_lock import LOCK, FolderLock
 from ...callbacks.helpers.loggers import tell
 from ...callbacks.model_checkpoint import ModelCheckpoint
-from ...strategies.errors import CheckpointError
+from ...common.errors import CheckpointError
 from ..checkpoint import list_checkpoints, load
 from ..checkpoint.manifest import read_manifest
 from ..loggers.tracker import continue_saved_runs

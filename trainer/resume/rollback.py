@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ...callbacks.dispatch import load_callback_states
 from ...callbacks.helpers.loggers import tell
-from ...strategies.errors import RunError
+from ...common.errors import RunError
 from ..loop.schedule import plan_epoch
 from ..session.session import Session
 from .find_checkpoint import read_checkpoint

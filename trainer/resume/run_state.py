@@ -13,8 +13,8 @@ from typing import Any, Final, TypeVar
 from torch.optim import Optimizer
 
 from ...callbacks.dispatch import Hooks, callback_states, load_callback_states
+from ...common.errors import CheckpointError, EchelonError
 from ...strategies import Strategy
-from ...strategies.errors import CheckpointError, EchelonError
 from ...strategies.state.optimizer_groups import Sources
 from ...strategies.state.optimizer_state import group_sources, match_optimizers
 from ..checkpoint import difference

@@ -8,7 +8,7 @@ from typing import Any
 from ...callbacks.callback import Callback
 from ...callbacks.dispatch import callback_states, overrides
 from ...callbacks.model_checkpoint import ModelCheckpoint
-from ...strategies.errors import CheckpointError, EchelonError
+from ...common.errors import CheckpointError, EchelonError
 from ...strategies.state.dtensor import check_whole
 from ..checkpoint.encoding import Encoder
 from ..data.seed import isolated_rng

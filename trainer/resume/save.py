@@ -11,7 +11,7 @@ from time import monotonic
 import torch
 
 from ...callbacks.helpers.loggers import tell
-from ...strategies.errors import CheckpointError, RunError
+from ...common.errors import CheckpointError, RunError
 from ..checkpoint import list_checkpoints
 from ..checkpoint.manifest import Origin
 from ..checkpoint.single_file import SingleFile

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Final
 
-from ...strategies.errors import CheckpointError
+from ...common.errors import CheckpointError
 from ...strategies.state.schema import shown
 
 _CODE: Final = (FunctionType, BuiltinFunctionType, MethodType)

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from ...strategies.errors import ConfigError, did_you_mean
+from ...common.errors import ConfigError, did_you_mean
 from .profiler import PassThroughProfiler, Profiler, SimpleProfiler
 
 

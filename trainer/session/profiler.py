@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import ClassVar, Final, ParamSpec, TypeVar
 
 from ...common.console import say
-from ...strategies.errors import ConfigError
+from ...common.errors import ConfigError
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -7,8 +7,8 @@ import warnings
 from collections.abc import Callable
 from typing import Final, Literal
 
+from ...common.errors import ModuleError
 from ...strategies import Strategy
-from ...strategies.errors import ModuleError
 from ...strategies.parallel.replica_check import ReplicaDifference
 
 Action = Literal["error", "warn"]

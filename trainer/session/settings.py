@@ -14,9 +14,9 @@ from ...callbacks.callback import Callback
 from ...callbacks.helpers.loggers import refuse_incomplete
 from ...callbacks.run import Logger
 from ...common.durations import parse_duration
+from ...common.errors import ConfigError, did_you_mean
 from ...common.local_path import local_path
 from ...strategies import ActivationCheckpointing, Precision, Strategy, check_strategy
-from ...strategies.errors import ConfigError, did_you_mean
 from ..loggers import DummyLogger, check_name
 from .detailed_profilers import profiler_by_name
 from .profiler import Profiler

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
 from ...callbacks.run import Stage
-from ...strategies.errors import CheckpointError
+from ...common.errors import CheckpointError
 from ...strategies.state.schema import COUNT, INTEGER, SECONDS, TEXT, check, shown
 
 Status = Literal["initializing", "running", "finished", "interrupted"]

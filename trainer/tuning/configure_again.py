@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from torch.optim import Optimizer
 
-from ...strategies.errors import ModuleError
+from ...common.errors import ModuleError
 from ..data.seed import isolated_rng
 from ..module.optimizers import Optimizers, parse_optimizers
 from ..session.session import Session

@@ -10,7 +10,7 @@ from torch import nn
 
 from ...callbacks.callback import Callback
 from ...callbacks.dispatch import Hooks
-from ...strategies.errors import ConfigError, DataError, RunError
+from ...common.errors import ConfigError, DataError, RunError
 from ..data.train_data import TrainData
 from ..loop.train import make_step, train
 from ..metrics.metrics import Metrics

@@ -9,8 +9,8 @@ from typing import Final
 
 import torch
 
+from ...common.errors import ConfigError
 from ...strategies import Strategy
-from ...strategies.errors import ConfigError
 from ...strategies.placement import BY_NAME
 from ...strategies.registry import find_strategy
 

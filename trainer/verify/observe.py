@@ -18,7 +18,7 @@ from torch import nn
 from ...callbacks.callback import Callback
 from ...callbacks.dispatch import overrides
 from ...callbacks.run import Run
-from ...strategies.errors import ConfigError
+from ...common.errors import ConfigError
 from ..data.seed import seed_everything
 from ..module.train_module import TrainModule
 from ..trainer import Trainer

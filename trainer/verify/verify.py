@@ -17,8 +17,8 @@ from ...callbacks.early_stopping import EarlyStopping
 from ...callbacks.model_checkpoint import ModelCheckpoint
 from ...callbacks.model_summary import ModelSummary
 from ...callbacks.progress_display import ProgressDisplay
+from ...common.errors import ConfigError, EchelonError, did_you_mean
 from ...strategies import Strategy
-from ...strategies.errors import ConfigError, EchelonError, did_you_mean
 from ...strategies.launch.launcher import launch_all
 from ..checks import check_module
 from ..module.data_module import DataModule

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from echelon.callbacks.helpers.checkpoint_name import CheckpointName, numbered
-from echelon.strategies.errors import ConfigError
+from echelon.common.errors import ConfigError
 
 
 @pytest.mark.parametrize(

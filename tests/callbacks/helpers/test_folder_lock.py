@@ -16,7 +16,7 @@ from scripted import Scripted, batches, trainer_in
 from echelon import CSVLogger, TensorBoardLogger
 from echelon.callbacks import Callback, GoodputMonitor, ModelCheckpoint, SampleLedger
 from echelon.callbacks.helpers.folder_lock import LOCK, FolderLock
-from echelon.strategies.errors import CheckpointError
+from echelon.common.errors import CheckpointError
 
 HOLDER = """
 import os, signal, sys, time

@@ -13,8 +13,8 @@ import pytest
 
 from echelon.callbacks.samples.audit import Audit, audit, samples_folder
 from echelon.callbacks.samples.file import CountedTurns, Header, SampleWriter
+from echelon.common.errors import DataError
 from echelon.common.sample_order import Reading, Source
-from echelon.strategies.errors import DataError
 from echelon.trainer.cli.main import main
 
 ONCE = Source(num_indices=8, end=8, comes_once=1, in_batches=0)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from echelon.callbacks.samples.file import Header, SampleWriter, next_attempt, read_records
+from echelon.common.errors import DataError
 from echelon.common.sample_order import Reading, Source
-from echelon.strategies.errors import DataError
 
 
 def write(folder: Path, *readings: Reading) -> Path:

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
+from echelon.common.errors import ConfigError
 from echelon.strategies.cluster.environment import Environment, reconcile
 from echelon.strategies.cluster.launchers import detect_environment
 from echelon.strategies.cluster.slurm import first_host
-from echelon.strategies.errors import ConfigError
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",

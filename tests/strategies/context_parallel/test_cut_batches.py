@@ -8,10 +8,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from echelon import Loss
+from echelon.common.errors import ConfigError, DataError, EchelonError
 from echelon.strategies.context_parallel.check import check_step
 from echelon.strategies.context_parallel.context import ContextParallel, check_exchange
 from echelon.strategies.distributed.collectives import Collectives
-from echelon.strategies.errors import ConfigError, DataError, EchelonError
 from echelon.testing import run_ranks
 
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from echelon.common.errors import EchelonError
 from echelon.strategies.context_parallel.attention import AttentionMode
 from echelon.strategies.context_parallel.exchange import Exchange
 from echelon.strategies.context_parallel.sequence import SequenceLayout
-from echelon.strategies.errors import EchelonError
 from echelon.testing import run_ranks
 
 BATCH, HEADS, LENGTH, WIDTH = 2, 4, 16, 4

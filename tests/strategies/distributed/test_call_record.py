@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from echelon.common.errors import CollectiveError
 from echelon.strategies.cluster.launchers import detect_environment
 from echelon.strategies.distributed.call_record import CallRecord, StuckRanks, describe_difference
-from echelon.strategies.errors import CollectiveError
 from echelon.strategies.launch import static_agent
 from echelon.testing import run_ranks
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from echelon.common.errors import ConfigError, RunError
 from echelon.strategies.cluster.launchers import detect_environment
 from echelon.strategies.distributed.collectives import Collectives
 from echelon.strategies.distributed.process_group import ProcessGroup
-from echelon.strategies.errors import ConfigError, RunError
 from echelon.testing import run_ranks
 
 CPU = torch.device("cpu")

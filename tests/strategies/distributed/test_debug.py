@@ -8,11 +8,11 @@ from datetime import timedelta
 import pytest
 import torch
 
+from echelon.common.errors import CollectiveError
 from echelon.strategies import DDPStrategy
 from echelon.strategies.cluster.launchers import detect_environment
 from echelon.strategies.distributed.collectives import Collectives
 from echelon.strategies.distributed.process_group import ProcessGroup
-from echelon.strategies.errors import CollectiveError
 from echelon.testing import run_ranks
 
 CPU = torch.device("cpu")

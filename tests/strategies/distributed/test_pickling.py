@@ -12,8 +12,8 @@ from programs import run_program
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
+from echelon.common.errors import ConfigError
 from echelon.strategies.distributed.pickling import find_culprit, pack, pack_into, unpack, unpack_from
-from echelon.strategies.errors import ConfigError
 
 
 class Holder:

@@ -7,10 +7,10 @@ from datetime import timedelta
 import pytest
 import torch
 
+from echelon.common.errors import ConfigError, ProcessError
 from echelon.strategies.cluster import start_wait
 from echelon.strategies.cluster.launchers import detect_environment
 from echelon.strategies.distributed.process_group import ProcessGroup
-from echelon.strategies.errors import ConfigError, ProcessError
 from echelon.testing import run_ranks
 
 CPU = torch.device("cpu")

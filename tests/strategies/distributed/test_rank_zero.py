@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from echelon.common.errors import ProcessError, RunError
 from echelon.strategies.cluster.launchers import detect_environment
 from echelon.strategies.distributed.process_group import ProcessGroup
 from echelon.strategies.distributed.rank_zero import rank_zero_first, rank_zero_only
-from echelon.strategies.errors import ProcessError, RunError
 from echelon.testing import run_ranks
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from echelon.common.errors import CollectiveError, ConfigError
 from echelon.strategies.cluster.launchers import detect_environment
 from echelon.strategies.distributed.collectives import Collectives
 from echelon.strategies.distributed.process_group import ProcessGroup
-from echelon.strategies.errors import CollectiveError, ConfigError
 from echelon.testing import run_ranks
 
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ GUILTY = "import torch\nDEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'\
 PROGRAM = """
 import logging, sys
 logging.basicConfig(level="WARNING")
-from echelon.strategies.errors import ProcessError
+from echelon.common.errors import ProcessError
 from echelon.strategies.launch import worker
 from echelon.strategies.launch.launcher import launch, static_agents
 from echelon.strategies.cluster.environment import Environment

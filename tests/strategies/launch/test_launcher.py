@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from echelon import ModelCheckpoint
+from echelon.common.errors import ConfigError, ProcessError
 from echelon.strategies.cluster.environment import Environment
-from echelon.strategies.errors import ConfigError, ProcessError
 from echelon.strategies.launch.failures import RankTraceback
 from echelon.strategies.launch.fork_server import PRELOADED
 from echelon.strategies.launch.launcher import launch, static_agents

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.strategies.errors import ProcessError
+from echelon.common.errors import ProcessError
 from echelon.strategies.launch.node_folder import NodeFolder, allocate, check_owner, free_bytes
 
 HOLD = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], 0), fcntl.LOCK_EX); print(flush=True); input()"

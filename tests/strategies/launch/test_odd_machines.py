@@ -18,8 +18,8 @@ import torch
 from small import Regression, loader
 
 from echelon import Trainer
+from echelon.common.errors import ConfigError, ProcessError
 from echelon.strategies.distributed.pickling import pack_into
-from echelon.strategies.errors import ConfigError, ProcessError
 from echelon.strategies.launch import fork_server
 from echelon.strategies.launch.proc_status import look_at
 from echelon.strategies.servers import processes

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from echelon.strategies.errors import ModuleError
+from echelon.common.errors import ModuleError
 from echelon.strategies.module.deferred_init import DeferredInit
 
 

@@ -13,7 +13,7 @@ from torch.optim import Adafactor, Muon
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import ModelCheckpoint, ParallelStrategy, ParameterServerStrategy, TrainModule
-from echelon.strategies.errors import ConfigError
+from echelon.common.errors import ConfigError
 from echelon.strategies.parallel.optimizer_probe import OptimizerProbe
 from echelon.testing import run_ranks
 

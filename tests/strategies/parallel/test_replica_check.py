@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Engine, ModelCheckpoint, TrainModule, seed_everything
+from echelon.common.errors import ModuleError
 from echelon.strategies import FSDPStrategy, ParallelStrategy
-from echelon.strategies.errors import ModuleError
 from echelon.strategies.state.digest import digest_of_all
 from echelon.testing import run_ranks
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import DDPStrategy, Engine, TrainModule, ZeroStrategy, seed_everything
+from echelon.common.errors import ModuleError
 from echelon.strategies.ddp import DDPOptions
-from echelon.strategies.errors import ModuleError
 from echelon.testing import run_ranks
 
 

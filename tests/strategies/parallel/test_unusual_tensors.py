@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Trainer, TrainModule, seed_everything
-from echelon.strategies.errors import ModuleError
+from echelon.common.errors import ModuleError
 from echelon.testing import run_ranks
 
 DTYPES = {"sent": torch.int32, "short": torch.int16, "unsigned": torch.uint16, "eight": torch.float8_e5m2}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from two_nodes import INTERFACE
 
-from echelon.strategies.errors import ProcessError
+from echelon.common.errors import ProcessError
 from echelon.strategies.resilience import store_process
 from echelon.strategies.resilience.elastic_rendezvous import meeting
 

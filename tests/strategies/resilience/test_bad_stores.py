@@ -17,8 +17,8 @@ import pytest
 import torch
 from programs import WatchedProgram, run_program
 
+from echelon.common.errors import ProcessError
 from echelon.strategies.cluster.tcp_store import connect_store
-from echelon.strategies.errors import ProcessError
 from echelon.strategies.resilience.elastic_rendezvous import meeting
 
 torch_rendezvous = pytest.importorskip("torch.distributed.elastic.rendezvous.dynamic_rendezvous")

@@ -19,8 +19,8 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousJoinOp
 from two_nodes import run_together, two_nodes
 
+from echelon.common.errors import ConfigError, ProcessError
 from echelon.strategies.cluster import start_wait
-from echelon.strategies.errors import ConfigError, ProcessError
 from echelon.strategies.resilience.elastic_rendezvous import ManyNodes, OneNode, SpareError, meeting
 from echelon.strategies.resilience.store_process import KEPT, reach_store
 

@@ -9,8 +9,8 @@ import time
 import pytest
 from torch.distributed import HashStore
 
+from echelon.common.errors import ConfigError
 from echelon.strategies.distributed.noticeboard import Noticeboard
-from echelon.strategies.errors import ConfigError
 from echelon.strategies.resilience.fault_marks import FileMarks, NoticeMarks
 from echelon.strategies.resilience.faults import Chaos, FaultEvent, RandomFaults
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from echelon.strategies.errors import ConfigError
+from echelon.common.errors import ConfigError
 from echelon.strategies.launch.proc_status import Activity, look_at
 from echelon.strategies.resilience import heartbeat
 from echelon.strategies.resilience.hang_detection import Hang, Limits, Standing, Watch, clocks

@@ -6,7 +6,7 @@ from time import monotonic
 
 import pytest
 
-from echelon.strategies.errors import ProcessError
+from echelon.common.errors import ProcessError
 from echelon.strategies.resilience.heartbeat import Beat, BeatRecord, Phase, make_records, read_record, set_until
 
 

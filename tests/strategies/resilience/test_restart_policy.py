@@ -2,7 +2,7 @@
 
 import pytest
 
-from echelon.strategies.errors import ConfigError
+from echelon.common.errors import ConfigError
 from echelon.strategies.resilience.restart_policy import GiveUp, Restart, RestartPolicy
 from echelon.strategies.resilience.rounds import RoundEnd, append_round, read_rounds
 

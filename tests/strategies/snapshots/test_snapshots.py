@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.strategies.errors import CheckpointError, ProcessError
+from echelon.common.errors import CheckpointError, ProcessError
 from echelon.strategies.snapshots.exchange import FileTransfer
 from echelon.strategies.snapshots.index import INDEX, FileEntry, SnapshotIndex, read_index
 from echelon.strategies.snapshots.recovery import plan_transfers

@@ -7,8 +7,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import TrainModule, seed_everything
+from echelon.common.errors import ModuleError
 from echelon.strategies.distributed.pickling import pack, unpack
-from echelon.strategies.errors import ModuleError
 from echelon.strategies.state.shared_memory import kept_shared
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from echelon.strategies.errors import ModuleError
+from echelon.common.errors import ModuleError
 from echelon.strategies.state.dtensor import is_dtensor, whole_tensor
 from echelon.strategies.tensor_parallel.block_check import BlockCheck
 from echelon.strategies.tensor_parallel.cutting import cut_module

@@ -6,7 +6,7 @@ from itertools import product
 import torch
 from torch import nn
 
-from echelon.strategies.errors import ModuleError
+from echelon.common.errors import ModuleError
 from echelon.strategies.module.activation_checkpointing import ActivationCheckpointing, checkpointed
 from echelon.strategies.state.dtensor import gather_whole
 from echelon.strategies.tensor_parallel.block_check import BlockCheck

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from echelon import TrainModule
-from echelon.strategies.errors import ConfigError
+from echelon.common.errors import ConfigError
 from echelon.strategies.tensor_parallel.find_plan import find_plan
 
 

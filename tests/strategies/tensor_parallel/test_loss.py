@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from echelon.strategies.errors import ConfigError
+from echelon.common.errors import ConfigError
 from echelon.strategies.tensor_parallel.block_check import BlockCheck
 from echelon.strategies.tensor_parallel.cutting import cut_module
 from echelon.strategies.tensor_parallel.find_plan import find_plan

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import echelon
-from echelon.strategies.errors import ModuleError
+from echelon.common.errors import ModuleError
 
 
 class Words(echelon.TrainModule):

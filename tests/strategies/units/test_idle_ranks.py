@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import SumMetric
 
 from echelon import FSDPStrategy, ParallelStrategy, TrainModule
-from echelon.strategies.errors import ModuleError
+from echelon.common.errors import ModuleError
 from echelon.testing import run_ranks
 
 BATCH, SAMPLES = 2, 13

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import ActivationCheckpointing, TrainModule, seed_everything
-from echelon.strategies.errors import ModuleError
+from echelon.common.errors import ModuleError
 from echelon.strategies.fsdp import FSDPStrategy
 from echelon.strategies.model_parallel import ParallelStrategy
 from echelon.testing import run_ranks

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import DDPOptions, DDPStrategy, FSDPStrategy, ParallelStrategy, TrainModule, ZeroStrategy
-from echelon.strategies.errors import ModuleError
+from echelon.common.errors import ModuleError
 from echelon.testing import run_ranks
 
 BATCH, ROWS = 2, 24

@@ -19,7 +19,7 @@ import pytest
 import torch
 from programs import run_program
 
-from echelon.strategies.errors import CheckpointError
+from echelon.common.errors import CheckpointError
 from echelon.trainer.checkpoint import load, newest_valid, point, remove, save, verify
 from echelon.trainer.checkpoint.atomic_folder import committed, sweep, unfinished
 from echelon.trainer.checkpoint.manifest import MANIFEST

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import echelon
-from echelon.strategies.errors import CheckpointError
+from echelon.common.errors import CheckpointError
 from echelon.trainer.checkpoint import load, load_weights, newest_valid, save, verify
 from echelon.trainer.checkpoint.files import FileRecord
 from echelon.trainer.checkpoint.manifest import MANIFEST, Manifest, read_manifest

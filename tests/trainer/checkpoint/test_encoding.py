@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.strategies.errors import CheckpointError
+from echelon.common.errors import CheckpointError
 from echelon.trainer.checkpoint import load, save
 
 

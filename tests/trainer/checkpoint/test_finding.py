@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from echelon import Engine
-from echelon.strategies.errors import CheckpointError
+from echelon.common.errors import CheckpointError
 from echelon.testing import run_ranks
 from echelon.trainer.checkpoint import (
     list_checkpoints,

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
-from echelon.strategies.errors import CheckpointError
+from echelon.common.errors import CheckpointError
 from echelon.strategies.state.lazy_tensor import Block
 from echelon.trainer.checkpoint import load, save
 from echelon.trainer.checkpoint.files import MappedFile

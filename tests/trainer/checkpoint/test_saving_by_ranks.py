@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed import HashStore, TCPStore
 
-from echelon.strategies.errors import CheckpointError
+from echelon.common.errors import CheckpointError
 from echelon.strategies.state.optimizer_state import Sharded
 from echelon.trainer.checkpoint import AsyncWriter, SavingGroup, Writer, load, save, verify
 from echelon.trainer.checkpoint.manifest import read_manifest

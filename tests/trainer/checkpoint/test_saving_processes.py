@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from echelon.common.errors import CheckpointError
 from echelon.strategies.cluster.launchers import detect_environment
 from echelon.strategies.distributed.process_group import ProcessGroup
-from echelon.strategies.errors import CheckpointError
 from echelon.strategies.state.optimizer_state import Sharded
 from echelon.testing import run_ranks
 from echelon.trainer.checkpoint import load, make_writer

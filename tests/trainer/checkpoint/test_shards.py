@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from echelon.strategies.errors import CheckpointError
+from echelon.common.errors import CheckpointError
 from echelon.strategies.state.dtensor import shard_like
 from echelon.strategies.state.lazy_tensor import Block, read_block
 from echelon.testing import run_ranks

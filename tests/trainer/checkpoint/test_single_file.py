@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from echelon.strategies.errors import CheckpointError
+from echelon.common.errors import CheckpointError
 from echelon.trainer.checkpoint import (
     export,
     list_checkpoints,

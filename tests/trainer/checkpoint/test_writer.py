@@ -15,7 +15,7 @@ import pytest
 import torch
 from programs import run_program
 
-from echelon.strategies.errors import CheckpointError
+from echelon.common.errors import CheckpointError
 from echelon.trainer.checkpoint import AsyncWriter, Writer, load, save, verify
 from echelon.trainer.checkpoint.files import HashedFile
 

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from echelon import ActivationCheckpointing, Callback, DataModule, Trainer, TrainModule
-from echelon.strategies.errors import ConfigError
+from echelon.common.errors import ConfigError
 from echelon.trainer.cli.config import build_config, check_config
 from echelon.trainer.cli.config_file import load_config, with_all_defaults
 from echelon.trainer.cli.instantiate import find_class

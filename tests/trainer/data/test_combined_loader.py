@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from echelon.strategies.errors import ConfigError, DataError
+from echelon.common.errors import ConfigError, DataError
 from echelon.trainer.data.combined_loader import CombinedLoader
 
 SHORT, LONG = ["a", "b"], [0, 1, 2]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from echelon.strategies.errors import ConfigError
+from echelon.common.errors import ConfigError
 from echelon.trainer.data.generators import GENERATORS, Generators, MappedGenerators
 from echelon.trainer.data.seed import (
     RngStream,

@@ -13,8 +13,8 @@ import torch
 import yaml
 
 from echelon.callbacks.run import Logger
+from echelon.common.errors import ConfigError
 from echelon.strategies.cluster.environment import NODE_FOLDER
-from echelon.strategies.errors import ConfigError
 from echelon.trainer.loggers import CSVLogger
 from echelon.trainer.loggers.base import VersionFolder
 

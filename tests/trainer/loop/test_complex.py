@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import EMAWeightAveraging, FSDPStrategy, ModelCheckpoint, TrainModule
-from echelon.strategies.errors import ConfigError, ModuleError
+from echelon.common.errors import ConfigError, ModuleError
 from echelon.testing import run_ranks
 from echelon.trainer.checkpoint import load
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import TrainModule, seed_everything
-from echelon.strategies.errors import ModuleError
+from echelon.common.errors import ModuleError
 from echelon.testing import run_ranks
 
 

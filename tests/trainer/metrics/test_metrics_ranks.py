@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from echelon.common.errors import EchelonError
 from echelon.strategies.cluster.launchers import detect_environment
 from echelon.strategies.distributed.process_group import ProcessGroup
 from echelon.strategies.distributed.ranks import Ranks
-from echelon.strategies.errors import EchelonError
 from echelon.testing import run_ranks
 from echelon.trainer.metrics.metrics import Metrics
 

@@ -10,7 +10,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from echelon.strategies.errors import ConfigError, ModuleError
+from echelon.common.errors import ConfigError, ModuleError
 from echelon.trainer.module.hparams import AttributeDict, HyperparametersMixin, init_arguments
 
 

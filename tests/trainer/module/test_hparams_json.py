@@ -14,7 +14,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from echelon.strategies.errors import CheckpointError
+from echelon.common.errors import CheckpointError
 from echelon.trainer.module.hparams_json import from_jsonable, jsonable
 
 

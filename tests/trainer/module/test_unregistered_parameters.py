@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import ModelCheckpoint, TrainModule
-from echelon.strategies.errors import EchelonError
+from echelon.common.errors import EchelonError
 from echelon.testing import run_ranks
 
 

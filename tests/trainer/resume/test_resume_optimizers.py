@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import ModelCheckpoint, TrainModule
-from echelon.strategies.errors import CheckpointError
+from echelon.common.errors import CheckpointError
 from echelon.testing import run_ranks
 from echelon.trainer.checkpoint import load
 

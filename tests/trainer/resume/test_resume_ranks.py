@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Callback, ModelCheckpoint, Trainer, TrainModule, seed_everything
-from echelon.strategies.errors import CheckpointError, ProcessError
+from echelon.common.errors import CheckpointError, ProcessError
 from echelon.trainer.checkpoint import list_checkpoints, load, verify
 
 

@@ -14,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Callback, EMAWeightAveraging, ModelCheckpoint, TrainModule
-from echelon.strategies.errors import CheckpointError, ConfigError, EchelonError, ModuleError
+from echelon.common.errors import CheckpointError, ConfigError, EchelonError, ModuleError
 from echelon.testing import run_ranks
 from echelon.trainer.checkpoint import load, save
 

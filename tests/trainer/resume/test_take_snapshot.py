@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Callback, Trainer, TrainModule, seed_everything
-from echelon.strategies.errors import CheckpointError
+from echelon.common.errors import CheckpointError
 from echelon.strategies.fsdp import FSDPStrategy
 from echelon.strategies.snapshots.snapshots import MemorySnapshots, SnapshotCost
 from echelon.strategies.state.lazy_tensor import OUTLINE

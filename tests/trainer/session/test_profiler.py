@@ -11,7 +11,7 @@ import torch
 from small import Regression, loader, quiet
 
 from echelon import AdvancedProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
-from echelon.strategies.errors import ConfigError
+from echelon.common.errors import ConfigError
 from echelon.trainer.session.detailed_profilers import profiler_by_name
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ....common.console import say
+from ....common.errors import ConfigError
 from ....strategies import Strategy
-from ....strategies.errors import ConfigError
 from ....strategies.state.from_environment import FromEnvironment
 from ...data.seed import seed_everything
 from ...verify import Layout, Report, verify

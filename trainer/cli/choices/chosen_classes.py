@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, Sampler
 
-from ....strategies.errors import ConfigError
+from ....common.errors import ConfigError
 from ..instantiate import find_class, targets
 
 _ALWAYS: Final = ("echelon", "torch")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from ....strategies.errors import ConfigError, did_you_mean
+from ....common.errors import ConfigError, did_you_mean
 from ..instantiate import TARGET, find_class, is_target
 
 _SIMPLE: Final = (bool, int, float, str, type(None))

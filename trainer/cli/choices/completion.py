@@ -6,7 +6,7 @@ import argparse
 from dataclasses import fields
 from typing import Final
 
-from ....strategies.errors import ConfigError
+from ....common.errors import ConfigError
 from ...session.settings import Settings
 from ..config_file import KEYS
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ....strategies.errors import ConfigError
+from ....common.errors import ConfigError
 from ...module.train_module import TrainModule
 from ..instantiate import TARGET, build, check, is_target
 

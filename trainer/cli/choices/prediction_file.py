@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ....callbacks.prediction_writer import BasePredictionWriter
 from ....callbacks.run import Run
+from ....common.errors import ConfigError, ModuleError
 from ....strategies.distributed.nested import named_leaves
-from ....strategies.errors import ConfigError, ModuleError
 from ....strategies.state.lazy_tensor import Block
 from ...checkpoint.safetensors_file import write_tensors
 

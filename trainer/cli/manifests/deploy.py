@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, get_type_hints
 
+from ....common.errors import ConfigError, did_you_mean
 from ....strategies.elastic import parse_nodes
-from ....strategies.errors import ConfigError, did_you_mean
 from ...session.setting_types import describe, fits
 
 _UNITS: Final = {"Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}

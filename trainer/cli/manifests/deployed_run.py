@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ....strategies.errors import ConfigError
+from ....common.errors import ConfigError
 from .deploy import Deploy
 
 CONFIG: Final = "/etc/echelon/config.yaml"

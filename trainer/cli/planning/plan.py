@@ -16,9 +16,9 @@ import yaml
 from ....callbacks.callback import Callback
 from ....callbacks.helpers.peak_flops import peak_flops_by_name
 from ....common.console import say
+from ....common.errors import ConfigError
 from ....common.table import boxed
 from ....strategies import ActivationCheckpointing, Hardware, Precision
-from ....strategies.errors import ConfigError
 from ....strategies.torch_internals import fake_mode
 from ...data.seed import seed_everything
 from ...module.data_module import DataModule

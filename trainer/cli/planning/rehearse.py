@@ -19,8 +19,8 @@ from typing import Any, Final
 import torch
 
 from ....common.console import say
+from ....common.errors import ConfigError
 from ....common.table import boxed
-from ....strategies.errors import ConfigError
 from ....strategies.launch.launcher import launch_all
 from ....strategies.placement import BY_NAME, is_auto
 from ....strategies.registry import find_strategy

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ....common.console import say
-from ....strategies.errors import MissingDependencyError
+from ....common.errors import MissingDependencyError
 
 _EXAMPLE: Final = "examples.digits"
 _NEEDED: Final = {"matplotlib": "matplotlib", "sklearn": "scikit-learn", "torchvision": "torchvision"}

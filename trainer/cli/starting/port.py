@@ -10,8 +10,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import Final
 
+from ....common.errors import ConfigError
 from ....lightning.port import Ported, port
-from ....strategies.errors import ConfigError
 from ....strategies.state.regular_file import read_regular
 from ..output import printable
 

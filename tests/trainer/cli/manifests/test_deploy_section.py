@@ -6,7 +6,7 @@ import re
 import pytest
 from printed import ON_KUBERNETES, config, documents
 
-from echelon.strategies.errors import ConfigError
+from echelon.common.errors import ConfigError
 from echelon.trainer.cli import launch
 from echelon.trainer.cli.config_file import load_config, read_config
 from echelon.trainer.cli.main import main

@@ -8,7 +8,7 @@ import pytest
 from scenario import Fails, Fit, Scenario, Tower, is_last, loader, scenario
 
 from echelon import ModuleError
-from echelon.strategies.errors import ProcessError
+from echelon.common.errors import ProcessError
 
 
 @scenario
