@@ -11,7 +11,7 @@ from scorecard import Source
 from torch import nn
 
 from echelon import Trainer, TrainModule
-from echelon.strategies import errors
+from echelon.common import errors
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = scorecard.package_sources(ROOT)
