@@ -8,7 +8,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from enum import StrEnum
+from enum import Enum, StrEnum
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -175,12 +175,13 @@ def save_hparams_to_yaml(config_yaml: str | Path, hparams: Any, use_omegaconf: b
         raise TypeError(f"hparams must be a mapping or a Namespace, got {hparams!r:.80}")
     kept = {}
     for name, value in named.items():
+        plain = value.value if isinstance(value, Enum) else value
         try:
-            yaml.safe_dump({name: value.value if isinstance(value, StrEnum) else value})
+            yaml.safe_dump({name: plain})
         except yaml.YAMLError:
             warnings.warn(f"{name!r} is left out of {path.name}: YAML has no form for {value!r:.80}.", stacklevel=2)
         else:
-            kept[name] = value
+            kept[name] = plain
     path.write_text(yaml.safe_dump(kept), encoding="utf-8")
 
 
