@@ -18,7 +18,7 @@ from ..common.table import boxed
 from ..strategies import Precision
 from ..strategies.distributed.nested import to_device
 from ..strategies.module.memory_estimate import shared_bytes
-from ..strategies.module.rehearsal import Untouched
+from ..strategies.module.untouched import Untouched
 from .callback import Callback
 from .helpers.flop_count import counted_flops
 from .run import Run

@@ -36,7 +36,7 @@ from .tensor_parallel.block_check import BlockCheck
 from .tensor_parallel.cutting import check_cut, cut_module
 from .tensor_parallel.find_plan import find_plan
 from .tensor_parallel.loss import loss_context
-from .tensor_parallel.plan import TensorPlan
+from .tensor_parallel.tensor_plan import TensorPlan
 
 _DATA: Final = ("dp_replicate", "dp_shard")
 """The axes along which ranks read different samples."""

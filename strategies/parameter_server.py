@@ -24,7 +24,7 @@ from .parallel.replica import DDPOptions, Replica, copy_from_first
 from .parallel.sharding_policy import sparse_layers
 from .servers.choices import ServerChoices
 from .servers.connection import Connection, Timeouts
-from .servers.layout import deal
+from .servers.flat_layout import deal
 from .servers.processes import prepare_nursery
 from .servers.remote_calls import RemoteCalls
 from .servers.served_optimizer import ServedOptimizer

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...common.errors import ModuleError
 from ..distributed.collectives import Collectives
 from ..distributed.nested import iterate_tensors
-from ..module.rehearsal import rehearsing
+from ..module.untouched import trying_steps
 from .context import ContextParallel
 from .counted import Counted, log_difference, metric_difference
 from .sequence import SequenceLayout
@@ -55,12 +55,12 @@ def check_step(
     """
     batch, *rest = args
     windows = _windows_of(module, max(context.lengths(batch, module)))
-    with rehearsing(module, args):
+    with trying_steps(module, args):
         counted, part_of_batch = Counted(module), context.cut(batch, module)
         with context.attention(), _named(windows), _without_derivatives(module, context.size):
             parts, loss_of_part = _observe(module, lambda: run(part_of_batch, *rest))
         of_parts = counted.record()
-    with rehearsing(module, args):  # from the same state and random numbers
+    with trying_steps(module, args):  # from the same state and random numbers
         counted = Counted(module)
         whole, loss = _observe(module, lambda: run(batch, *rest), context.sequence_cut, parts)
         of_whole = counted.record()

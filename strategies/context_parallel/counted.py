@@ -43,7 +43,7 @@ class Counted:
     """Records what a run of a step logs, and what it adds to torchmetrics' objects.
 
     Args:
-        module: the user's module, inside `rehearsing`, which undoes what is counted.
+        module: the user's module, inside `trying_steps`, which undoes what is counted.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -21,8 +21,8 @@ from ..pipeline.checks import check_number
 from ..sharded import ShardedStrategy
 from ..strategy import Strategy
 from ..zero import ZeroStrategy
+from .cut_layout import CutLayout, estimate_layout
 from .estimate import Estimate, all_reduced, estimate_held, exchanged, whole_activations
-from .layout import CutLayout, estimate_layout
 from .profile import Profile
 from .replicas import estimate_replica, replicas_traffic, summed_rows
 from .served import ServedStep

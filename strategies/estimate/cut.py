@@ -8,8 +8,8 @@ from torch import nn
 
 from ..tensor_parallel.attention import AttentionCut
 from ..tensor_parallel.layers import ColumnCut, CutLayer, EmbeddingColumnCut, RowCut, VocabularyCut
-from ..tensor_parallel.plan import TensorPlan
 from ..tensor_parallel.sequence import JoinedInput
+from ..tensor_parallel.tensor_plan import TensorPlan
 from .estimate import Activations, all_reduced, exchanged
 from .profile import CASTS, LayerUse, Profile, Sources
 

@@ -9,7 +9,7 @@ from typing import Final
 from torch import nn
 
 from ..module.memory_estimate import MemoryShare
-from ..servers.layout import deal
+from ..servers.flat_layout import deal
 from ..servers.remote_embedding import RemoteEmbedding
 from .estimate import Estimate, estimate_held, whole_activations
 from .profile import Profile

@@ -12,8 +12,8 @@ from ..module.memory_estimate import MemoryShare
 from ..parallel.sharding_policy import Shape, largest_share
 from ..pipeline.partition import Partition, make_partition, stages_of_parameters
 from ..pipeline.schedule import Schedule
+from .cut_layout import CutLayout
 from .estimate import Activations, Estimate, all_reduced, estimate_held, exchanged
-from .layout import CutLayout
 from .sharded import dtypes_of
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ...common.errors import EchelonError, ModuleError
 from ..distributed.collectives import Collectives
 from ..distributed.nested import iterate_tensors
-from ..module.rehearsal import steps_of
 from ..module.traces import Traceless
+from ..module.untouched import steps_of
 from ..state.dtensor import is_dtensor, whole_tensor
 from ..torch_tensors import buffers_by_name, parameters_by_name, version_of
 from .absent import Written, attributes_of

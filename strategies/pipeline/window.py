@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ...common.errors import ModuleError
 from ..distributed.nested import iterate_tensors
-from ..module.rehearsal import steps_of
 from ..module.traces import Traceless
+from ..module.untouched import steps_of
 from .schedule import Action, Schedule, without_halves
 from .spec import KnownShapes, Shapes, flat, specs_of, with_tensors
 from .stages import Pass, StagedModule, has_nan

@@ -25,7 +25,7 @@ from ..cluster.environment import Environment, calls_file
 from ..distributed.collectives import Collectives
 from ..distributed.noticeboard import Noticeboard
 from ..launch.node_folder import NodeFolder
-from .layout import num_bytes
+from .flat_layout import num_bytes
 from .meeting import Meeting
 from .messages import Push, Updated
 from .processes import ServerProcesses

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..distributed.pickling import unpack
 from ..state.optimizer_state import remake
 from ..torch_tensors import values_of
-from .layout import FlatLayout
+from .flat_layout import FlatLayout
 from .messages import Assignment, Push, Rows, Update, Updated
 
 

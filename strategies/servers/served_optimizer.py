@@ -17,7 +17,7 @@ from ..distributed.pickling import PICKLING_ERRORS, pack
 from ..state.optimizer_state import attributes_of, parameter_names
 from ..torch_tensors import note_step, put_step_back, replace_step
 from .connection import Connection
-from .layout import FlatLayout, deal, have_same_bits
+from .flat_layout import FlatLayout, deal, have_same_bits
 from .messages import Assignment, Push, Rows, Update, Updated
 from .served_state import (
     ServedState,

@@ -12,7 +12,7 @@ from ...common.errors import ConfigError
 from ..distributed.collectives import Collectives
 from ..module.memory_estimate import MemoryShare
 from .connection import Connection
-from .layout import deal
+from .flat_layout import deal
 from .remote_embedding import RemoteEmbedding
 
 

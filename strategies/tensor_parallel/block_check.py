@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from ...common.errors import ModuleError
 from ..distributed.nested import iterate_tensors, map_tensors
-from ..module.rehearsal import Untouched
+from ..module.untouched import Untouched
 from ..state.dtensor import is_dtensor, whole_tensor
 from ..torch_internals import without_dispatch_modes
 from .exchanges import TensorGroup
-from .plan import TensorPlan
 from .shares import guard_shares, shared_dim
 from .skeleton import Skeleton, private
+from .tensor_plan import TensorPlan
 
 _TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 1e-3}
 """The relative difference that rounding may cause; for small values, a tenth of it relative to the largest value."""

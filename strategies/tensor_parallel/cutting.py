@@ -12,7 +12,7 @@ from ..state.dtensor import is_dtensor
 from .attention import AttentionCut
 from .exchanges import TensorGroup
 from .layers import CutLayer, Slices, SummedGradients, WholeLayer
-from .plan import TensorPlan
+from .tensor_plan import TensorPlan
 
 _WHOLE: Final = WholeLayer({})
 

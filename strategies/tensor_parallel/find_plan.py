@@ -11,8 +11,8 @@ from torch import nn
 from ...common.errors import ConfigError, did_you_mean
 from ..module.blocks import repeated_blocks
 from .known_layers import KnownLayers, widths
-from .plan import TensorPlan
 from .plan_table import generic_name
+from .tensor_plan import TensorPlan
 from .words import check_word, is_for_experts
 
 Plan = Mapping[str, Any]

@@ -21,7 +21,7 @@ from torch import nn
 
 from ...common.errors import MissingDependencyError, ModuleError, RunError
 from ...strategies.distributed.nested import to_device
-from ...strategies.module.rehearsal import Untouched
+from ...strategies.module.untouched import Untouched
 from ...strategies.state.dtensor import is_dtensor
 from ...strategies.torch_tensors import drop_compiled_call
 from ..checkpoint.atomic_folder import sync

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from echelon.strategies.module.rehearsal import Untouched
 from echelon.strategies.module.traces import Traceless
+from echelon.strategies.module.untouched import Untouched
 
 needs_torchmetrics = pytest.mark.skipif(find_spec("torchmetrics") is None, reason="torchmetrics is not installed")
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from echelon.strategies.distributed.pickling import pack
+from echelon.strategies.servers.flat_layout import FlatLayout, deal, have_same_bits
 from echelon.strategies.servers.held import HeldOptimizer
-from echelon.strategies.servers.layout import FlatLayout, deal, have_same_bits
 from echelon.strategies.servers.messages import Assignment, Push, Rows, Update
 from echelon.strategies.servers.staleness import StalenessBound
 from echelon.strategies.state.optimizer_state import attributes_of

@@ -1,4 +1,4 @@
-"""Rehearsal: a module, or parts of it, run as usual and leave no trace."""
+"""Untouched: a module, or parts of it, run as usual and leave no trace."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Untouched:
 
 
 @contextmanager
-def rehearsing(module: nn.Module, values: object = None) -> Iterator[None]:
+def trying_steps(module: nn.Module, values: object = None) -> Iterator[None]:
     """Run steps of a module on these values without gradients or logging, and undo changes as `Untouched` does."""
     with Untouched(module, (*steps_of(module), values)), torch.no_grad():
         vars(module)["log"] = _ignore

@@ -11,7 +11,7 @@ from torch import nn
 from ..context_parallel.attention import ExchangeKind
 from ..parallel.mesh import Degrees
 from ..parallel.sharding_policy import ShardingOptions
-from ..tensor_parallel.plan import TensorPlan
+from ..tensor_parallel.tensor_plan import TensorPlan
 from .cut import CutActivations, sequence_exchange, summed_parameters
 from .estimate import Estimate, all_reduced
 from .profile import Profile
