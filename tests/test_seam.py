@@ -9,13 +9,13 @@ from scorecard import Source, package_sources
 MOST = {
     "names of Strategy, as its authors see it": 60,
     "names of Strategy, what its users call of ranks": 25,
-    "names of Ranks": 13,
+    "names of Ranks": 15,
     "names of RunLauncher": 4,
     "fields of a run's state": 86,
     "fields written in three or more files": 9,
     "kernel files with 'pipeline'": 2,
     "kernel files with 'elastic'": 0,
-    "kernel files with 'rehears'": 10,
+    "kernel files with 'rehears'": 5,
     "kernel files with 'estimat'": 1,  # Lightning's estimated_stepping_batches
     "kernel files with 'server'": 1,  # socket.create_server
     "kernel files with 'lightning'": 3,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -10,6 +13,8 @@ from ..cluster.environment import Environment
 from .collectives import Collectives
 from .process_group import ProcessGroup
 from .rehearsed import collectives_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,8 @@ class Ranks:
         """Return ranks which all hold the whole module, and read a slice of each global batch."""
         ranks = collectives_of(group, device)
         alone = Collectives(None, device)
-        return cls(environment, ranks, ranks, ranks, ranks, alone, ranks, environment.rank, ranks.world_size)
+        kind = RehearsedRanks if ranks.is_rehearsed else cls
+        return kind(environment, ranks, ranks, ranks, ranks, alone, ranks, environment.rank, ranks.world_size)
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -56,3 +62,22 @@ class Ranks:
     def world_size(self) -> int:
         """The number of processes that this one has joined, itself included."""
         return self.all.world_size
+
+    def gather_numbers(self, own: Sequence[float]) -> list[tuple[int, list[float]]]:
+        """Return the data rank of each rank and its numbers, in rank order. Collective."""
+        rows = self.all.all_gather(torch.tensor([self.data_rank, *own], dtype=torch.float64)).tolist()
+        return [(int(data_rank), numbers) for data_rank, *numbers in rows]
+
+    def gather_objects(self, own: T) -> list[tuple[int, T]]:
+        """Return the data rank of each rank and its value, of any kind, in rank order. Collective."""
+        return self.all.all_gather_object((self.data_rank, own))
+
+
+class RehearsedRanks(Ranks):
+    """The ranks of a run in which this one is alone: each other data rank answers what this one does."""
+
+    def gather_numbers(self, own: Sequence[float]) -> list[tuple[int, list[float]]]:
+        return [(data_rank, list(own)) for data_rank in range(self.data_size)]
+
+    def gather_objects(self, own: T) -> list[tuple[int, T]]:
+        return [(data_rank, copy.deepcopy(own)) for data_rank in range(self.data_size)]

@@ -47,15 +47,11 @@ def gather_numbers(strategy: Strategy, numbers: list[float]) -> list[list[float]
     Raises:
         DataError: on every rank, if ranks that share one replica differ.
     """
-    if strategy.ranks.all.is_rehearsed:
-        return [numbers] * strategy.data_size
-    own = torch.tensor([strategy.data_rank, *numbers], dtype=torch.float64)
-    rows = strategy.ranks.all.all_gather(own).tolist()
-    by_data_rank: dict[float, tuple[int, list[float]]] = {}
-    for rank, row in enumerate(rows):
-        first, others = by_data_rank.setdefault(row[0], (rank, row[1:]))
-        if others != row[1:]:
-            raise _different(first, rank, f"counts {others} and {row[1:]} of batches, or of samples")
+    by_data_rank: dict[int, tuple[int, list[float]]] = {}
+    for rank, (data_rank, own) in enumerate(strategy.ranks.gather_numbers(numbers)):
+        first, others = by_data_rank.setdefault(data_rank, (rank, own))
+        if others != own:
+            raise _different(first, rank, f"counts {others} and {own} of batches, or of samples")
     return [by_data_rank[data_rank][1] for data_rank in range(strategy.data_size)]
 
 
@@ -84,7 +80,7 @@ def compared(
     """
     collectives = strategy.ranks.all
     shares_replica = strategy.ranks.data is not collectives
-    if not shares_replica and (drawn is None or collectives.world_size == 1 or collectives.is_rehearsed):
+    if not shares_replica and (drawn is None or collectives.world_size == 1):
         return items
     first = next(items, None)
     digest = "" if not shares_replica else "no batch" if first is None else digest_of(batch_of(first))

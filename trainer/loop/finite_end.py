@@ -30,9 +30,8 @@ def warn_if_not_finite(session: Session) -> None:
     Collective: every rank calls it.
     """
     strategy = session.strategy
-    if strategy.ranks.all.is_rehearsed:
-        return
-    own = next(_not_finite((n, values_here(p.detach())) for n, p in _trained(session) if not _is_elsewhere(p)), "")
+    held = ((n, values_here(p.detach())) for n, p in _trained(session) if not _is_elsewhere(p))
+    own = next(_not_finite((n, values) for n, values in held if not is_without_memory(values)), "")
     if strategy.ranks.all.all_reduce(float(bool(own)), "max"):
         names: list[str] = strategy.ranks.all.all_gather_object(own)
         if strategy.rank == 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -104,10 +103,7 @@ def of_data_ranks(strategy: Strategy, own: T) -> list[T]:
 
     Ranks that share a replica have the same value; a data rank's is that of its first rank.
     """
-    if strategy.ranks.all.is_rehearsed:
-        return [copy.deepcopy(own) for _ in range(strategy.data_size)]  # equal tensors, not one shared tensor
-    rows = strategy.ranks.all.all_gather_object((strategy.data_rank, own))
-    by_data_rank = dict(reversed(rows))
+    by_data_rank = dict(reversed(strategy.ranks.gather_objects(own)))
     return [by_data_rank[data_rank] for data_rank in range(strategy.data_size)]
 
 

@@ -29,11 +29,11 @@ def check_savable(session: Session) -> None:
         CheckpointError: for a value that a checkpoint cannot hold, with its place and what to do.
         ModuleError: for shards of weights that cannot be put together.
     """
-    if session.strategy.launcher.starts_processes and not session.strategy.ranks.all.is_rehearsed:
+    if session.strategy.launcher.starts_processes:
         with session.strategy.ranks.all.fail_together():
             check_whole(dict(session.module.named_parameters()))
     saves_training = _saves(session, weights_only=False)
-    if session.strategy.ranks.all.is_rehearsed or not (saves_training or _saves(session, weights_only=True)):
+    if not (saves_training or _saves(session, weights_only=True)):
         return
     weights = session.strategy.model_state()
     optimizers = [session.strategy.optimizer_state(each) for each in session.optimizers] if saves_training else []

@@ -105,7 +105,7 @@ class RankStreams:
 
     def settle(self, strategy: Strategy, step: int) -> None:
         """Find out in the first step whether steps draw. Collective: every rank calls it."""
-        self._is_apart = not strategy.ranks.all.is_rehearsed and strategy.ranks.all.broadcast(self._has_drawn())
+        self._is_apart = strategy.ranks.all.broadcast(self._has_drawn())
         if self._is_apart:
             self.restart(step, 2)
 
@@ -119,9 +119,8 @@ class RankStreams:
             self._set_mark(self._seed)
 
     def _meet(self, strategy: Strategy, draws: bool = False) -> bool:
-        if not strategy.ranks.all.is_rehearsed:
-            draws, state = strategy.ranks.all.broadcast((draws, capture_rng(strategy.devices)))
-            restore_rng(state, strategy.devices)
+        draws, state = strategy.ranks.all.broadcast((draws, capture_rng(strategy.devices)))
+        restore_rng(state, strategy.devices)
         self._set_mark(torch.initial_seed())
         return draws
 
