@@ -16,6 +16,7 @@ RUN pip install --constraint constraints.txt setuptools \
  && pip install --constraint constraints.txt --extra-index-url "$TORCH_INDEX" torch torchvision
 COPY pyproject.toml README.md LICENSE ./
 COPY *.py py.typed ./
+COPY common common
 COPY strategies strategies
 COPY callbacks callbacks
 COPY trainer trainer

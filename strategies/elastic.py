@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from datetime import timedelta
 from operator import attrgetter
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from ..common.errors import ConfigError
 from .cluster.hardware import Hardware
@@ -19,8 +19,6 @@ from .resilience.hang_detection import Limits
 from .resilience.restart_policy import RestartPolicy
 from .resilience.supervisor import ElasticSettings
 from .strategy import Strategy
-
-T = TypeVar("T")
 
 
 class ForwardingStrategy(Strategy):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, Literal, Self, TypeVar, Unpack
+from typing import Any, ClassVar, Literal, Self, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,6 @@ from .state.dtensor import multiply_all, whole_on_cpu
 from .state.optimizer_state import load_by_name, state_by_name
 from .state.tied_names import as_tied, with_tied_names
 
-T = TypeVar("T")
 ClipAlgorithm = Literal["norm", "value"]
 
 

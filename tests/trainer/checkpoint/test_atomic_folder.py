@@ -23,6 +23,7 @@ from echelon.common.errors import CheckpointError
 from echelon.trainer.checkpoint import load, newest_valid, point, remove, save, verify
 from echelon.trainer.checkpoint.atomic_folder import committed, sweep, unfinished
 from echelon.trainer.checkpoint.manifest import MANIFEST
+from echelon.trainer.checkpoint.single_file import SingleFile
 
 
 def state(step: int = 0, size: int = 100) -> dict[str, Any]:
@@ -169,10 +170,10 @@ def file_size_limit(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("single_file", [False, True])
+@pytest.mark.parametrize("single_file", [None, SingleFile()], ids=["folder", "file"])
 @pytest.mark.parametrize("limit", [0, 1, 300, 1000, 200_000])
 def test_a_disk_that_refuses_at_any_byte_leaves_the_earlier_checkpoint(
-    limit: int, single_file: bool, tmp_path: Path
+    limit: int, single_file: SingleFile | None, tmp_path: Path
 ) -> None:
     save(tmp_path / "a.ckpt", state(1, 100_000), single_file=single_file)
     with (

@@ -302,7 +302,7 @@ def test_an_override_cannot_bring_in_a_class_of_another_package(config: Path, ke
     [
         ("torch.package.PackageImporter", r"must be a module, optimizer, scheduler, dataset or sampler of torch"),
         ("echelon.trainer.cli.config.Path", r"is a class of 'pathlib', from which an override cannot choose"),
-        ("echelon.strategies.elastic.partial", r"is a class of Python's own library"),
+        ("echelon.strategies.strategy.partial", r"is a class of Python's own library"),
         ("echelon.strategies.strategy.Tensor", r"must be a module, optimizer"),
     ],
 )
