@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -184,11 +185,23 @@ class HeldOptimizer:
 
 
 def _has_changed(old: Any, new: Any) -> bool:
-    return old is not new and (isinstance(new, Tensor) or old != new)
+    if isinstance(old, Tensor) and isinstance(new, Tensor):
+        return not (old.dtype == new.dtype and old.shape == new.shape and torch.equal(old, new))
+    if isinstance(new, list | dict) and type(old) is type(new) and len(old) == len(new):
+        pairs = zip(old, new, strict=True) if isinstance(new, list) else ((old.get(key), new[key]) for key in new)
+        return any(_has_changed(*pair) for pair in pairs)
+    return old is not new and (isinstance(new, Tensor) or bool(old != new))
 
 
 def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    """Return the settings of each group, with copies of what a step may change in place."""
+    return [
+        {name: _copied(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+    ]
+
+
+def _copied(value: Any) -> Any:
+    return copy.deepcopy(value) if isinstance(value, Tensor | list | dict) else value
 
 
 def _state_of(state: Mapping[str, dict[str, Any]], parameters: Mapping[str, nn.Parameter]) -> dict[Tensor, Any]:

@@ -48,6 +48,29 @@ def test_a_server_updates_with_the_mean_of_what_trainers_push_and_leaves_unused_
     assert held.state(["weight", "bias"]).keys() == {"weight"}
 
 
+class CountingInGroups(torch.optim.SGD):
+    """Counts its steps by tensors of its groups that it changes in place, as timm's Lamb does."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group.setdefault("step", torch.zeros(())).add_(1)
+            group.setdefault("steps", [0, torch.zeros(2)])[0] += 1
+        return super().step(closure)
+
+
+def test_settings_that_a_step_changes_in_place_are_sent_back():
+    layer = nn.Linear(3, 1, bias=False)
+    held = held_of(CountingInGroups(layer.parameters(), 1.0), {"weight": layer.weight}, ["weight"], num_trainers=1)
+    layout, settings = FlatLayout([layer.weight]), [{}]
+    for step in range(3):
+        push = Push(0, step, [True], layout.join([torch.ones(1, 3)]), {}, deepcopy(settings))
+        changed = held.gather(push).result().settings
+        settings[0].update(changed[0])
+        assert changed[0].keys() == {"step", "steps"}
+        assert (settings[0]["step"].item(), settings[0]["steps"][0]) == (step + 1, step + 1)
+
+
 def test_a_push_that_is_not_final_tells_the_norm_and_one_update_serves_all_trainers():
     layer = nn.Linear(3, 1, bias=False)
     held = held_of(torch.optim.SGD(layer.parameters(), 1.0), {"weight": layer.weight}, ["weight"])
