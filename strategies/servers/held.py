@@ -187,9 +187,10 @@ class HeldOptimizer:
 def _has_changed(old: Any, new: Any) -> bool:
     if isinstance(old, Tensor) and isinstance(new, Tensor):
         return not (old.dtype == new.dtype and old.shape == new.shape and torch.equal(old, new))
-    if isinstance(new, list | dict) and type(old) is type(new) and len(old) == len(new):
-        pairs = zip(old, new, strict=True) if isinstance(new, list) else ((old.get(key), new[key]) for key in new)
-        return any(_has_changed(*pair) for pair in pairs)
+    if isinstance(old, list) and isinstance(new, list):
+        return len(old) != len(new) or any(map(_has_changed, old, new))
+    if isinstance(old, dict) and isinstance(new, dict):
+        return old.keys() != new.keys() or any(_has_changed(old[key], value) for key, value in new.items())
     return old is not new and (isinstance(new, Tensor) or bool(old != new))
 
 
