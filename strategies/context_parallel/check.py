@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ...common.errors import ModuleError
+from ...common.errors import EchelonError, ModuleError
 from ..distributed.collectives import Collectives
 from ..distributed.nested import iterate_tensors
 from ..module.untouched import trying_steps
@@ -57,7 +57,8 @@ def check_step(
     windows = _windows_of(module, max(context.lengths(batch, module)))
     with trying_steps(module, args):
         counted, part_of_batch = Counted(module), context.cut(batch, module)
-        with context.attention(), _named(windows), _without_derivatives(module, context.size):
+        undifferentiated = _without_derivatives(module, context.size)
+        with _said_of_parts(context.size), context.attention(), _named(windows), undifferentiated:
             parts, loss_of_part = _observe(module, lambda: run(part_of_batch, *rest))
         of_parts = counted.record()
     with trying_steps(module, args):  # from the same state and random numbers
@@ -85,6 +86,21 @@ def check_step(
             f"whole: {first}. Log means and sums over the part's tokens; compute other values (a perplexity, an F "
             "score) in metric objects that add up over tokens, count samples in one of them, or use cp=1."
         )
+
+
+@contextmanager
+def _said_of_parts(cp: int) -> Iterator[None]:
+    """Add a note to an error of the user's code that a step on a part of the batch raises."""
+    try:
+        yield
+    except EchelonError:
+        raise
+    except Exception as error:
+        error.add_note(
+            f"This step ran on a part of the batch: cp={cp} cuts its tensors along their sequences. Override "
+            "sequence_dims if some have none; a module that needs whole inputs cannot be cut: use strategy='fsdp'."
+        )
+        raise
 
 
 def _windows_of(module: nn.Module, length: int) -> str:
