@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import IO, Any, TypeAlias, TypeGuard
 
 import torch
 
@@ -65,7 +65,7 @@ def load_checkpoint(path: Source, map_location: Any = None, weights_only: bool |
     Raises:
         CheckpointError: if there is none, or it is damaged.
     """
-    if not isinstance(path, str | Path) or is_foreign_file(path):
+    if not is_own_path(path):
         return read_torch_file(path)
     folder = checkpoint.resolve(path)
     if folder is None:
@@ -76,11 +76,11 @@ def load_checkpoint(path: Source, map_location: Any = None, weights_only: bool |
 # --- others', for our classes ---
 
 
-def is_foreign_file(source: Source) -> bool:
-    """Return whether this is an open file, or the path of one that is no checkpoint of Echelon's."""
+def is_own_path(source: Source) -> TypeGuard[str | Path]:
+    """Return whether this is neither an open file nor the path of one that is no checkpoint of Echelon's."""
     if not isinstance(source, str | os.PathLike):
-        return True
-    return Path(source).is_file() and not is_checkpoint(Path(source))
+        return False
+    return not Path(source).is_file() or is_checkpoint(Path(source))
 
 
 def read_torch_file(source: Source, *, with_classes: bool = False, is_mapped: bool = False) -> Any:

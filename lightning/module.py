@@ -20,7 +20,7 @@ from ..trainer.module.load import (
     module_from,
 )
 from ..trainer.module.train_module import TrainModule
-from .checkpoint_files import Source, hyper_parameters, is_foreign_file, read_checkpoint
+from .checkpoint_files import Source, hyper_parameters, is_own_path, read_checkpoint
 from .kept_out import give_back, keep_out
 
 
@@ -107,7 +107,7 @@ def load_from_checkpoint(
         CheckpointError: if the checkpoint is missing or damaged, or does not fit.
     """
     is_module = issubclass(cls, TrainModule)
-    if not isinstance(checkpoint_path, str | Path) or is_foreign_file(checkpoint_path):
+    if not is_own_path(checkpoint_path):
         if is_module:
             state = read_checkpoint(checkpoint_path)
             return module_from(cls, state, map_location, hparams_file, strict, kwargs, hyper_parameters)

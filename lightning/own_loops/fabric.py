@@ -25,7 +25,7 @@ from ...trainer.data.seed import seed_everything as seed_all
 from ...trainer.engine.engine import Engine
 from ...trainer.module.all_gather import all_gather
 from ...trainer.module.train_module import TrainModule
-from ..checkpoint_files import is_foreign_file, read_torch_file
+from ..checkpoint_files import is_own_path, read_torch_file
 from ..extras.plugins import settings_of
 from ..parts import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
 from .building import EmptyInit
@@ -296,7 +296,7 @@ class Fabric(Engine):
 
         Of such a file, tensors and plain values are read; `weights_only` changes nothing.
         """
-        if not is_foreign_file(path):
+        if is_own_path(path):
             return super().load(path, state, strict=strict)
         self._connect()
         return load_file(path, state, self._owner, strict=strict)
@@ -304,7 +304,7 @@ class Fabric(Engine):
     def load_raw(self, path: str | Path, obj: Any, strict: bool = True, *, weights_only: bool | None = None) -> None:
         """Load a module or an optimizer from a file that ``torch.save`` has written of its state, or a checkpoint."""
         self._connect()
-        saved = read_torch_file(path) if is_foreign_file(path) else load_weights(path)
+        saved = load_weights(path) if is_own_path(path) else read_torch_file(path)
         load_file(path, {"state": obj}, self._owner, strict=strict, content={"state": saved})
 
     # --- callbacks and loggers ---------------------------------------------------------------------------------------
