@@ -127,9 +127,10 @@ class ElasticStrategy(ForwardingStrategy):
             number = least * environment.local_world_size
             hardware = replace(hardware, environment=replace(environment, num_nodes=least, world_size=number))
         self.inner.validate(hardware, precision)
-        mine = self.inner.launcher
-        settings = {"uses_cuda": mine.uses_cuda, "start_timeout": mine.start_timeout}
-        self.launcher = ElasticLauncher(hardware.environment, self._options, **settings)
+        static = self.inner.launcher
+        self.launcher = ElasticLauncher(
+            hardware.environment, self._options, uses_cuda=static.uses_cuda, start_timeout=static.start_timeout
+        )
 
     def connect(self, hardware: Hardware, precision: Precision) -> None:
         """Take the device, and join the process group of this round and the agent's node folder."""

@@ -230,10 +230,9 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
             try:
                 if self._tables is not None:
                     self._tables.come_home(connection, has_failed=self._has_failed)
-                for served in (
-                    () if self.launcher.starts_processes else self._served.values()
-                ):  # else they end with this run
-                    served.come_home(has_failed=self._has_failed)
+                if not self.launcher.starts_processes:  # else they end with this run
+                    for served in self._served.values():
+                        served.come_home(has_failed=self._has_failed)
             finally:
                 self._served = {}
                 connection.close(has_failed=self._has_failed)

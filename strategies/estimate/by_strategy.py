@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import singledispatch
+from functools import partial, singledispatch
 
 from ...common.errors import ConfigError
 from ..cluster.hardware import Hardware
@@ -58,6 +58,11 @@ def estimate_by_kind(strategy: Strategy, profile: Profile) -> Estimate:
             f"strategy={strategy.name!r} has no estimate for {world_size} ranks; run a step with MemoryReport() "
             "instead."
         )
+    return _estimate_alone(profile)
+
+
+def _estimate_alone(profile: Profile) -> Estimate:
+    """Return the estimate of a single process, which sends nothing."""
     return estimate_held(profile, MemoryShare(), whole_activations(profile))
 
 
@@ -134,10 +139,10 @@ def _estimate_replica(
 
 
 @estimate_by_kind.register
-def _(strategy: ShardedStrategy, profile: Profile) -> Estimate:
+def _estimate_shards(strategy: ShardedStrategy, profile: Profile) -> Estimate:
     degrees, options = strategy.degrees, strategy.options
     if degrees.world_size == 1:
-        return estimate_held(profile, MemoryShare(), whole_activations(profile))
+        return _estimate_alone(profile)
     strategy.check_kinds(profile.optimizers)
     # a unit that computes in half precision is gathered in it, so autocast copies nothing
     activations = whole_activations(profile, has_casts=False)
@@ -151,7 +156,7 @@ def _(strategy: ParallelStrategy, profile: Profile) -> Estimate:
     degrees, module = strategy.degrees, profile.module
     if degrees.world_size == 1 or (degrees.tp > 1 and overrides(module, "configure_sharding")):
         # how a module's configure_sharding splits it is unknown
-        return estimate_by_kind.dispatch(ShardedStrategy)(strategy, profile)
+        return _estimate_shards(strategy, profile)
     strategy.check_kinds(profile.optimizers)
     plan = strategy.find_tensor_plan(module) if degrees.tp > 1 else None
     layout = CutLayout(profile, degrees, strategy.options, plan, strategy.cp_exchange)
@@ -170,10 +175,7 @@ def _(strategy: ParameterServerStrategy, profile: Profile) -> Estimate:
     step = _served_step(strategy, profile)
     strategy.choices.check_number(strategy.num_servers, len(step.served))
     servers = [server.total for server in step.of_servers()]
-
-    def dense(rest: Profile) -> Estimate:
-        return _estimate_replicas(strategy, rest)
-
+    dense = partial(_estimate_replicas, strategy)
     trainer = step.of_trainer(dense, is_on_cpu=strategy.hardware.device_type == "cpu")
     return replace(trainer, host=max(servers) if strategy.choices.servers == "nodes" else sum(servers))
 

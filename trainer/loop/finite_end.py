@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from ...callbacks.model_checkpoint import ModelCheckpoint
 from ...common.errors import CheckpointError
-from ...strategies.state.dtensor import values_here
+from ...strategies.state.dtensor import local_shard, values_here
 from ...strategies.torch_internals import is_traceable_wrapper_subclass, is_without_memory
 from ..checkpoint import list_checkpoints, load
 from ..session.not_finite import REMEDY
@@ -30,8 +30,7 @@ def warn_if_not_finite(session: Session) -> None:
     Collective: every rank calls it.
     """
     strategy = session.strategy
-    held = ((n, values_here(p.detach())) for n, p in _trained(session) if not _is_elsewhere(p))
-    own = next(_not_finite((n, values) for n, values in held if not is_without_memory(values)), "")
+    own = next(_not_finite((n, values_here(p.detach())) for n, p in _trained(session) if not _is_elsewhere(p)), "")
     if strategy.ranks.all.all_reduce(float(bool(own)), "max"):
         names: list[str] = strategy.ranks.all.all_gather_object(own)
         if strategy.rank == 0:
@@ -46,7 +45,8 @@ def _trained(session: Session) -> Iterator[tuple[str, Tensor]]:
 
 def _is_elsewhere(parameter: Tensor) -> bool:
     """Return whether this process has no values of a parameter: others have, or nobody while a run is planned."""
-    return parameter.is_meta or is_without_memory(parameter) or (parameter.numel() > 1 and not any(parameter.stride()))
+    is_elsewhere = parameter.is_meta or (parameter.numel() > 1 and not any(parameter.stride()))
+    return is_elsewhere or is_without_memory(local_shard(parameter))
 
 
 def _not_finite(named: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
