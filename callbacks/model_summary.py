@@ -51,7 +51,7 @@ class ModelSummary(Callback):
     def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
         """Summarize and print."""
         strategy = trainer.strategy
-        with strategy.forward_context:
+        with strategy.precision.forward_context(strategy.device):
             summary = summarize(module, self._max_depth, precision=strategy.precision)
         parameters = [parameter for parameter in module.parameters() if not is_lazy(parameter)]
         on_a_rank = shared_bytes(parameters, strategy.memory_share.parameters)

@@ -109,7 +109,7 @@ class Timeline(Callback):
 
     def _begin_if_next(self, trainer: Run) -> None:
         if self._steps_left == 1:
-            self._recorder = trainer.strategy.record_window()
+            self._recorder = trainer.strategy.placed.record_window()
 
     def _end(self, trainer: Run) -> None:
         assert self._recorder is not None

@@ -72,7 +72,8 @@ class MissingDependencyError(EchelonError, ImportError):
 def not_set_up(owner: object, name: str) -> AttributeError:
     """Return the error for an attribute that a strategy lacks: a `NotSetUpError` if its class declares it."""
     kind = type(owner).__name__
-    if name.startswith("__") or not any(name in vars(base).get("__annotations__", ()) for base in type(owner).mro()):
+    declared = {each for base in type(owner).mro() for each in (*vars(base), *vars(base).get("__annotations__", ()))}
+    if name.startswith("__") or name not in declared:
         return AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=owner)
     return NotSetUpError(
         f"strategy.{name.removeprefix('_')} must be set up by a run, found none yet in this process; use it in a hook "

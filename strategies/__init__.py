@@ -14,6 +14,7 @@ from .module.activation_checkpointing import ActivationCheckpointing
 from .module.precision import Precision
 from .parallel.replica import DDPOptions
 from .parameter_server import ParameterServerStrategy
+from .placed.placed import Placed
 from .placement import check_strategy, is_auto, place
 from .resilience.faults import Chaos
 from .servers.remote_embedding import RemoteEmbedding
@@ -34,6 +35,7 @@ __all__ = [
     "LocalSGDStrategy",
     "ParallelStrategy",
     "ParameterServerStrategy",
+    "Placed",
     "Precision",
     "RemoteEmbedding",
     "SingleDeviceStrategy",

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from itertools import chain
-from types import MethodType
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..common.errors import ConfigError, ModuleError
+from ..common.errors import ConfigError
 from .cluster.hardware import Hardware
-from .distributed.nested import to_device
 from .module.precision import Precision
-from .parallel.batch_split import combine, split
+from .placed.placed import Placed
+from .placed.slices import PlacedSlices
 from .strategy import Strategy
-from .torch_tensors import (
-    buffers_by_name,
-    children_by_name,
-    compiled_call_of,
-    copy_without_parameters,
-    parameters_by_name,
-)
+from .torch_tensors import compiled_call_of
 
 
 class DataParallelStrategy(Strategy):
@@ -74,32 +64,11 @@ class DataParallelStrategy(Strategy):
     def devices(self) -> Sequence[torch.device]:
         return self._devices
 
-    def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
+    def make_placed(self, module: nn.Module, *, is_manual: bool = False) -> Placed:
         if len(self._devices) > 1:
             _check_replicable(module, len(self._devices), is_manual)
-        super().setup_module(module, is_manual=is_manual)
-
-    def run(self, step_name: str, *args: Any) -> Any:
-        batches, sizes = split(args[0], len(self._devices))
-        with self.forward_context:
-            if len(sizes) == 1:
-                return getattr(self.module, step_name)(*args)
-            devices = self._devices[: len(sizes)]
-            modules = _replicate(self.module, devices)
-            steps = [
-                _SliceStep(module, device, f"slice {index + 1} of {len(sizes)}", self.precision, self._device_of_thread)
-                for index, (module, device) in enumerate(zip(modules, devices, strict=True))
-            ]
-            inputs = [
-                (step_name, to_device(batch, device), *args[1:]) for batch, device in zip(batches, devices, strict=True)
-            ]
-            outputs = _apply(steps, inputs, devices)
-            for step, size in zip(steps, sizes, strict=True):
-                step.log.replay(self.module, size)
-            outputs = [to_device(output, self.device) for output in outputs]
-            # combining extends the autograd graph, so it needs a new thread as the slices did
-            has_graph = self.device.type == "cpu" and torch.is_grad_enabled()
-            return _in_a_thread(combine, outputs, sizes, step_name) if has_graph else combine(outputs, sizes, step_name)
+        self.precision.convert_module(module, self.device)
+        return PlacedSlices(self.site, module, self._devices, self._device_of_thread)
 
 
 def _check_replicable(module: nn.Module, num_devices: int, is_manual: bool) -> None:
@@ -115,120 +84,3 @@ def _check_replicable(module: nn.Module, num_devices: int, is_manual: bool) -> N
             f"strategy='dp' with devices={num_devices} cannot replicate compiled modules, and {compiled[0]} is one; "
             "set compile=False, or use strategy='ddp'."
         )
-
-
-def _replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
-    """Return the module, followed by a replica of it for every other device."""
-    if devices[0].type == "cpu":
-        replicas = [_replicate_on_cpu(module) for _ in devices[1:]]
-    else:
-        from torch.nn.parallel import replicate
-
-        replicas = replicate(module, devices, detach=not torch.is_grad_enabled())[1:]
-    for submodule in chain.from_iterable(replica.modules() for replica in replicas):
-        forward = vars(submodule).get("forward")
-        if isinstance(forward, MethodType):  # a forward set on the instance, such as a checkpointed one
-            vars(submodule)["forward"] = MethodType(forward.__func__, submodule)
-    return [module, *replicas]
-
-
-def _replicate_on_cpu(module: nn.Module) -> nn.Module:
-    """Return a replica that shares the parameters and has its own buffers, as `replicate` makes for GPUs."""
-    buffers = {buffer: buffer.clone() for buffer in module.buffers()}
-    replicas = {original: copy_without_parameters(original) for original in module.modules()}
-    for original, replica in replicas.items():
-        parameters_by_name(replica).update(parameters_by_name(original))
-        for name, buffer in buffers_by_name(original).items():
-            buffers_by_name(replica)[name] = None if buffer is None else buffers[buffer]
-        for name, child in children_by_name(original).items():
-            children_by_name(replica)[name] = None if child is None else replicas[child]
-    replica_of_module: nn.Module = replicas[module]
-    return replica_of_module
-
-
-def _apply(
-    steps: Sequence[_SliceStep], inputs: Sequence[tuple[Any, ...]], devices: Sequence[torch.device]
-) -> list[Any]:
-    """Call each step in a thread of its own; on the CPU, one after another."""
-    if devices[0].type != "cpu":
-        from torch.nn.parallel import parallel_apply
-
-        return parallel_apply(steps, inputs, devices=devices)
-    return [_in_a_thread(step, *args) for step, args in zip(steps, inputs, strict=True)]
-
-
-def _in_a_thread(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function in a new thread and return its result.
-
-    Autograd numbers the nodes of a graph per thread, and adds gradients in that order. In a thread that has computed
-    before, the order would depend on how much, and a resumed run would round differently.
-    """
-    with ThreadPoolExecutor(1, thread_name_prefix="echelon-dp") as thread:
-        return thread.submit(function, *args).result()
-
-
-class _SliceStep(nn.Module):
-    """A step on one slice of the batch; a module, because `parallel_apply` takes modules."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        device: torch.device,
-        where: str,
-        precision: Precision,
-        device_of_thread: dict[int, torch.device],
-    ) -> None:
-        super().__init__()
-        self.module = module
-        self.log = _Log()
-        self._device, self._where, self._precision = device, where, precision
-        self._device_of_thread = device_of_thread
-        self._has_grad, self._is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-
-    def forward(self, step_name: str, *args: Any) -> Any:
-        """Call the step in the grad and inference modes of the thread that made this; both are thread-local."""
-        thread = threading.get_ident()
-        self._device_of_thread[thread] = self._device
-        vars(self.module)["log"] = self.log  # hides the method, in this instance and during this step
-        try:
-            with torch.inference_mode(self._is_inference), torch.set_grad_enabled(self._has_grad), self._autocast():
-                return getattr(self.module, step_name)(*args)
-        except Exception as error:
-            error.add_note(f"{step_name} failed on {self._where} of the batch, on {self._device}.")
-            raise
-        finally:
-            del vars(self.module)["log"], self._device_of_thread[thread]
-
-    @contextmanager
-    def _autocast(self) -> Iterator[None]:
-        if self._precision.autocast_dtype is None:  # the default dtype is global, and set already
-            yield
-            return
-        with self._precision.forward_context(self._device):
-            # All threads share one cache of cast weights, which the first to finish clears: whether two slices share
-            # a cast, and so how their gradients are rounded, would depend on timing.
-            torch.set_autocast_cache_enabled(False)
-            yield
-
-
-class _Log:
-    """Keeps what a slice logs until all slices are done, to log it in slice order, weighted by slice size."""
-
-    def __init__(self) -> None:
-        self._calls: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []
-
-    def __call__(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        if isinstance(value, nn.Module):
-            raise ModuleError(
-                f"self.log({name!r}, ...) got a {type(value).__name__} that accumulates by itself, which replicas of "
-                "strategy='dp' lose; log numbers, or use strategy='ddp'."
-            )
-        # a copy, since the user may change it in place
-        kept = value.detach().clone() if isinstance(value, Tensor) else value
-        self._calls.append((name, kept, args, options))
-
-    def replay(self, module: Any, size: int) -> None:
-        """Log the kept values in the module, with `size`, the slice's number of samples, as the default weight."""
-        for name, value, args, options in self._calls:
-            weight = options.get("batch_size")
-            module.log(name, value, *args, **{**options, "batch_size": size if weight is None else weight})

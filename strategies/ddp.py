@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import Any, ClassVar, Unpack
+from typing import ClassVar, Unpack
 
-from torch import Tensor, nn
+from torch import nn
 
 from .cluster.hardware import Hardware
 from .distributed.process_group import ProcessSettings
 from .module.precision import Precision
 from .parallel.compression import CommHook, Compression
 from .parallel.replica import DDPOptions, Replica
-from .parallel.replica_check import ReplicaCheck, ReplicaDifference
+from .parallel.replica_check import ReplicaCheck
+from .placed.placed import Placed
+from .placed.replica import PlacedReplica
 from .state.sendable import check_sendable
 from .strategy import Strategy
 
@@ -29,10 +29,6 @@ class ReplicaStrategy(Strategy):
     uses_processes: ClassVar[bool] = True
     uses_many_devices: ClassVar[bool] = True
 
-    # Known after `setup_module`:
-    _replica: Replica
-    _check: ReplicaCheck | None
-
     def __init__(self, options: DDPOptions | None = None, **settings: Unpack[ProcessSettings]) -> None:
         super().__init__(**settings)
         self.options = options or DDPOptions()
@@ -46,51 +42,23 @@ class ReplicaStrategy(Strategy):
         if self.environment.world_size > 1:
             check_sendable(module, self.name)
 
-    def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
+    def make_placed(self, module: nn.Module, *, is_manual: bool = False) -> Placed:
+        self._convert(module)
+        return PlacedReplica(self.site, module, *self._replicate(module, is_manual=is_manual))
+
+    def _convert(self, module: nn.Module) -> None:
         if self.ranks.group is not None:
             check_sendable(module, self.name)  # with what configure_model has built
-        super().setup_module(module, is_manual=is_manual)
-        self._replica = self._make_replica(module, is_manual=is_manual)
-        self._check = None if self.ranks.group is None else self._make_check(module)
+        self.precision.convert_module(module, self.device)
 
-    def _make_replica(self, module: nn.Module, *, is_manual: bool) -> Replica:
-        collectives = None if self.ranks.group is None else self.ranks.all
-        return Replica(module, collectives, self.options, is_manual=is_manual)
-
-    def _make_check(self, module: nn.Module) -> ReplicaCheck | None:
-        return ReplicaCheck(module, self.ranks.all)
-
-    def run(self, step_name: str, *args: Any) -> Any:
-        with self.forward_context:
-            return self._replica.step_fn(step_name)(*args)
-
-    def step_fn(self, step_name: str) -> Callable[..., Any]:
-        return self._replica.step_fn(step_name) if self.precision.is_plain else super().step_fn(step_name)
-
-    def set_grad_sync(self, enabled: bool) -> None:
-        self._replica.set_grad_sync(enabled)
-
-    def stand_by(self, step_name: str, busy: Sequence[bool], run: Callable[[Any], None]) -> None:
-        loss = self._replica.zero_loss()
-        with nullcontext() if self._check is None else self._check.absent():
-            if loss is None:
-                super().stand_by(step_name, busy, run)
-            else:
-                self.backward(loss)
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        super().backward(loss, *args, **kwargs)
-        self.end_backward()
-
-    def end_backward(self) -> None:
-        self._replica.end_backward()
-        if self._check is not None:
-            self._check.count_backward()
-
-    def sync_replicas(self, *, only_compares: bool = False, with_buffers: bool = False) -> ReplicaDifference | None:
-        if not only_compares:
-            self._replica.sync_replicas()
-        return None if self._check is None else self._check.compare(with_buffers=with_buffers)
+    def _replicate(
+        self, module: nn.Module, *, is_manual: bool, compares_frozen: bool = True
+    ) -> tuple[Replica, ReplicaCheck | None]:
+        """Return what synchronizes the gradients of replicas, and what compares them."""
+        if self.ranks.group is None:
+            return Replica(module, None, self.options, is_manual=is_manual), None
+        replica = Replica(module, self.ranks.all, self.options, is_manual=is_manual)
+        return replica, ReplicaCheck(module, self.ranks.all, with_frozen=compares_frozen)
 
 
 class DDPStrategy(ReplicaStrategy):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -11,11 +10,11 @@ from torch import nn
 
 from ..common.errors import ConfigError
 from .cluster.hardware import Hardware
-from .distributed.nested import can_copy_later, map_tensors
-from .module.device_layout import check_device_map, deal_parts, device_of, match_device_map, room_on
+from .module.device_layout import check_device_map, deal_parts, match_device_map, room_on
 from .module.precision import Precision
+from .placed.by_map import PlacedByMap
+from .placed.placed import Placed
 from .strategy import Strategy
-from .torch_tensors import apply_to_own_tensors
 
 
 class DeviceMapStrategy(Strategy):
@@ -47,8 +46,7 @@ class DeviceMapStrategy(Strategy):
             )
         self.device_map = device_map
         self.layout: dict[str, torch.device] = {}
-        """The device of each part by its name; known after `setup_module`."""
-        self._handles: list[Any] = []
+        """The device of each part by its name; known after `place`."""
 
     def validate(self, hardware: Hardware, precision: Precision) -> None:
         if hardware.num_nodes != 1:
@@ -72,64 +70,13 @@ class DeviceMapStrategy(Strategy):
         named = check_device_map(self.device_map).values() if isinstance(self.device_map, Mapping) else self._devices
         return tuple(dict.fromkeys((self.device, *(device for device in named if device.type == "cuda"))))
 
-    def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
+    def make_placed(self, module: nn.Module, *, is_manual: bool = False) -> Placed:
+        if self._last_placed is not None and self._last_placed.module is module:
+            self._last_placed.close()  # the hooks of an earlier run
         self.precision.convert_module(module)
-        self.module = module
         if isinstance(self.device_map, Mapping):
             self.layout = match_device_map(module, check_device_map(self.device_map))
         else:
             rest = {"": self._devices[0]}
             self.layout = {**rest, **deal_parts(module, self._devices, room_on(self._devices, module))}
-        for submodule_name, submodule in module.named_modules():
-            self._move(submodule_name, submodule)
-        types = {device.type for device in self.layout.values()} - {self.device.type}
-        # autocast applies to one type of device: parts on another, such as the CPU, need a context of their own
-        other = next((device for device in self.layout.values() if device.type in types), None)
-        self._other_context = nullcontext() if other is None else self.precision.forward_context(other)
-        self._follow_parts()
-
-    def _move(self, name: str, submodule: nn.Module) -> None:
-        """Move a submodule's own tensors, not those of its children."""
-        device = device_of(f"{name}.tensor" if name else "tensor", self.layout)
-        assert device is not None
-        # a metric of torchmetrics moves as a whole, with its states
-        apply_to_own_tensors(submodule, lambda tensor: tensor.to(device))
-
-    def _follow_parts(self) -> None:
-        """Register hooks that move a part's inputs to its device, and the children's outputs to the first device."""
-        self.close()
-        if len(set(self.layout.values()) | {self.device}) == 1:
-            return
-        for name in filter(None, self.layout):
-            part = self.module.get_submodule(name)
-            hook = _Follow(self.layout[name])
-            self._handles.append(part.register_forward_pre_hook(hook.before, with_kwargs=True))
-        back = _Follow(self.device)
-        for child in (self.module, *self.module.children()):
-            self._handles.append(child.register_forward_hook(back.after))
-
-    def close(self) -> None:
-        """Remove the hooks from the module; its parts stay on their devices."""
-        while self._handles:
-            self._handles.pop().remove()
-
-    def run(self, step_name: str, *args: Any) -> Any:
-        with self.forward_context, self._other_context:
-            return getattr(self.module, step_name)(*args)
-
-
-class _Follow:
-    """Hooks that move tensors to a device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def before(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return self._moved(args), self._moved(kwargs)
-
-    def after(self, _: nn.Module, __: Any, output: Any) -> Any:
-        return self._moved(output)
-
-    def _moved(self, data: Any) -> Any:
-        non_blocking = can_copy_later(self._device)
-        return map_tensors(lambda tensor: tensor.to(self._device, non_blocking=non_blocking), data)
+        return PlacedByMap(self.site, module, self.layout)

@@ -24,8 +24,7 @@ from .strategy import Strategy
 class ForwardingStrategy(Strategy):
     """Forwards the whole interface of `Strategy` to an inner strategy; subclasses override parts of it.
 
-    Each member is a property that returns the inner strategy's, so new members are forwarded too. The property runs in
-    C, and methods that steps call are bound once per run, to the inner strategy itself.
+    Each member is a property that returns the inner strategy's, so new members are forwarded too.
     """
 
     def __init__(self, inner: Strategy) -> None:
@@ -38,13 +37,15 @@ class ForwardingStrategy(Strategy):
             raise AttributeError(name)
         return getattr(self.inner, name)
 
-    def run(self, step_name: str, *args: Any) -> Any:
-        return self.inner.run(step_name, *args)
+
+def forward_members(kind: type, base: type) -> None:
+    """Give a class whose objects have an `inner` one properties for the inner one's members that `base` names."""
+    for name in vars(base):
+        if not name.startswith("_") and name not in vars(kind):
+            setattr(kind, name, property(attrgetter(f"inner.{name}")))
 
 
-for _name in vars(Strategy):
-    if not _name.startswith("_") and _name not in vars(ForwardingStrategy):
-        setattr(ForwardingStrategy, _name, property(attrgetter(f"inner.{_name}")))
+forward_members(ForwardingStrategy, Strategy)
 
 
 class ElasticStrategy(ForwardingStrategy):

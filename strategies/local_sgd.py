@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Final, Unpack
+from collections.abc import Mapping
+from typing import ClassVar, Unpack
 
-import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from ..common.errors import ConfigError
 from .cluster.hardware import Hardware
 from .ddp import ReplicaStrategy
 from .distributed.process_group import ProcessSettings
 from .module.precision import Precision
-from .parallel.model_averaging import ModelAverage
 from .parallel.replica import DDPOptions
-from .parallel.replica_check import ReplicaCheck, ReplicaDifference
-from .state.optimizer_state import needs_closure
-
-_NUM_STEPS: Final = "local_sgd_steps"
-"""The key of the step count in an optimizer's state."""
+from .placed.local_sgd import PlacedLocalSGD
 
 
 class LocalSGDStrategy(ReplicaStrategy):
@@ -67,8 +60,6 @@ class LocalSGDStrategy(ReplicaStrategy):
         super().__init__(ddp, **settings)
         self.period = period
         self.warmup_steps = warmup_steps
-        self._averages: dict[Optimizer, ModelAverage] = {}
-        self._has_diverged = False
 
     def validate(self, hardware: Hardware, precision: Precision) -> None:
         super().validate(hardware, precision)
@@ -88,65 +79,10 @@ class LocalSGDStrategy(ReplicaStrategy):
                 "gradients of all ranks at every step; leave it out."
             )
 
-    def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        self._averages, self._has_diverged = {}, False
-        if self.ranks.group is None:
-            return
-        for optimizer in optimizers:
-            if needs_closure(optimizer):
-                raise ConfigError(
-                    f"strategy='local_sgd' does not work with {type(optimizer).__name__}, which evaluates the loss a "
-                    "number of times that depends on the gradients; use strategy='ddp', or another optimizer."
-                )
-            self._averages[optimizer] = ModelAverage(optimizer, self.period, self.warmup_steps)
-        self._plan_step()
-
-    def _plan_step(self) -> None:
-        self._replica.averages_gradients = any(average.is_warming_up for average in self._averages.values())
-
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
-        """Step the optimizer, and average its parameters if that is due."""
-        super().step(optimizer, closure)
-        if optimizer in self._averages:
-            self._has_diverged |= not self._replica.averages_gradients
-            self._averages[optimizer].end_step()
-            self._plan_step()
-
-    def _make_check(self, module: nn.Module) -> ReplicaCheck:
-        return ReplicaCheck(module, self.ranks.all, with_frozen=False)  # these are not averaged
-
-    def sync_replicas(self, *, only_compares: bool = False, with_buffers: bool = False) -> ReplicaDifference | None:
-        """Average the replicas and optimizer states, and copy rank 0's buffers. Collective: every rank calls it."""
-        if self._has_diverged:
-            if only_compares:
-                return None
-            self._average()
-        return super().sync_replicas(only_compares=only_compares, with_buffers=with_buffers)
-
-    def _average(self) -> None:
-        self._has_diverged = False
-        for average in self._averages.values():
-            own = average.tensors()
-            # a rank has no optimizer state for parameters that it has never used
-            names = set.intersection(*map(set, self.ranks.all.all_gather_object(list(own))))
-            common = [tensor for name, tensor in own.items() if name in names]
-            with torch.no_grad():
-                for tensor, mean in zip(common, self.ranks.all.all_reduce(common, "mean"), strict=True):
-                    tensor.copy_(mean)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state, with parameters by name, and its number of steps."""
-        state = super().optimizer_state(optimizer)
-        average = self._averages.get(optimizer)
-        return state if average is None else {**state, _NUM_STEPS: average.num_steps}
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load what any strategy's `optimizer_state` returned; a state without a step count starts at 0."""
-        super().load_optimizer_state(optimizer, state)
-        if optimizer in self._averages:
-            self._averages[optimizer].num_steps = state.get(_NUM_STEPS, 0)
-            self._has_diverged = False  # the loaded state is equal on all ranks, and so are the weights
-            self._plan_step()
+    def make_placed(self, module: nn.Module, *, is_manual: bool = False) -> PlacedLocalSGD:
+        self._convert(module)
+        replicated = self._replicate(module, is_manual=is_manual, compares_frozen=False)  # these are not averaged
+        return PlacedLocalSGD(self.site, module, *replicated, period=self.period, warmup_steps=self.warmup_steps)
 
 
 def _check_period(period: int | Mapping[int, int], world_size: int) -> None:

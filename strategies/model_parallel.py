@@ -2,40 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import chain
 from typing import Any, ClassVar, Final, Unpack
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..common.errors import ConfigError
 from .cluster.hardware import Hardware
 from .context_parallel.attention import ExchangeKind
 from .context_parallel.context import ContextParallel, check_exchange
 from .context_parallel.cut_steps import CutSteps
 from .distributed.collectives import Collectives
-from .distributed.nested import map_tensors
 from .distributed.process_group import ProcessSettings
 from .module.precision import Precision
-from .parallel.equal_ranks import make_equal, overrides
-from .parallel.mesh import Degree, Degrees, check_degrees, in_stage
+from .parallel.equal_ranks import overrides
+from .parallel.mesh import Degree, Degrees, check_degrees
 from .parallel.sharding_policy import ParallelPlan, Policy, Reshard, ShardingOptions
 from .pipeline.checks import check_module, check_number, check_pipeline, stage_table
-from .pipeline.partition import find_parts
-from .pipeline.pipeline import Pipeline
 from .pipeline.schedule import Schedule, ScheduleName, check_schedule
-from .pipeline.spec import signature_of
-from .pipeline.work import StepContext, WindowWork
+from .placed.cuts import Cuts
+from .placed.shards import PlacedShards, Sharding
+from .placed.stages import PlacedStages
 from .sharded import ShardedStrategy
-from .state.dtensor import gathered, is_dtensor
-from .tensor_parallel.block_check import BlockCheck
-from .tensor_parallel.cutting import check_cut, cut_module
+from .state.dtensor import is_dtensor
 from .tensor_parallel.find_plan import find_plan
-from .tensor_parallel.loss import loss_context
 from .tensor_parallel.tensor_plan import TensorPlan
 
 _DATA: Final = ("dp_replicate", "dp_shard")
@@ -128,9 +118,8 @@ class ParallelStrategy(ShardedStrategy):
         self.sequence_parallel, self.loss_parallel = sequence_parallel, loss_parallel
         check_exchange(cp_exchange)
         self.cp_exchange, self.sequence_dim = cp_exchange, sequence_dim
-        self._check: BlockCheck | None = None
         self._sequences: CutSteps | None = None
-        self._has_run = False
+        self._sequence_collectives: Collectives | None = None
 
     def _find_degrees(self) -> Degrees:
         return Degrees.fit(self.environment.world_size, self.environment.num_nodes, self._given)
@@ -215,173 +204,29 @@ class ParallelStrategy(ShardedStrategy):
     def _share_sequences(self) -> None:
         loss = self._over(*_DATA, "cp")
         self.ranks = replace(self.ranks, loss=loss, count=loss)
-        self._sequence_collectives = self._over("cp")
-        group, place = self._sequence_collectives.device_group, self.degrees.place(self.rank, ("cp",))
+        ranks = self._sequence_collectives = self._over("cp")
+        group, place = ranks.device_group, self.degrees.place(self.rank, ("cp",))
         context = ContextParallel(
             group, self.degrees.cp, place, exchange=self.cp_exchange, sequence_dim=self.sequence_dim
         )
         self._sequences = CutSteps(context, self._over("pp", "cp"), self._over("dp_shard"))
 
-    def positions(self, length: int) -> Tensor:
-        if self._sequences is None:
-            return super().positions(length)
-        return self._sequences.context.positions(length, self.device)
-
-    def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
-        if self._sequences is not None and is_manual:
-            raise ConfigError(
-                f"cp={self.degrees.cp} needs a module with automatic_optimization=True, got {type(module).__name__} "
-                "with False; return the loss, or use cp=1."
-            )
-        if self._sequences is not None:
-            self._sequences.begin(module)
-        if self._pipeline is not None:
-            self._pipeline.first_steps.begin()
-        self._has_run = False
-        super().setup_module(module, is_manual=is_manual)
-
-    def run(self, step_name: str, *args: Any) -> Any:
-        pipeline = self._pipeline
-        if pipeline is None or pipeline.staged.is_passing:
-            return self._run_here(step_name, *args)
-        self._check_sequences(step_name, args)
-        signature, step = signature_of(step_name, args[0] if args else None), partial(self._run_here, step_name, *args)
-        with self._compared([signature], 0, lambda _: step(), lambda: args):
-            return pipeline.evaluate(signature, step)
-
-    def run_window(self, work: WindowWork) -> None:
-        assert self._pipeline is not None and self._sharded is not None
-        arguments = partial(_arguments, work)
-        if not self._has_run:
-            check_number(self.stage_schedule, work.micro_batches_a_step)
-        if self._sequences is not None:
-            self._check_sequences("training_step", *arguments())
-        if self.precision.uses_scaler:
-            self.scaler.scale(torch.zeros((), device=self.device))  # stages without a loss need the scale, too
-        self._pipeline.note_trained(self._sharded.parameters)
-        with self._compared(work.signatures, work.position, work.forward_at, arguments):
-            self._sharded.begin_window()
-            if self._gradient_hooks is not None:
-                self._gradient_hooks.link()
-            self._pipeline.run_window(work)
-        self._sharded.end_window()
-        if not self._has_run:
-            self._has_run = True
-            self._sharded.check_all_sharded()
-        self._pipeline.add_shared_gradients()
-
-    def _compared(self, *steps: Any) -> AbstractContextManager[None]:
-        """Compare steps through stages with whole ones, see `FirstSteps`, unless other ranks cannot take part now."""
-        assert self._pipeline is not None and self._sharded is not None
-        return nullcontext() if self._sharded.runs.has_idle else self._pipeline.first_steps.compared(*steps)
-
-    def stand_by(self, step_name: str, busy: Sequence[bool], run: Callable[[Any], None]) -> None:
-        super().stand_by(step_name, busy, run)
-        if self._sequences is not None:
-            self._sequences.skip_check(step_name)  # the busy ranks have made it
-
-    def _run_here(self, step_name: str, *args: Any) -> Any:
-        if self._sequences is None:
-            return self._run_checked(step_name, *args)
-        if self._pipeline is None:
-            self._check_sequences(step_name, args)
-        return self._sequences.run(step_name, self.module, args, self._run_checked)
-
-    def _check_sequences(self, step_name: str, *steps: Sequence[Any]) -> None:
-        """Compare steps with ones on whole sequences, if sequences are split, see `CutSteps`. Collective."""
-        if self._sequences is not None and self._sharded is not None:
-            run, has_idle = partial(self._run_to_compare, step_name), self._sharded.runs.has_idle
-            self._sequences.check(step_name, self.module, steps, run, has_idle=has_idle)
-
-    def _run_to_compare(self, step_name: str, *args: Any) -> Any:
-        """Run a step with unsplit arguments, through stages if there are several, and without checks."""
-        assert self._sharded is not None
-        step, signature = partial(self._run_step, step_name, *args), signature_of(f"{step_name} to compare", args[0])
-        with self._sharded.runs.writes.ignored():
-            return step() if self._pipeline is None else self._pipeline.evaluate_here(signature, step)
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        # activation checkpointing needs positions and attention again
-        with nullcontext() if self._sequences is None else self._sequences.context.recomputing():
-            super().backward(loss, *args, **kwargs)
-
-    def annotate(self, error: BaseException) -> None:
-        super().annotate(error)
-        if self._pipeline is not None:
-            self._pipeline.annotate(error)
-        if self._sequences is not None:
-            self._sequences.annotate(error)
-
-    def _run_checked(self, step_name: str, *args: Any) -> Any:
-        """Run a step; in the first training step, compare split layers with whole ones."""
-        if self._check is None or step_name != "training_step":
-            return self._run_step(step_name, *args)
-        with self._check as check:
-            output = self._run_step(step_name, *args)
-        if check.is_complete:
-            self._check = None
-        return output
-
-    def _run_step(self, step_name: str, *args: Any) -> Any:
-        with loss_context() if self.loss_parallel else nullcontext():
-            return map_tensors(gathered, super().run(step_name, *args))
-
-    def _make_stages(self, module: nn.Module) -> None:
-        if self.degrees.pp == 1:
-            return
-        check_module(module, self.stage_schedule, is_built=True)
-        for part in (*(module.get_submodule(name) for name in find_parts(module)), module):
-            # on the CPU, as other ranks will hold most of it
-            make_equal(chain(part.parameters(), part.buffers()), torch.device("cpu"), self.ranks.all)
-        self._deferred.generator = self.ranks.all.broadcast(self._deferred.generator).cpu()
-        self._pipeline = Pipeline(module, self.stage_schedule, self.ranks.stage, self.device)
-
-    def _sharded_parts(self) -> tuple[Collectives, Collection[nn.Parameter], Callable[..., Any] | None]:
-        pipeline = self._pipeline
-        if pipeline is None:
-            return super()._sharded_parts()
-        pipeline.start(self._around_stages())
-        self.has_loss = pipeline.rank == pipeline.last_rank
-        return self.ranks.peers, pipeline.elsewhere, pipeline.staged.run
-
-    def _around_stages(self) -> StepContext:
-        around = StepContext(
-            evaluates_alone=self.degrees.dp_shard == 1,  # otherwise each evaluation gathers from data ranks
-            has_cut_layers=self.degrees.tp > 1,
-            comparing=lambda: nullcontext() if self._sharded is None else self._sharded.runs.writes.ignored(),
+    def _shard(self, module: nn.Module, sharding: Sharding) -> PlacedShards:
+        cuts = Cuts(
+            self.degrees,
+            find_plan=self.find_tensor_plan,
+            loss_parallel=self.loss_parallel,
+            sequences=self._sequences,
+            sequence_ranks=self._sequence_collectives,
         )
-        if self._sequences is None:
-            return around
-        begin = self._sequence_collectives.begin_all_reduce  # a rehearsal answers this one itself
-        return around._replace(
-            recomputing=self._sequences.context.recomputing,
-            is_true_on_any=lambda flag: bool(begin([float(flag)], "max")()[0]),
-            together=self._sequences.collectives,
-        )
+        if not self.has_stages:
+            return PlacedShards(self.site, module, sharding, cuts)
+        return PlacedStages(self.site, module, sharding, cuts, self.stage_schedule)
 
-    def _cut(self, module: nn.Module) -> None:
-        self._make_stages(module)
-        if self.degrees.tp == 1:
-            return
-        if any(is_dtensor(parameter) for parameter in module.parameters()):  # its configure_sharding has split it
-            check_cut(module, self.degrees.tp)
-            return
-        plan = self.find_tensor_plan(module)
-        plan.validate(module, self.degrees.tp)
-        if self._pipeline is not None:
-            plan = plan.of_layers(self._pipeline.is_here, self._pipeline.ends)
-        for name in plan.words:
-            layer = module.get_submodule(name)
-            make_equal(chain(layer.parameters(), layer.buffers()), self.device, self.ranks.peers)
-        mesh = self._mesh["tp" if self._pipeline is None else in_stage("tp")]
-        self._check = None if self.ranks.all.is_rehearsed else BlockCheck(module, plan, mesh)
-        cut_module(module, plan, mesh)
+    def _place_again(self, placed: PlacedShards, *, is_manual: bool) -> None:
+        placed.begin_run(self.site, self._sequences, is_manual=is_manual)
 
     def find_tensor_plan(self, module: nn.Module) -> TensorPlan:
         """Return the cuts of the module's layers: those of `tp_plan`, or those that are found."""
         words = {"sequence_parallel": self.sequence_parallel, "loss_parallel": self.loss_parallel}
         return find_plan(module, self.tp_plan, **words)
-
-
-def _arguments(work: WindowWork) -> list[Sequence[Any]]:
-    return [work.arguments_at(index) for index in range(len(work.signatures))]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ..common.errors import ConfigError
 from .cluster.hardware import Hardware
@@ -28,10 +27,3 @@ class SingleDeviceStrategy(Strategy):
                 f"strategy='single' must have devices=1 and num_nodes=1, got devices={len(hardware.devices)} and "
                 f"num_nodes={hardware.num_nodes}; set both to 1, or choose a strategy for several, such as 'ddp'."
             )
-
-    def step_fn(self, step_name: str) -> Callable[..., Any]:
-        return getattr(self.module, step_name) if self.precision.is_plain else super().step_fn(step_name)
-
-    def run(self, step_name: str, *args: Any) -> Any:
-        with self.forward_context:
-            return getattr(self.module, step_name)(*args)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Unpack
+from typing import ClassVar, Unpack
 
 from torch import nn
-from torch.optim import Optimizer
 
 from .ddp import ReplicaStrategy
 from .distributed.process_group import ProcessSettings
-from .module.memory_estimate import MemoryShare
-from .parallel.optimizer_probe import OptimizerProbe, check_can_be_dealt
 from .parallel.replica import DDPOptions
-from .parallel.sharded_optimizer import ShardedOptimizer
-from .state.optimizer_state import Sharded, parameter_names
+from .placed.zero import PlacedZero
 from .state.shared_memory import check_unshared
 
 
@@ -38,42 +33,13 @@ class ZeroStrategy(ReplicaStrategy):
 
     def __init__(self, *, ddp: DDPOptions | None = None, **settings: Unpack[ProcessSettings]) -> None:
         super().__init__(ddp, **settings)
-        self._sharded: dict[Optimizer, ShardedOptimizer] = {}
-
-    @property
-    def memory_share(self) -> MemoryShare:
-        return MemoryShare(optimizer=lambda _: 1 / self.world_size)
 
     def validate_module(self, module: nn.Module, *, trains: bool = True) -> None:
         super().validate_module(module, trains=trains)
         if self.environment.world_size > 1:
             check_unshared(module, self.name, with_buffers=False)
 
-    def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
+    def make_placed(self, module: nn.Module, *, is_manual: bool = False) -> PlacedZero:
         self.validate_module(module)  # with what configure_model has built
-        super().setup_module(module, is_manual=is_manual)
-
-    def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        if self.ranks.group is not None:
-            for optimizer in optimizers:
-                check_can_be_dealt(OptimizerProbe(optimizer), self.name, self.ranks.all)
-        self._sharded = (
-            {} if self.ranks.group is None else {optimizer: ShardedOptimizer(optimizer) for optimizer in optimizers}
-        )
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of the parameters that this rank owns, by name, and the param groups of all parameters."""
-        state = super().optimizer_state(optimizer)
-        return {**state, "state": Sharded(state["state"])} if optimizer in self._sharded else state
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load the entries that this rank owns from the full state, saved by any strategy."""
-        if optimizer in self._sharded:
-            own = self._own_names(optimizer)
-            state = {**state, "state": {name: value for name, value in state["state"].items() if name in own}}
-        super().load_optimizer_state(optimizer, state)
-
-    def _own_names(self, optimizer: Optimizer) -> set[str]:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        named = zip(parameter_names(optimizer, self.module), parameters, strict=True)
-        return {name for name, parameter in named if self._sharded[optimizer].owns(parameter)}
+        self._convert(module)
+        return PlacedZero(self.site, module, *self._replicate(module, is_manual=is_manual))

@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[1]
 CLASSES = {
     "Strategy, as its authors see it": ("strategies/strategy.py", "Strategy"),
     "Strategy, what its users call of ranks": ("strategies/distributed/rank_methods.py", "RankMethods"),
+    "Placed": ("strategies/placed/placed.py", "Placed"),
+    "Strategy, what its users call of a module": ("strategies/placed/placed_methods.py", "PlacedMethods"),
     "Ranks": ("strategies/distributed/ranks.py", "Ranks"),
     "RunLauncher": ("strategies/launch/run_launcher.py", "RunLauncher"),
 }

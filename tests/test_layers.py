@@ -20,6 +20,7 @@ LEVELS = (
     ("strategies.module", "strategies.snapshots", "strategies.units"),
     ("strategies.context_parallel", "strategies.pipeline", "strategies.tensor_parallel"),
     ("strategies.parallel", "strategies.resilience", "strategies.servers", "strategies.doctor"),
+    ("strategies.placed",),
     ("strategies",),
     ("strategies.estimate",),
     ("callbacks.samples", "callbacks.goodput", "callbacks.figures"),

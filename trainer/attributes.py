@@ -300,8 +300,8 @@ class TrainerAttributes:
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """The loss scaler of a ``16-mixed`` run; None in other precisions, and before the first run."""
-        strategy = self._runner.strategy
-        return strategy.scaler if self._runner.precision.uses_scaler and self._runner.current is not None else None
+        has_one = self._runner.precision.uses_scaler and self._runner.current is not None
+        return self._runner.strategy.site.scaling.scaler if has_one else None
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[object]:
         """Return the context in which a module is built in the precision and on the device of the strategy.

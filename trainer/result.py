@@ -85,7 +85,7 @@ def result_of(session: Session) -> Result:
         session.replicas.sync()
         left = _leave_training_state(session)
         _make_room(session)
-    model = session.strategy.full_model_state() if is_fit else None
+    model = session.placed.full_model_state() if is_fit else None
     return Result(
         model=None if model is None else _weights_to_send(model, lost),
         state=session.state,

@@ -288,7 +288,7 @@ def build_optimizers(session: Session) -> None:
             f"precision={strategy.precision.name!r} scales gradients, but an optimizer that evaluates the loss itself "
             f"({evaluating}) needs them unscaled; use bf16-mixed or 32-true."
         )
-    strategy.setup_optimizers(configured.optimizers)
+    session.placed.take_optimizers(configured.optimizers)
     is_saved = any(isinstance(callback, ModelCheckpoint) for callback in session.callbacks)
     check_all_registered(configured.optimizers, module, num_ranks=strategy.world_size, is_saved=is_saved)
     session.optimizers, session.schedulers = configured.optimizers, configured.schedulers
@@ -329,7 +329,7 @@ def set_up(session: Session) -> None:
 
 
 def set_up_module(session: Session) -> None:
-    """Convert and compile the module as configured, and give it to the strategy."""
+    """Convert and compile the module as configured, and let the strategy place it."""
     sharers = session.strategy.ranks.loss
     if session.settings.sync_batchnorm and sharers.world_size > 1:
         nn.SyncBatchNorm.convert_sync_batchnorm(session.module, sharers.device_group)
@@ -346,7 +346,7 @@ def set_up_module(session: Session) -> None:
         blocks = [block for _, block in repeated_blocks(session.module)] if by_blocks else []
         _compile_in_place(session.module, blocks, {} if compiled is True else dict(compiled))
     is_manual = session.task == "fit" and not session.module.automatic_optimization
-    session.strategy.setup_module(session.module, is_manual=is_manual)
+    session.take_placed(session.strategy.place(session.module, is_manual=is_manual))
     place(session.module, session.strategy)
 
 

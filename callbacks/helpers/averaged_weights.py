@@ -91,7 +91,7 @@ class AveragedWeights:
         """Make the averages of buffers equal; they differ, since each rank has its own batches. Collective."""
         parameters = list(self._model.module.parameters())
         buffers = zip(self._live.names, parameters, strict=True)
-        strategy.sync_buffers(dict(list(buffers)[self._live.num_parameters :]))
+        strategy.placed.sync_buffers(dict(list(buffers)[self._live.num_parameters :]))
 
     def exchange_in(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return a state of the module with the averages, and the tensors that they replace; nothing is copied.

@@ -9,6 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ...common.errors import CheckpointError, ConfigError
+from ...strategies.state.dtensor import is_dtensor
 from ...trainer.engine.saved_objects import Owner, put_back
 from ..checkpoint_files import read_torch_file
 
@@ -40,11 +41,11 @@ def load_file(
     found = {name: value for name, value in (objects or {}).items() if strict or name in saved}
     optimizers = {name: value for name, value in found.items() if isinstance(value, Optimizer) and owner(value)}
     for name, optimizer in optimizers.items():
-        strategy = owner(optimizer)
-        if strategy is not None and strategy.forward_is_collective:
+        placed = owner(optimizer)
+        if placed is not None and any(is_dtensor(p) for group in optimizer.param_groups for p in group["params"]):
             raise ConfigError(
                 f"{name!r} in {str(path)!r} is the state of an optimizer by position, which strategy="
-                f"{strategy.name!r} cannot place; load the module alone, or from a checkpoint of Echelon."
+                f"{placed.site.name!r} cannot place; load the module alone, or from a checkpoint of Echelon."
             )
         if name in saved:
             optimizer.load_state_dict(saved.pop(name))

@@ -18,6 +18,7 @@ from ..parallel.equal_ranks import overrides
 from ..parallel.sharded_optimizer import check_one_by_one, deal
 from ..parameter_server import ParameterServerStrategy
 from ..pipeline.checks import check_number
+from ..placed.shards import check_kinds
 from ..sharded import ShardedStrategy
 from ..strategy import Strategy
 from ..zero import ZeroStrategy
@@ -143,7 +144,7 @@ def _estimate_shards(strategy: ShardedStrategy, profile: Profile) -> Estimate:
     degrees, options = strategy.degrees, strategy.options
     if degrees.world_size == 1:
         return _estimate_alone(profile)
-    strategy.check_kinds(profile.optimizers)
+    check_kinds(profile.optimizers, strategy.name)
     # a unit that computes in half precision is gathered in it, so autocast copies nothing
     activations = whole_activations(profile, has_casts=False)
     plan = options.plan(profile.module, strategy.precision, degrees)
@@ -157,7 +158,7 @@ def _(strategy: ParallelStrategy, profile: Profile) -> Estimate:
     if degrees.world_size == 1 or (degrees.tp > 1 and overrides(module, "configure_sharding")):
         # how a module's configure_sharding splits it is unknown
         return _estimate_shards(strategy, profile)
-    strategy.check_kinds(profile.optimizers)
+    check_kinds(profile.optimizers, strategy.name)
     plan = strategy.find_tensor_plan(module) if degrees.tp > 1 else None
     layout = CutLayout(profile, degrees, strategy.options, plan, strategy.cp_exchange)
     if degrees.pp > 1:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from ..distributed.collectives import Collectives
 from ..torch_internals import overflows_of
 from ..torch_tensors import takes_scaled_gradients
 
@@ -49,6 +50,11 @@ class LossScaling:
                 self.scaler.unscale_(optimizer)
             overflows_of(self.scaler, optimizer, self._device)  # none of one without gradients, which torch refuses
             self._unscaled.add(optimizer)
+
+    def share_overflows(self, optimizer: Optimizer, ranks: Collectives) -> None:
+        """Let an overflow that `unscale` has found on one rank count on all. Collective: these ranks call it."""
+        for overflow in overflows_of(self.scaler, optimizer, self._device):
+            overflow.copy_(ranks.all_reduce(overflow, "max"))
 
     def step(self, optimizer: Optimizer) -> None:
         """Step the optimizer unless its gradients overflowed."""

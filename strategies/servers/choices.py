@@ -27,6 +27,10 @@ class ServerChoices:
         """Whether servers hold all parameters, not only tables."""
         return self.dense == "servers"
 
+    def number_on(self, num_nodes: int) -> int:
+        """Return the number of servers, on all nodes."""
+        return num_nodes if self.servers == "nodes" else self.servers
+
     @property
     def bound(self) -> int | None:
         """How many steps a trainer may be ahead of the slowest; None if trainers step together."""

@@ -13,8 +13,10 @@ from .transport import Arguments
 class RemoteCalls:
     """The remote calls of a strategy with servers, for as long as it is connected to them."""
 
-    _connection: Connection | None = None
-    """While a fit is running."""
+    @property
+    def _connection(self) -> Connection | None:
+        """While a fit is running; a strategy with servers overrides it."""
+        return None
 
     def rpc_sync(
         self,

@@ -24,6 +24,7 @@ from echelon import (
     seed_everything,
 )
 from echelon.strategies.distributed.pickling import pack, unpack
+from echelon.strategies.placed.on_servers import PlacedOnServers
 from echelon.strategies.servers import connection
 from echelon.strategies.servers.server import run_server
 
@@ -85,14 +86,21 @@ class Tell(Callback):
         self.tell(trainer, "shutdown")
 
 
-class Telling(ParameterServerStrategy):
-    """Also reports when it saves."""
+class TellingModule(PlacedOnServers):
+    """Also reports when it is saved."""
 
     def optimizer_state(self, optimizer):
         trainer = self.module.trainer
         if trainer.global_step > 5:
             next(each for each in trainer.callbacks if isinstance(each, Tell)).tell(trainer, "save")
         return super().optimizer_state(optimizer)
+
+
+class Telling(ParameterServerStrategy):
+    def make_placed(self, module, *, is_manual=False):
+        placed = super().make_placed(module, is_manual=is_manual)
+        placed.__class__ = TellingModule
+        return placed
 
 
 class Killer(threading.Thread):

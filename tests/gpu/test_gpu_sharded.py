@@ -35,7 +35,7 @@ def train(strategy, counts, outputs, **settings):
     after = on_gpu.weights_of(module)
     assert torch.isfinite(after).all()
     assert 1e-4 < (after - before).abs().max() < 2e-2, "6 steps of 1e-3 change a weight by so much"
-    layers = strategy._sharded.runs.layers
+    layers = strategy.placed._sharded.runs.layers
     return f"finished {trainer.global_step} {None if layers is None else layers._active}"
 
 def attempt(train):

@@ -12,6 +12,7 @@ from echelon.strategies import Strategy
 from echelon.strategies.cluster.hardware import Hardware
 from echelon.strategies.module.precision import Precision
 from echelon.strategies.parallel.replica import average_gradients, copy_from_first
+from echelon.strategies.placed.placed import Placed
 
 
 class SharedReplicas(Strategy):
@@ -27,7 +28,6 @@ class SharedReplicas(Strategy):
     def __init__(self, size: int = 2, *, cuts_sequences: bool = False, **settings: Any) -> None:
         super().__init__(**settings)
         self.size, self.cuts_sequences = size, cuts_sequences
-        self._is_last = True
 
     def connect(self, hardware: Hardware, precision: Precision) -> None:
         super().connect(hardware, precision)
@@ -36,13 +36,16 @@ class SharedReplicas(Strategy):
         place, size = self.rank // self.size, max(self.world_size // self.size, 1)
         self.ranks = replace(self.ranks, data=data, loss=loss, count=loss, data_rank=place, data_size=size)
 
-    def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
-        super().setup_module(module, is_manual=is_manual)
+    def make_placed(self, module: nn.Module, *, is_manual: bool = False) -> Placed:
+        self.precision.convert_module(module, self.device)
         copy_from_first(chain(module.parameters(), module.buffers()), self.ranks.all)
+        return _Shared(self.site, module)
 
-    def run(self, step_name: str, *args: Any) -> Any:
-        with self.forward_context:
-            return getattr(self.module, step_name)(*args)
+
+class _Shared(Placed):
+    """A replica, whose gradients are averaged over those ranks that read other samples."""
+
+    _is_last = True
 
     def set_grad_sync(self, enabled: bool) -> None:
         self._is_last = enabled

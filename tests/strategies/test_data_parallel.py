@@ -151,11 +151,10 @@ def test_predictions_are_those_of_one_device_in_the_order_of_the_data():
 
 
 def connected(module, devices=2, precision="64-true"):
-    """The strategy with a module on this number of devices, without a trainer."""
+    """A module that is placed on this number of devices, without a trainer."""
     strategy = DataParallelStrategy()
     strategy.connect(Hardware("cpu", tuple(range(devices))), Precision(precision))
-    strategy.setup_module(module)
-    return strategy
+    return strategy.place(module)
 
 
 def test_the_first_part_updates_the_modules_buffers_and_the_others_none():
@@ -195,10 +194,10 @@ def test_gradients_are_added_in_one_order_whatever_ran_before():
     def gradients(before):
         seed_everything(5)
         module = Net()
-        strategy = connected(module, 6)
+        placed = connected(module, 6)
         for size in before:
-            strategy.run("training_step", [rows[:size] for rows in batch], 0)
-        strategy.run("training_step", batch, 0).backward()
+            placed.run("training_step", [rows[:size] for rows in batch], 0)
+        placed.run("training_step", batch, 0).backward()
         return torch.cat([parameter.grad.flatten() for parameter in module.parameters()])
 
     with ThreadPoolExecutor(1) as new:  # as a resumed run begins
@@ -225,11 +224,11 @@ class Noting(Net):
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true"])
 def test_every_part_runs_in_the_modes_of_the_whole(precision, context):
     module = Noting().eval()
-    strategy = connected(module, 3, precision)
-    batch = strategy.precision.convert_batch(torch.ones(7, 4))
+    placed = connected(module, 3, precision)
+    batch = placed.precision.convert_batch(torch.ones(7, 4))
     with context():
-        out = strategy.run("predict_step", batch, 0)
-        with strategy.forward_context:
+        out = placed.run("predict_step", batch, 0)
+        with placed.forward_context:
             module.predict_step(batch, 0)
         assert out.shape == (7, 1)
         assert out.requires_grad == torch.is_grad_enabled()
@@ -318,15 +317,17 @@ def test_what_cannot_be_cut_over_devices_is_an_error_that_says_so():
 
     with pytest.raises(ConfigError, match=r"num_nodes=2; set num_nodes=1.*strategy='ddp'"):
         DataParallelStrategy().validate(Hardware("cpu", (0, 1), num_nodes=2), Precision())
-    strategy = connected(Net())
+    strategy = DataParallelStrategy()
+    strategy.connect(Hardware("cpu", (0, 1)), Precision())
     with pytest.raises(ConfigError, match=r"cannot train Manual on devices=2.*strategy='ddp'"):
-        strategy.setup_module(Manual(), is_manual=True)
+        strategy.place(Manual(), is_manual=True)
     compiled = Net()
     compiled.net.compile(backend="eager")
     with pytest.raises(ConfigError, match=r"cannot replicate compiled modules, and Sequential is one.*compile=False"):
-        strategy.setup_module(compiled)
+        strategy.place(compiled)
+    strategy.connect(Hardware("cpu", (0,)), Precision())
     for module in (Manual(), compiled):
-        connected(module, 1).setup_module(module, is_manual=True)
+        strategy.place(module, is_manual=True)
 
 
 def test_a_metric_that_replicas_would_lose_cannot_be_logged():

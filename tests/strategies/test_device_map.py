@@ -138,7 +138,7 @@ def test_inputs_follow_a_part_until_the_strategy_is_closed():
     strategy.validate(hardware, Precision())
     strategy.connect(hardware, Precision())
     strategy.device = torch.device("meta")
-    strategy.setup_module(module)
+    strategy.place(module)
     assert module(torch.ones(2)).device.type == "meta"
     assert module.first.devices == [("cpu", "cpu")]
     assert module.second.devices == [("meta", "meta")]

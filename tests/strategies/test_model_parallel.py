@@ -117,7 +117,7 @@ def around_steps() -> dict[str, Any]:
     }
     for buffer in trainer.strategy.module.buffers():
         buffer.fill_(trainer.strategy.data_rank + 1)
-    trainer.strategy.sync_replicas()
+    trainer.strategy.placed.sync_replicas()
     found: dict[str, Any] = {
         "shares": shares,
         "memory": (report.measured, report.expected),

@@ -307,7 +307,7 @@ class Spiky(TrainModule):
         self.before = self.net[0].weight.detach().clone()
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.scales[batch_idx] = self.trainer.strategy.scaler.get_scale()
+        self.scales[batch_idx] = self.trainer.scaler.get_scale()
         self.moved[batch_idx] = (self.net[0].weight != self.before).any()
 
     def configure_optimizers(self):

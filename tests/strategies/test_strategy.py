@@ -21,12 +21,12 @@ def connected(name, devices=1):
 
 
 @pytest.mark.parametrize("name", ["single", "dp", "ddp", "zero", "local_sgd", "fsdp", "elastic"])
-def test_a_strategy_is_complete_after_connect_and_has_its_module_after_setup_module(name):
+def test_a_strategy_is_complete_after_connect_and_has_its_module_once_it_is_placed(name):
     strategy = connected(name)
     fields = set(Strategy.__annotations__) - {"name"}
-    assert {field for field in fields if not hasattr(strategy, field)} == {"module"}
+    assert {field for field in fields if not hasattr(strategy, field)} == {"placed"}
     module = nn.Linear(2, 1)
-    strategy.setup_module(module)
+    assert strategy.place(module).module is module
     assert strategy.module is module
     strategy.close()
 

@@ -13,9 +13,9 @@ NEEDS_MODULE = {
     "model_state": lambda strategy: strategy.model_state(),
     "full_model_state": lambda strategy: strategy.full_model_state(),
     "load_model_state": lambda strategy: strategy.load_model_state({}),
-    "run": lambda strategy: strategy.run("training_step", [torch.ones(2)], 0),
-    "step_fn": lambda strategy: strategy.step_fn("training_step")([torch.ones(2)], 0),
-    "scale_gradients": lambda strategy: strategy.scale_gradients(1.0),
+    "module": lambda strategy: strategy.module,
+    "placed": lambda strategy: strategy.placed.run("training_step", [torch.ones(2)], 0),
+    "positions": lambda strategy: strategy.positions(4),
 }
 
 
@@ -34,7 +34,7 @@ def strategy(request):
 
 @pytest.mark.parametrize("name", NEEDS_MODULE)
 def test_what_needs_a_module_says_so(strategy, name):
-    with pytest.raises(RunError, match=r"strategy\.(module|replica) must be set up by a run, found none yet"):
+    with pytest.raises(RunError, match=r"strategy\.(module|placed) must be set up by a run, found none yet"):
         NEEDS_MODULE[name](strategy)
 
 

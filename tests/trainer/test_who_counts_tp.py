@@ -128,7 +128,7 @@ class Overflowing(Net):
         self.scales = []
 
     def training_step(self, batch, batch_idx):
-        self.scales.append(self.trainer.strategy.scaler.get_scale())
+        self.scales.append(self.trainer.scaler.get_scale())
         return super().training_step([part.float() for part in batch], batch_idx)
 
     def on_after_backward(self):

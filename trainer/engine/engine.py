@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ...common.errors import ConfigError, RunError
 from ...strategies import Strategy
+from ...strategies.placed.placed import Placed
 from ..checkpoint import make_writer, resolve
 from ..checkpoint.manifest import Origin, read_manifest
 from ..checkpoint.single_file import SingleFile
@@ -77,8 +78,8 @@ class Engine(EngineProcesses):
         super().__init__(
             strategy=strategy, accelerator=accelerator, devices=devices, num_nodes=num_nodes, precision=precision
         )
-        self._strategies: dict[object, Strategy] = {}
-        """The strategy of each module and optimizer that was set up."""
+        self._placed: dict[object, Placed] = {}
+        """The module, as it was set up, of each module and optimizer."""
         self._is_parted = self._has_looked = False
         self._replaced: dict[nn.Module, list[nn.Parameter]] = {}
         """The parameters that modules had before they were set up, until the first backward."""
@@ -111,45 +112,43 @@ class Engine(EngineProcesses):
         check_optimizers(optimizers, module, self._precision)
         self._connect()
         gather_all_once(self.strategy)
-        strategy = self.strategy.for_another_module()
+        strategy = self.strategy
         strategy.validate_module(module)
         names = {parameter: name for name, parameter in module.named_parameters(remove_duplicate=False)}
         if not (optimizers or self._has_looked):
             self._replaced[module] = list(names)
-        strategy.setup_module(module, is_manual=not overlap)
+        placed = strategy.place(module, is_manual=not overlap)
         adopt(optimizers, names, module)
-        prepare(strategy, self._gradients)
-        self._strategies[module] = strategy
-        self._gradients.train(strategy)
+        prepare(placed, self._gradients, is_sharded=strategy.forward_is_collective)
+        self._placed[module] = placed
+        self._gradients.train(placed)
         if not self._is_parted:
             seed = strategy.ranks.all.broadcast(torch.initial_seed())
             part_ranks(strategy.devices, seed, strategy.data_rank)
             self._is_parted = True
-        return (module, *self._set_up(strategy, optimizers)) if optimizers else module
+        return (module, *self._set_up(placed, optimizers)) if optimizers else module
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
         """Set up all optimizers of a module that was set up without them; return one optimizer or all."""
         held = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-        strategy = next(
-            (each for each in self._gradients.trained if not held.isdisjoint(each.module.parameters())), None
-        )
-        if strategy is None or any(self._strategies.get(each) is strategy for each in self._optimizers()):
+        placed = next((each for each in self._gradients.trained if not held.isdisjoint(each.module.parameters())), None)
+        if placed is None or any(self._placed.get(each) is placed for each in self._optimizers()):
             raise ConfigError(
                 "setup_optimizers must get all optimizers of one module that was passed to engine.setup alone, got "
                 f"{len(optimizers)} of other modules; pass them to engine.setup(module, *optimizers)."
             )
-        check_optimizers(optimizers, strategy.module, self._precision)
-        prepared = self._set_up(strategy, optimizers)
+        check_optimizers(optimizers, placed.module, self._precision)
+        prepared = self._set_up(placed, optimizers)
         return prepared if len(prepared) > 1 else prepared[0]
 
     def _optimizers(self) -> list[Any]:
-        return [each for each in self._strategies if not isinstance(each, nn.Module)]
+        return [each for each in self._placed if not isinstance(each, nn.Module)]
 
-    def _set_up(self, strategy: Strategy, optimizers: Sequence[Optimizer]) -> tuple[Any, ...]:
-        strategy.setup_optimizers(optimizers)
-        self._strategies.update(dict.fromkeys(optimizers, strategy))
+    def _set_up(self, placed: Placed, optimizers: Sequence[Optimizer]) -> tuple[Any, ...]:
+        placed.take_optimizers(optimizers)
+        self._placed.update(dict.fromkeys(optimizers, placed))
         return tuple(
-            ManagedOptimizer(optimizer, OptimizerSteps(optimizer, strategy, self._gradients, self.reduce))
+            ManagedOptimizer(optimizer, OptimizerSteps(optimizer, placed, self._gradients, self.reduce))
             for optimizer in optimizers
         )
 
@@ -229,7 +228,7 @@ class Engine(EngineProcesses):
         if not self._has_looked:
             self._look_for_forgotten()
         if self._precision.uses_scaler:
-            weighed = self.strategy.scaled(weighed)
+            weighed = self.strategy.site.scaling.scale(weighed)
         weighed.backward(*args, **kwargs)
         self._gradients.end_backward()
         torch.clear_autocast_cache()  # in a block of `autocast`, weights may change before the next forward
@@ -238,11 +237,11 @@ class Engine(EngineProcesses):
         """Find, at the first backward, optimizers and loaders that were not set up."""
         self._has_looked = True
         known = self._optimizers()
-        has_one = {id(self._strategies[optimizer]) for optimizer in known}
-        for strategy in self._gradients.trained:
-            if id(strategy) not in has_one:
-                parameters = [*strategy.module.parameters(), *self._replaced.get(strategy.module, ())]
-                refuse_optimizers(known, parameters, type(strategy.module).__name__)
+        has_one = {id(self._placed[optimizer]) for optimizer in known}
+        for placed in self._gradients.trained:
+            if id(placed) not in has_one:
+                parameters = [*placed.module.parameters(), *self._replaced.get(placed.module, ())]
+                refuse_optimizers(known, parameters, type(placed.module).__name__)
         self._replaced.clear()
         if self.strategy.data_size > 1 and not self._gradients.has_batch:
             warn_of_loaders(self.strategy.data_size)
@@ -259,13 +258,13 @@ class Engine(EngineProcesses):
         Prepared loaders with `accumulate_grad_batches` do this by themselves.
         """
         gradients = self._gradients
-        strategies = gradients.trained if module is None else [self._strategy_of(module)]
+        modules = gradients.trained if module is None else [self._placed_of(module)]
         before = gradients.syncs
-        gradients.sync(strategies, before and not enabled)
+        gradients.sync(modules, before and not enabled)
         try:
             yield
         finally:
-            gradients.sync(strategies, before)
+            gradients.sync(modules, before)
 
     def clip_gradients(
         self, optimizer: Any, *, max_norm: float | None = None, clip_val: float | None = None
@@ -282,14 +281,14 @@ class Engine(EngineProcesses):
                 f"clip_gradients must get a limit of at least 0, got {limit}, which would turn gradients around; give "
                 "such a number."
             )
-        strategy, plain = self._strategy_of(optimizer), self._plain(optimizer)
+        placed, plain = self._placed_of(optimizer), self._plain(optimizer)
         self._gradients.check_ready(plain, "clip_gradients")
         self._gradients.correct(plain)
-        strategy.unscale(plain)
+        placed.unscale(plain)
         if max_norm is not None:
-            return strategy.clip(plain, max_norm, "norm")
+            return placed.clip(plain, max_norm, "norm")
         assert clip_val is not None
-        return strategy.clip(plain, clip_val, "value")
+        return placed.clip(plain, clip_val, "value")
 
     @property
     def num_skipped_steps(self) -> int:
@@ -336,7 +335,7 @@ class Engine(EngineProcesses):
             saved = {name: state_of(value, self._owner, self._gradients.sync_replicas) for name, value in state.items()}
         for name, is_kept in (filter or {}).items():
             saved[name] = {key: value for key, value in _items(saved, name) if is_kept(key, value)}
-        saved["precision"] = self.strategy.scaler.state_dict()
+        saved["precision"] = self.strategy.site.scaling.scaler.state_dict()
         saved["rng"] = of_data_ranks(self.strategy, capture_rng(self.strategy.devices))
         self._origin = self._origin.after()
         writer = make_writer(self.strategy.ranks.group, is_async=False)
@@ -366,7 +365,7 @@ class Engine(EngineProcesses):
         self._gradients.finish_update()
         if objects and own:
             if own["precision"] and self._precision.uses_scaler:
-                self.strategy.scaler.load_state_dict(own["precision"])
+                self.strategy.site.scaling.scaler.load_state_dict(own["precision"])
             put_generators_back(self.strategy, own["rng"], torch.initial_seed(), 0)
         self._origin = self._origin.going_on_from(read_manifest(folder))
         return saved
@@ -382,19 +381,19 @@ class Engine(EngineProcesses):
             "lost; call it after optimizer.step()."
         )
 
-    def _owner(self, value: object) -> Strategy | None:
-        """Return the strategy of a module or an optimizer that was set up; None for anything else."""
+    def _owner(self, value: object) -> Placed | None:
+        """Return what was set up of a module or an optimizer; None for anything else."""
         is_hashable = isinstance(value, nn.Module | Optimizer)
-        return self._strategies.get(self._plain(value)) if is_hashable else None
+        return self._placed.get(self._plain(value)) if is_hashable else None
 
-    def _strategy_of(self, value: Any) -> Strategy:
-        strategy = self._owner(value)
-        if strategy is None:
+    def _placed_of(self, value: Any) -> Placed:
+        placed = self._owner(value)
+        if placed is None:
             raise ConfigError(
                 f"{type(value).__name__} was not set up by this engine; use what engine.setup(module, *optimizers) "
                 "returned."
             )
-        return strategy
+        return placed
 
     @staticmethod
     def _plain(value: Any) -> Any:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ...common.errors import ConfigError, ModuleError, RunError
-from ...strategies import Strategy
 from ...strategies.distributed.nested import map_tensors
+from ...strategies.placed.placed import Placed
 from ...strategies.torch_tensors import compiled_from
 from .step_gradients import StepGradients
 
@@ -69,16 +69,16 @@ class ModuleCalls:
     """Calls of a prepared module: through the strategy, in its precision.
 
     Args:
-        strategy: the strategy that set the module up.
+        placed: the module, as it was set up.
         gradients: is told of calls, and of those that may be followed by a backward.
     """
 
-    def __init__(self, strategy: Strategy, gradients: StepGradients) -> None:
-        self._module: Any = strategy.module
-        self._precision, self._device_type = strategy.precision, strategy.device.type
-        self._plain, self._synchronized = strategy.step_fn("run_plainly"), strategy.step_fn("run_synchronized")
+    def __init__(self, placed: Placed, gradients: StepGradients, *, is_sharded: bool) -> None:
+        self._module: Any = placed.module
+        self._precision, self._device_type = placed.precision, placed.device.type
+        self._plain, self._synchronized = placed.step_fn("run_plainly"), placed.step_fn("run_synchronized")
         self._gradients = gradients
-        self._is_sharded, self._strategy_name = strategy.forward_is_collective, strategy.name
+        self._is_sharded, self._strategy_name = is_sharded, placed.site.name
         self._is_inside = False
         self.marked: set[str] = set()
         """The methods that also go through the strategy."""
@@ -145,16 +145,16 @@ def check_plain(module: Any) -> None:
         )
 
 
-def prepare(strategy: Strategy, gradients: StepGradients) -> None:
-    """Make the calls of a module go through the strategy that set it up."""
-    module = strategy.module
+def prepare(placed: Placed, gradients: StepGradients, *, is_sharded: bool) -> None:
+    """Make the calls of a module go through what has placed it; one that `is_sharded` cannot be copied."""
+    module = placed.module
     plain = type(module)
     names: dict[str, Any] = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
     names["__doc__"] = plain.__doc__
-    if strategy.forward_is_collective:  # torch's own refusal does not say what to do
+    if is_sharded:  # torch's own refusal does not say what to do
         names["__deepcopy__"] = lambda self, memo: vars(self)[_CALLS].refuse_copy()
     module.__class__ = type(plain.__name__, (PreparedModule, plain), names)
-    vars(module)[_CALLS] = ModuleCalls(strategy, gradients)
+    vars(module)[_CALLS] = ModuleCalls(placed, gradients, is_sharded=is_sharded)
 
 
 def _as_float32(tensor: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 
 from ...callbacks.dispatch import overrides
 from ...common.errors import ConfigError, ModuleError
-from ...strategies import Precision, Strategy
+from ...strategies import Precision
+from ...strategies.placed.placed import Placed
 from ...strategies.state.optimizer_state import needs_closure
 from ..module.loss import Loss
 from ..module.optimizers import ManagedOptimizer, step_of
@@ -23,19 +24,19 @@ class OptimizerSteps:
 
     Args:
         optimizer: the user's optimizer.
-        strategy: the strategy of its module.
+        placed: its module.
         gradients: the gradients of the loop's current step.
         reduce: returns the mean of a loss over the ranks.
     """
 
     def __init__(
-        self, optimizer: Optimizer, strategy: Strategy, gradients: StepGradients, reduce: Callable[[Any], Any]
+        self, optimizer: Optimizer, placed: Placed, gradients: StepGradients, reduce: Callable[[Any], Any]
     ) -> None:
-        self._optimizer, self._strategy, self._gradients, self._reduce = optimizer, strategy, gradients, reduce
+        self._optimizer, self._placed, self._gradients, self._reduce = optimizer, placed, gradients, reduce
         self._evaluates = needs_closure(optimizer)
-        is_plain = not (strategy.precision.uses_scaler or overrides(strategy, "step", Strategy))
-        self._update: Callable[..., Any] = step_of(optimizer) if is_plain else self._step_by_strategy
-        self._casts = strategy.precision.autocast_dtype is not None
+        is_plain = not (placed.precision.uses_scaler or overrides(placed, "step", Placed))
+        self._update: Callable[..., Any] = step_of(optimizer) if is_plain else self._step_placed
+        self._casts = placed.precision.autocast_dtype is not None
 
     def __call__(self, closure: Callable[[], Any] | None = None) -> None:
         """Update the parameters; a closure, which computes loss and gradients, is called first."""
@@ -52,9 +53,9 @@ class OptimizerSteps:
         if self._casts:
             torch.clear_autocast_cache()  # it holds the half-precision weights from before the update
 
-    def _step_by_strategy(self, closure: Callable[[], Any] | None = None) -> None:
-        self._strategy.unscale(self._optimizer)
-        self._strategy.step(self._optimizer, closure)
+    def _step_placed(self, closure: Callable[[], Any] | None = None) -> None:
+        self._placed.unscale(self._optimizer)
+        self._placed.step(self._optimizer, closure)
 
     def _evaluating(self, closure: Callable[[], Any] | None) -> Callable[[], Any]:
         """Return a closure that gives every rank the mean loss of all: they must search in the same direction."""

@@ -10,15 +10,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...common.errors import CheckpointError, ConfigError
-from ...strategies import Strategy
+from ...strategies.placed.placed import Placed
 from ..checkpoint import difference
 from ..checkpoint.saved_state import reading
 
 OWN: Final = ("precision", "rng")
 """The entries that an `Engine` adds: the loss scale, and the random generators of each rank."""
 
-Owner = Callable[[object], Strategy | None]
-"""Returns the strategy of a module or an optimizer that an engine has set up; None for anything else."""
+Owner = Callable[[object], Placed | None]
+"""Returns what an engine has set up of a module or an optimizer; None for anything else."""
 
 
 def check_names(state: object, function: str) -> None:
@@ -44,15 +44,15 @@ def check_names(state: object, function: str) -> None:
             )
 
 
-def state_of(value: Any, owner: Owner, sync: Callable[[Strategy], None]) -> Any:
+def state_of(value: Any, owner: Owner, sync: Callable[[Placed], None]) -> Any:
     """Return the saved form of a value; `sync` makes a module's replicas equal. Collective: every rank calls it."""
-    strategy = owner(value)
-    if strategy is None:
+    placed = owner(value)
+    if placed is None:
         return value.state_dict() if _is_stateful(value) else value
     if isinstance(value, Optimizer):
-        return strategy.optimizer_state(_plain(value))
-    sync(strategy)
-    return strategy.model_state()
+        return placed.optimizer_state(_plain(value))
+    sync(placed)
+    return placed.model_state()
 
 
 def put_back(objects: MutableMapping[str, Any], saved: MutableMapping[str, Any], owner: Owner, *, strict: bool) -> None:
@@ -71,25 +71,25 @@ def put_back(objects: MutableMapping[str, Any], saved: MutableMapping[str, Any],
         )
     for name, value in objects.items():
         state = saved.pop(name)
-        strategy = owner(value)
-        if strategy is None and not _is_stateful(value):
+        placed = owner(value)
+        if placed is None and not _is_stateful(value):
             objects[name] = state
         elif isinstance(value, nn.Module):
-            _load_module(name, value, strategy, state, strict=strict)
+            _load_module(name, value, placed, state, strict=strict)
         else:
             with reading(name):
-                if strategy is None:
+                if placed is None:
                     value.load_state_dict(state)
                 else:
-                    strategy.load_optimizer_state(_plain(value), state)
+                    placed.load_optimizer_state(_plain(value), state)
 
 
-def _load_module(name: str, module: nn.Module, strategy: Strategy | None, state: Any, *, strict: bool) -> None:
+def _load_module(name: str, module: nn.Module, placed: Placed | None, state: Any, *, strict: bool) -> None:
     try:
-        if strategy is None:
+        if placed is None:
             module.load_state_dict(state, strict=strict)
         else:
-            strategy.load_model_state(state, strict=strict)
+            placed.load_model_state(state, strict=strict)
     except (RuntimeError, TypeError, AttributeError) as error:
         found = difference(module, state) if isinstance(state, Mapping) else error
         raise CheckpointError(

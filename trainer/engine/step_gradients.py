@@ -14,6 +14,7 @@ from ...callbacks.dispatch import overrides
 from ...common.errors import RunError
 from ...strategies import Strategy
 from ...strategies.module.traces import Traceless
+from ...strategies.placed.placed import Placed
 from ...strategies.state.dtensor import local_shard, multiply_all
 from ..data.micro_batch import MicroBatch, Window
 from ..loop.loss_weights import Weights
@@ -47,9 +48,9 @@ class StepGradients:
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
-        self.trained: list[Strategy] = []
+        self.trained: list[Placed] = []
         """The strategies of the modules that were set up."""
-        self._guards: dict[Strategy, ReplicaGuard] = {}
+        self._guards: dict[Placed, ReplicaGuard] = {}
         self._has_compared = True
         """Whether replicas have been compared since an optimizer stepped for the first time."""
         self._ends: list[Callable[[], None]] = []
@@ -124,11 +125,11 @@ class StepGradients:
         if self._batch.syncs != self.syncs:
             self.sync(self.trained, self._batch.syncs)
 
-    def sync(self, strategies: Sequence[Strategy], enabled: bool) -> None:
+    def sync(self, modules: Sequence[Placed], enabled: bool) -> None:
         """Set whether gradients are synchronized in the next backward."""
         self.syncs = enabled
-        for strategy in strategies:
-            strategy.set_grad_sync(enabled)
+        for placed in modules:
+            placed.set_grad_sync(enabled)
 
     def end_backward(self) -> None:
         """Synchronize gradients, if the backward has not."""
@@ -136,18 +137,18 @@ class StepGradients:
             for end_backward in self._ends:
                 end_backward()
 
-    def train(self, strategy: Strategy) -> None:
+    def train(self, placed: Placed) -> None:
         """Note a module that was set up."""
-        self.trained.append(strategy)
-        self._guards[strategy] = guard = ReplicaGuard(strategy, lambda: self._num_updates, "error")
+        self.trained.append(placed)
+        self._guards[placed] = guard = ReplicaGuard(placed, lambda: self._num_updates, "error")
         guard.begin()
-        self._has_compared = strategy.world_size == 1
-        if overrides(strategy, "end_backward", Strategy):
-            self._ends.append(strategy.end_backward)
+        self._has_compared = placed.ranks.world_size == 1
+        if overrides(placed, "end_backward", Placed):
+            self._ends.append(placed.end_backward)
 
-    def sync_replicas(self, strategy: Strategy) -> None:
+    def sync_replicas(self, placed: Placed) -> None:
         """Make the replicas of a module equal, and compare them. Collective: every rank calls it."""
-        self._guards[strategy].sync()
+        self._guards[placed].sync()
 
     def _compare_replicas(self) -> None:
         """Compare replicas once after an update, where no backward is to come that needs gathered parameters."""
@@ -212,7 +213,7 @@ class StepGradients:
         """Begin a step; adapt the loss scale to the previous one."""
         self.has_stepped = False
         self.begin_evaluation()
-        self.num_skipped += not self.strategy.end_step()
+        self.num_skipped += False in [placed.end_step() for placed in self.trained]
 
     def finish_update(self) -> None:
         """Adapt the loss scale, if an optimizer has stepped since the last time."""

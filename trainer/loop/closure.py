@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...common.errors import ModuleError
-from ...strategies import Strategy
+from ...strategies.placed.placed import Placed
 from ..data.micro_batch import Window
 from ..module.optimizers import ManagedOptimizer
 from ..module.train_module import TrainModule
@@ -21,7 +21,7 @@ class ClosedStep(Protocol):
     """What a closure needs of a step."""
 
     module: TrainModule
-    strategy: Strategy
+    placed: Placed
     state: TrainState
     managed_optimizers: Sequence[ManagedOptimizer]
     first_batch_idx: int
@@ -114,7 +114,7 @@ def update_in_closure(step: ClosedStep, window: Window) -> tuple[bool, bool]:
             "training_step has not run; call optimizer.step(closure=optimizer_closure), or optimizer_closure() alone "
             "to leave the update out."
         )
-    return step.strategy.end_step(), closure.goes_on
+    return step.placed.end_step(), closure.goes_on
 
 
 def _run_nothing() -> None:

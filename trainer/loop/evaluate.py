@@ -140,9 +140,9 @@ def _evaluate_loader(session: Session, name: str, dataloader_idx: int, limit: fl
         for hook in getattr(hooks, f"on_{name}_batch_start"):
             hook(batch, batch_idx, dataloader_idx)
         lent = batch, batch_idx
-        beside_idle = nullcontext() if all(busy) else session.strategy.beside_idle(action, busy, lent)
+        beside_idle = nullcontext() if all(busy) else session.placed.beside_idle(action, busy, lent)
         with session.profiler.profile(action), beside_idle, session.streams:
-            output = session.strategy.run(action, *(batch, batch_idx, dataloader_idx)[:num_args])
+            output = session.placed.run(action, *(batch, batch_idx, dataloader_idx)[:num_args])
         if session.progress.predictions is not None:
             copy.finish()  # the previous batch's copy, which ran alongside this batch
             copy = HostCopy(output)
@@ -177,7 +177,7 @@ def _in_lockstep(
         if item is not None:
             yield item, busy
         elif any(busy):
-            strategy.stand_by(step_name, busy, run)
+            session.placed.stand_by(step_name, busy, run)
         else:
             return
 
@@ -185,7 +185,7 @@ def _in_lockstep(
 def _run_unseen(session: Session, step_name: str, dataloader_idx: int, num_args: int, lent: tuple[Any, int]) -> None:
     """Run a step of another rank's batch, which does not count here."""
     with unseen(session, step_name):
-        session.strategy.run(step_name, *(*lent, dataloader_idx)[:num_args])
+        session.placed.run(step_name, *(*lent, dataloader_idx)[:num_args])
 
 
 def _gather_predictions(session: Session) -> None:

@@ -118,9 +118,9 @@ class PipelineStep(SharedStep):
         self._losses = [0.0] * len(micro_batches)
         self.signatures = [signature_of("training_step", batch) for batch in self._batches]
         self.position = self.state.samples_seen
-        beside_idle = nullcontext() if all(busy) else self.strategy.beside_idle("training_step", busy, None)
+        beside_idle = nullcontext() if all(busy) else self.placed.beside_idle("training_step", busy, None)
         with beside_idle, self.session.streams:
-            self.strategy.run_window(self)
+            self.placed.run_window(self)
 
     def _share_losses(self, number: int) -> None:
         """Share the losses with all stages if something reads them."""
@@ -191,7 +191,7 @@ class PipelineStep(SharedStep):
     def scaled(self, loss: Tensor) -> Tensor:
         """Return a loss as it is differentiated, for a schedule that computes gradients in two halves."""
         self._call_before_backward(loss)
-        return self.strategy.scaled(loss)
+        return self.placed.scaled(loss)
 
     def _call_before_backward(self, loss: Tensor) -> None:
         for hook in self.hooks.on_before_backward:

@@ -134,7 +134,7 @@ class SharedStep(Step):
         """Return the context of a micro-batch that the ranks which are not busy do not have."""
         if all(busy):
             return nullcontext()
-        return self.strategy.beside_idle("training_step", busy, (self.batch, self.progress.batch_idx))
+        return self.placed.beside_idle("training_step", busy, (self.batch, self.progress.batch_idx))
 
     def update(self, window: Window, *, goes_on: bool) -> bool:
         if not (self.passes_closure or window.is_even):  # ranks with fewer micro-batches have called fewer hooks
@@ -254,7 +254,7 @@ class SharedStep(Step):
             for zero_grad in self.zero_grads:
                 zero_grad()
         weight, self._manual_weight = self._manual_weight, 0.0
-        self.strategy.stand_by("training_step", busy, self._run_unseen)
+        self.placed.stand_by("training_step", busy, self._run_unseen)
         self._manual_weight = weight
 
     def _run_unseen(self, lent: tuple[Any, int] | None) -> None:
@@ -264,7 +264,7 @@ class SharedStep(Step):
             output = self.forward(batch, batch_idx)
             if self.is_automatic:
                 loss = loss_of(output)
-                self.strategy.backward((torch.zeros(()) if loss is None else mean_of(loss)) * 0)
+                self.placed.backward((torch.zeros(()) if loss is None else mean_of(loss)) * 0)
 
     def run_again(self, window: Window) -> None:
         if window.is_even or not self._is_collective:

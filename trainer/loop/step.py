@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...callbacks.dispatch import overrides
-from ...strategies import Strategy
+from ...strategies.placed.placed import Placed
 from ...strategies.state.optimizer_state import needs_closure
 from ..data.micro_batch import MicroBatch, Window
 from ..module.arguments import num_step_arguments
@@ -44,19 +44,20 @@ class Step(ABC):
         "_clips", "_has_stepped", "_may_leave", "_needs_closure", "_on_batch_end", "_on_batch_start",
         "_plain_backward", "_update_fns", "_updates_directly", "backward", "batch", "first_batch_idx", "forward",
         "has_gradients", "hooks", "is_automatic", "is_updating", "left", "managed_optimizers", "metrics", "module",
-        "optimizers", "output", "passes_closure", "progress", "schedulers", "session", "set_grad_sync", "state",
-        "strategy", "transfer", "weights", "writer", "zero_grads",
+        "optimizers", "output", "passes_closure", "placed", "progress", "schedulers", "session", "set_grad_sync",
+        "state", "strategy", "transfer", "weights", "writer", "zero_grads",
     )  # fmt: skip
 
     def __init__(self, session: Session) -> None:
         hooks = session.hooks
-        self.session, self.module, self.strategy = session, session.module, session.strategy
-        self.state, self.progress, self.metrics = session.state, session.progress, session.metrics
+        self.session, self.module, self.state = session, session.module, session.state
+        self.strategy, self.placed = session.strategy, session.placed
+        self.progress, self.metrics = session.progress, session.metrics
         self.writer, self.transfer, self.hooks = session.writer, session.transfer, hooks
         self.optimizers, self.schedulers = session.optimizers, session.schedulers
         self.is_automatic = session.module.automatic_optimization
         """Whether the trainer, not the module, makes the optimizer steps."""
-        self.set_grad_sync = session.strategy.set_grad_sync
+        self.set_grad_sync = session.placed.set_grad_sync
         self._on_batch_start, self._on_batch_end = hooks.on_train_batch_start, hooks.on_train_batch_end
         self._may_leave = overrides(session.module, "on_train_batch_start", ModuleHooks)
         """Whether the last hook is the module's, which may end the epoch; return values of callbacks are ignored."""
@@ -80,21 +81,21 @@ class Step(ABC):
         """The return value of ``training_step`` for it."""
 
     def _bind_gradients(self) -> None:
-        strategy, hooks, module, measured = self.strategy, self.hooks, self.module, self.session.profiler.measured
+        placed, hooks, module, measured = self.placed, self.hooks, self.module, self.session.profiler.measured
         streams = self.session.streams
-        is_parted = streams.are_parted(strategy)
-        forward = strategy.step_fn("training_step")
+        is_parted = streams.are_parted(self.strategy)
+        forward = placed.step_fn("training_step")
         if is_parted:
             forward = streams.drawing(forward)
             self.transfer = None if self.transfer is None else streams.drawing(self.transfer)
         if num_step_arguments(module, "training_step", 2) == 1:
             forward = _without_index(forward)
         self.forward: Callable[[Any, int], Any] = measured("training_step", forward)
-        backward: Callable[..., None] = strategy.backward
-        if not strategy.precision.uses_scaler and not overrides(strategy, "backward", Strategy):
+        backward: Callable[..., None] = placed.backward
+        if not placed.precision.uses_scaler and not overrides(placed, "backward", Placed):
             backward = Tensor.backward
         if overrides(module, "backward", TrainModule):
-            backward = partial(_module_backward, module, strategy)
+            backward = partial(_module_backward, module, placed)
         if is_parted:
             backward = streams.drawing(backward)
         self._plain_backward = measured("backward", backward)
@@ -102,19 +103,17 @@ class Step(ABC):
         self.backward: Callable[..., None] = self._backward_with_hooks if has_hooks else self._plain_backward
         asks = hooks.on_before_zero_grad or overrides(module, "optimizer_zero_grad", TrainModule)
         zeroes_plainly = not (asks or self.session.profiler.is_active)
-        self.zero_grads = [
-            zero_grad_of(optimizer) if zeroes_plainly else partial(self._zero_grad, optimizer)
-            for optimizer in self.optimizers
-        ]
+        zero = zero_grad_of if zeroes_plainly else partial(partial, self._zero_grad)
+        self.zero_grads = [zero(optimizer) for optimizer in self.optimizers]
 
     def _bind_update(self) -> None:
-        strategy, module, profiler = self.strategy, self.module, self.session.profiler
-        scales = strategy.precision.uses_scaler
-        updates_plainly = not (scales or overrides(strategy, "step", Strategy) or profiler.is_active)
+        placed, module, profiler = self.placed, self.module, self.session.profiler
+        scales = placed.precision.uses_scaler
+        updates_plainly = not (scales or overrides(placed, "step", Placed) or profiler.is_active)
         self._update_fns: list[Callable[..., Any]] = [
             step_of(optimizer)
             if updates_plainly
-            else profiler.measured("optimizer_step", partial(strategy.step, optimizer))
+            else profiler.measured("optimizer_step", partial(placed.step, optimizer))
             for optimizer in self.optimizers
         ]
         self._needs_closure = [needs_closure(optimizer) for optimizer in self.optimizers]
@@ -271,7 +270,7 @@ class Step(ABC):
         """Multiply the gradients by the factor known since the last micro-batch. Collective with several ranks."""
         correction = weights.correction(counts_units=self.counts_units(weights))
         if correction is not None:
-            self.strategy.scale_gradients(correction)
+            self.placed.scale_gradients(correction)
 
     def complete(self, window: Window) -> None:
         """Complete the gradients of a window once its micro-batches have run. Collective with several ranks."""
@@ -291,11 +290,11 @@ class Step(ABC):
             self._before_update(self.optimizers[index])
             update()
             self.state.optimizer_steps[index] += 1
-        return self.strategy.end_step()
+        return self.placed.end_step()
 
     def _before_update(self, optimizer: Optimizer) -> None:
         """Unscale and clip the gradients of an optimizer, and call the hooks."""
-        self.strategy.unscale(optimizer)
+        self.placed.unscale(optimizer)
         with self.session.streams.common():
             for hook in self.hooks.on_before_optimizer_step:
                 hook(optimizer)
@@ -338,7 +337,7 @@ class Step(ABC):
         """Adapt the loss scale once all optimizers whose gradients were computed with it have stepped."""
         if self._has_stepped:
             self._has_stepped = False
-            self.state.skipped_steps += not self.strategy.end_step()
+            self.state.skipped_steps += not self.placed.end_step()
 
     # --- a closure that is called again ------------------------------------------------------------------------------
 
@@ -387,9 +386,9 @@ class OneRankStep(Step):
         return True
 
 
-def _module_backward(module: TrainModule, strategy: Strategy, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-    module.backward(strategy.scaled(loss), *args, **kwargs)
-    strategy.end_backward()
+def _module_backward(module: TrainModule, placed: Placed, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    module.backward(placed.scaled(loss), *args, **kwargs)
+    placed.end_backward()
 
 
 def _without_index(step: Callable[[Any], Any]) -> Callable[[Any, int], Any]:

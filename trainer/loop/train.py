@@ -181,7 +181,7 @@ def _leave_epoch(session: Session) -> None:
 
 
 def _log_step(session: Session) -> None:
-    session.log({**session.metrics.step_values(), **session.strategy.step_metrics()})
+    session.log({**session.metrics.step_values(), **session.placed.step_metrics()})
     session.progress.next_log += session.settings.log_every_n_steps
 
 

@@ -93,9 +93,9 @@ class Optimization:
         algorithm = gradient_clip_algorithm or "norm"
         if algorithm not in ("norm", "value"):
             raise ModuleError(f"gradient_clip_algorithm must be 'norm' or 'value', got {algorithm!r}; give one.")
-        strategy = self.trainer.strategy
-        strategy.unscale(unwrap(optimizer))
-        strategy.clip(unwrap(optimizer), gradient_clip_val, algorithm)  # type: ignore[arg-type]
+        placed = self.trainer.strategy.placed
+        placed.unscale(unwrap(optimizer))
+        placed.clip(unwrap(optimizer), gradient_clip_val, algorithm)  # type: ignore[arg-type]
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Return the optimizer, or a list of several; their ``step`` applies precision and strategy.

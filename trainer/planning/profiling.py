@@ -26,7 +26,7 @@ from ...strategies.estimate.profile import Profile, StateBytes
 from ...strategies.launch.signal_handlers import end_handling
 from ...strategies.module.deferred_init import without_trunc_normal
 from ...strategies.parallel.batch_split import split
-from ...strategies.strategy import ClipAlgorithm
+from ...strategies.placed.placed import ClipAlgorithm, Placed, Site
 from ...strategies.torch_internals import fake_mode, is_without_memory, unknown_values
 from ...strategies.torch_tensors import buffers_by_name, parameters_by_name
 from ..data.seed import capture_rng, restore_rng
@@ -64,41 +64,67 @@ class ProfilingStrategy(Strategy):
         self._num_samples, self._updates = num_samples, updates
         self.mode: Any = None if measures else mode or fake_mode()
         """The mode in which tensors have no memory; None if tensors are real."""
-        self._memory: LiveMemory | None = None
-        self._update_bytes = 0
-        self._size = self._num_backwards = 0
-        self._is_manual = False
+        self._profiled: ProfiledModule | None = None
 
     def validate(self, hardware: Hardware, precision: Precision) -> None:
         # on its own, even in a process that a launcher started
         super().validate(replace(hardware, num_nodes=1, environment=detect_environment({})), precision)
 
-    @property
-    def values(self) -> AbstractContextManager[object]:
-        """The context in which tensors have no memory; empty if they are real."""
-        return nullcontext() if self.mode is None else self.mode
-
     def init_context(self) -> AbstractContextManager[object]:
         return nullcontext() if self.mode is None else building(self.mode)
 
-    def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
+    def make_placed(self, module: nn.Module, *, is_manual: bool = False) -> Placed:
         if self.mode is None:
-            super().setup_module(module, is_manual=is_manual)
+            self.precision.convert_module(module, self.device)
         else:
             without_memory(module, self.mode, self.precision.param_dtype)
-        self.module, self._is_manual = module, is_manual
-        self._memory = LiveMemory(module)
+        self._profiled = ProfiledModule(
+            self.site,
+            module,
+            mode=self.mode,
+            num_samples=self._num_samples,
+            updates=self._updates,
+            is_manual=is_manual,
+        )
+        return self._profiled
 
-    def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        if self.mode is not None:
+    def profile(self, optimizers: Sequence[Optimizer]) -> Profile:
+        """Return the profile of the step that was run."""
+        assert self._profiled is not None
+        return self._profiled.profile(optimizers)
+
+
+class ProfiledModule(Placed):
+    """A module on one device, or without memory, of whose step is measured what it needs.
+
+    Args:
+        site: where it lies.
+        module: the module.
+        mode: the mode in which tensors have no memory; None if they are real.
+        num_samples: the size of the micro-batch; None for the whole batch.
+        updates: whether to step the optimizers.
+        is_manual: whether the step itself computes gradients and updates.
+    """
+
+    def __init__(
+        self, site: Site, module: nn.Module, *, mode: Any, num_samples: int | None, updates: bool, is_manual: bool
+    ) -> None:
+        super().__init__(site, module)
+        self._mode, self._num_samples, self._updates, self._is_manual = mode, num_samples, updates, is_manual
+        self._memory = LiveMemory(module)
+        self._update_bytes = 0
+        self._size = self._num_backwards = 0
+
+    def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        if self._mode is not None:
             for optimizer in optimizers:
-                keep_counts(optimizer, self.mode)
+                keep_counts(optimizer, self._mode)
 
     def run(self, step_name: str, *args: Any) -> Any:
         batch, *rest = args
         batch = self._cut(batch)
-        if self.mode is not None:
-            batch = map_tensors(self.mode.from_tensor, batch)
+        if self._mode is not None:
+            batch = map_tensors(self._mode.from_tensor, batch)
         with self._watched() as memory, self.forward_context:
             memory.take(batch)
             return getattr(self.module, step_name)(batch, *rest)
@@ -123,7 +149,6 @@ class ProfilingStrategy(Strategy):
         return super().clip(optimizer, limit, algorithm) if self._updates else None
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
-        assert self._memory is not None
         if closure is not None:  # the forward and backward of this step are no part of its update
             first, evaluate = [closure()], closure
             closure = lambda: first.pop() if first else evaluate()  # noqa: E731
@@ -142,8 +167,7 @@ class ProfilingStrategy(Strategy):
 
     @contextmanager
     def _watched(self) -> Iterator[LiveMemory]:
-        assert self._memory is not None
-        with self.values, self._memory.watching(), self._memory:
+        with _values(self._mode), self._memory.watching(), self._memory:
             yield self._memory
 
     def _cut(self, batch: Any) -> Any:
@@ -156,7 +180,6 @@ class ProfilingStrategy(Strategy):
 
     def profile(self, optimizers: Sequence[Optimizer]) -> Profile:
         """Return the profile of the step that was run."""
-        assert self._memory is not None
         module, memory = self.module, self._memory
         state: dict[Any, StateBytes] = {
             parameter: _state_bytes(values) for optimizer in optimizers for parameter, values in optimizer.state.items()
@@ -300,6 +323,11 @@ def without_memory(module: nn.Module, mode: Any, dtype: torch.dtype | None) -> N
         held: Any
         for held in (parameters_by_name(submodule), buffers_by_name(submodule)):
             held.update({name: replacement(tensor) for name, tensor in held.items() if tensor is not None})
+
+
+def _values(mode: Any) -> AbstractContextManager[object]:
+    """Return the context in which tensors have no memory; empty if they are real."""
+    return nullcontext() if mode is None else mode
 
 
 def _state_bytes(values: dict[str, Any]) -> StateBytes:

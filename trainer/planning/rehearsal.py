@@ -16,9 +16,10 @@ from ...common.errors import ConfigError
 from ...strategies import Strategy
 from ...strategies.cluster.environment import overridden
 from ...strategies.distributed.nested import map_tensors
-from ...strategies.elastic import ForwardingStrategy
+from ...strategies.elastic import ForwardingStrategy, forward_members
 from ...strategies.estimate.counted_traffic import CountedTraffic
 from ...strategies.estimate.live_memory import LiveMemory
+from ...strategies.placed.placed import Placed
 from ...strategies.torch_internals import fake_mode_beside_real, join_fake_group
 from .profiling import without_memory
 
@@ -44,13 +45,14 @@ class RehearsedStrategy(ForwardingStrategy):
         self.seconds: dict[str, float] = {}
         """The seconds that this process spent in each method."""
         self.memory: LiveMemory | None = None
-        """What is alive besides the module; known after `setup_module`."""
+        """What is alive besides the module; known after `place`."""
         self.traffic = CountedTraffic()
         """What this rank sends, counted while `counts_traffic` is set."""
         self.counts_traffic = self._is_inside = False
 
     @contextmanager
-    def _rehearsing(self, name: str) -> Iterator[None]:
+    def rehearsing(self, name: str) -> Iterator[None]:
+        """Run a method of the inner strategy, or of what it has placed, and note that it is running."""
         if self._is_inside:
             yield
             return
@@ -75,21 +77,35 @@ class RehearsedStrategy(ForwardingStrategy):
     def init_context(self) -> AbstractContextManager[object]:
         return self.mode  # type: ignore[no-any-return]  # nothing is left for deferred_init to defer
 
-    def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
+    def place(self, module: nn.Module, *, is_manual: bool = False) -> Placed:
         without_memory(module, self.mode, self.precision.param_dtype)
         # the module is already in its place; torch would swap tensors without memory for others, and cannot
         vars(module)["to"] = lambda *_, **__: module
         try:
-            with self._rehearsing("setup_module"):
-                self.inner.setup_module(module, is_manual=is_manual)
+            with self.rehearsing("place"):
+                inner = self.inner.place(module, is_manual=is_manual)
         finally:
             del vars(module)["to"]
         self.memory = LiveMemory(module)
+        self.placed = RehearsedPlaced(inner, self)
+        return self.placed
+
+
+class RehearsedPlaced(Placed):
+    """What another placed module does, inside a rehearsal. The inner one has the members that are not below."""
+
+    def __init__(self, inner: Placed, rehearsal: RehearsedStrategy) -> None:
+        # no super().__init__(): the fields are the inner one's
+        self.inner, self._rehearsal = inner, rehearsal
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the inner one that `Placed` sets when it is made."""
+        return getattr(self.inner, name)
 
     def run(self, step_name: str, *args: Any) -> Any:
         batch, *rest = args
-        with self._rehearsing(step_name):
-            return self.inner.run(step_name, map_tensors(self.mode.from_tensor, batch), *rest)
+        with self._rehearsal.rehearsing(step_name):
+            return self.inner.run(step_name, map_tensors(self._rehearsal.mode.from_tensor, batch), *rest)
 
     def step_fn(self, step_name: str) -> Callable[..., Any]:
         return partial(self.run, step_name)
@@ -101,20 +117,20 @@ class RehearsedStrategy(ForwardingStrategy):
         """Leave the gradients as they are: whether they overflow depends on values."""
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
-        with self._rehearsing("step"):
+        with self._rehearsal.rehearsing("step"):
             optimizer.step(closure)
 
     def end_step(self) -> bool:
         return True
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        with self._rehearsing("backward"):
+        with self._rehearsal.rehearsing("backward"):
             self.inner.backward(loss, *args, **kwargs)
 
 
 def _rehearsed(name: str) -> Callable[..., Any]:
-    def method(self: RehearsedStrategy, *args: Any, **kwargs: Any) -> Any:
-        with self._rehearsing(name):
+    def method(self: RehearsedPlaced, *args: Any, **kwargs: Any) -> Any:
+        with self._rehearsal.rehearsing(name):
             return getattr(self.inner, name)(*args, **kwargs)
 
     method.__name__ = name
@@ -122,10 +138,11 @@ def _rehearsed(name: str) -> Callable[..., Any]:
 
 
 for _name in (
-    *("setup_optimizers", "run_window", "stand_by", "end_backward", "scale_gradients", "clip", "sync_replicas"),
+    *("take_optimizers", "run_window", "stand_by", "end_backward", "scale_gradients", "clip", "sync_replicas"),
     *("model_state", "optimizer_state"),
 ):
-    setattr(RehearsedStrategy, _name, _rehearsed(_name))
+    setattr(RehearsedPlaced, _name, _rehearsed(_name))
+forward_members(RehearsedPlaced, Placed)
 
 
 @contextmanager

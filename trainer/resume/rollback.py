@@ -37,7 +37,7 @@ def roll_back(session: Session, path: Path) -> None:
     state, loop = session.state, saved["loop"]
     load_weights(session, saved)
     for optimizer, optimizer_state in zip(session.optimizers, saved["optimizers"], strict=True):
-        session.strategy.load_optimizer_state(optimizer, optimizer_state)
+        session.placed.load_optimizer_state(optimizer, optimizer_state)
     for config, scheduler_state in zip(session.schedulers, saved["lr_schedulers"], strict=True):
         if config.interval == "step":
             load_schedule(config.scheduler, scheduler_state)
@@ -47,7 +47,7 @@ def roll_back(session: Session, path: Path) -> None:
             ):
                 group["lr"] = rate
     if saved["precision"]:
-        session.strategy.scaler.load_state_dict(saved["precision"])
+        session.placed.scaling.scaler.load_state_dict(saved["precision"])
     state.global_step, state.optimizer_steps = loop["global_step"], list(loop["optimizer_steps"])
     state.skipped_steps = loop["skipped_steps"]
     session.metrics.restart_stage(

@@ -47,7 +47,7 @@ def take_state(session: Session, *, weights_only: bool) -> dict[str, Any]:
     calls it.
     """
     session.replicas.sync()
-    state = module_state(session.module, session.strategy.model_state())
+    state = module_state(session.module, session.placed.model_state())
     if not weights_only:
         state.update(training_state(session))
     return shown_to_hooks(state, session.hooks, session.state)
@@ -82,10 +82,10 @@ def training_state(session: Session) -> dict[str, Any]:
     data, rng = zip(*of_data_ranks(strategy, own), strict=True)
     session.state.seconds = session.interruption.elapsed()
     return {
-        "optimizer_states": [session.strategy.optimizer_state(optimizer) for optimizer in session.optimizers],
+        "optimizer_states": [session.placed.optimizer_state(optimizer) for optimizer in session.optimizers],
         "lr_schedulers": [schedule_state(config.scheduler) for config in session.schedulers],
         "lr_scheduler_optimizers": optimizers_of_schedulers(session),
-        "precision": session.strategy.scaler.state_dict(),
+        "precision": session.placed.scaling.scaler.state_dict(),
         "loop": session.state.state_dict(),
         "data": list(data),
         "datamodule": datamodule.state_dict() if datamodule is not None else {},
@@ -122,7 +122,7 @@ def load_weights(session: Session, saved: Mapping[str, Any]) -> None:
     state = as_hooks_see(saved)
     session.hooks.call("on_load_checkpoint", state)
     try:
-        session.strategy.load_model_state(state["state_dict"], strict=session.module.strict_loading)
+        session.placed.load_model_state(state["state_dict"], strict=session.module.strict_loading)
     except RuntimeError as error:
         raise CheckpointError(
             f"The checkpoint's weights do not fit {type(session.module).__name__}; build the module as it was, "
@@ -162,7 +162,7 @@ def load_training(session: Session, state: Mapping[str, Any], winner: Winner = "
     _load_optimizers(session, state, winner)
     if state["precision"]:
         with reading("precision"):
-            session.strategy.scaler.load_state_dict(state["precision"])
+            session.placed.scaling.scaler.load_state_dict(state["precision"])
     loop, data = session.state, of_this_rank(session.strategy, state["data"])
     if loop.loaded_in.get("train", 0) <= loop.epoch:  # otherwise the loaders are those of the next epoch
         with reading("data"):
@@ -218,7 +218,7 @@ def _check_number(what: str, here: int, saved: int) -> None:
 def _load_optimizers(session: Session, state: Mapping[str, Any], winner: Winner) -> None:
     scheduled = [config.scheduler.optimizer for config in session.schedulers if hasattr(config.scheduler, "optimizer")]
     differences = []
-    module, steps = session.strategy.module, session.state.optimizer_steps
+    module, steps = session.placed.module, session.state.optimizer_steps
     with reading("optimizers"):
         order = match_optimizers(session.optimizers, module, state["optimizers"])
         if len(steps) == len(order):
@@ -226,7 +226,7 @@ def _load_optimizers(session: Session, state: Mapping[str, Any], winner: Winner)
         sources: dict[Any, Sources] = {}
         for optimizer, saved in zip(session.optimizers, [state["optimizers"][index] for index in order], strict=True):
             before = [dict(group) for group in optimizer.param_groups]
-            session.strategy.load_optimizer_state(optimizer, saved)
+            session.placed.load_optimizer_state(optimizer, saved)
             differences += load_groups(optimizer, before, optimizer in scheduled, winner)
             sources[optimizer] = changed_order(group_sources(optimizer, module, saved), len(saved["param_groups"]))
     configured = [getattr(config.scheduler, "total_steps", None) for config in session.schedulers]

@@ -35,8 +35,8 @@ def check_savable(session: Session) -> None:
     saves_training = _saves(session, weights_only=False)
     if not (saves_training or _saves(session, weights_only=True)):
         return
-    weights = session.strategy.model_state()
-    optimizers = [session.strategy.optimizer_state(each) for each in session.optimizers] if saves_training else []
+    weights = session.placed.model_state()
+    optimizers = [session.placed.optimizer_state(each) for each in session.optimizers] if saves_training else []
     collectives = session.strategy.ranks.all
     unfit = _fault({"model": dict(weights), "optimizers": optimizers})
     asks_hooks = collectives.all_reduce(float(unfit is not None), "max") and _has_hooks(session)

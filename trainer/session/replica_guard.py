@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Final, Literal
 
 from ...common.errors import ModuleError
-from ...strategies import Strategy
 from ...strategies.parallel.replica_check import ReplicaDifference
+from ...strategies.placed.placed import Placed
 
 Action = Literal["error", "warn"]
 
@@ -25,14 +25,14 @@ class ReplicaGuard:
     Nothing else reads all parameters at these points often enough to be noticed; a step costs nothing.
 
     Args:
-        strategy: the strategy, which knows what ranks hold in common.
+        placed: the module, which knows what its ranks hold in common.
         step: returns the number of optimizer steps so far.
         action: what to do about the first difference.
         choice: how to choose the other action, for the error.
     """
 
-    def __init__(self, strategy: Strategy, step: Callable[[], int], action: Action, choice: str = "") -> None:
-        self._strategy, self._step, self._action, self._choice = strategy, step, action, choice
+    def __init__(self, placed: Placed, step: Callable[[], int], action: Action, choice: str = "") -> None:
+        self._placed, self._step, self._action, self._choice = placed, step, action, choice
         self.next_step = math.inf
         """The step after which to compare: the first; infinity afterwards."""
         self._equal_at: int | None = None
@@ -40,19 +40,19 @@ class ReplicaGuard:
 
     def begin(self) -> None:
         """Compare replicas as training begins, after hooks that may change them. Collective: every rank calls it."""
-        if self._strategy.world_size > 1:
+        if self._placed.ranks.world_size > 1:
             # later, steps may have written other buffers on each rank
-            self._judge(self._strategy.sync_replicas(only_compares=True, with_buffers=True))
+            self._judge(self._placed.sync_replicas(only_compares=True, with_buffers=True))
             self.next_step = self._step() + 1
 
     def sync(self) -> None:
         """Make replicas equal, as far as they are not by design, and compare them. Collective: every rank calls it."""
-        self._judge(self._strategy.sync_replicas())
+        self._judge(self._placed.sync_replicas())
 
     def check(self) -> None:
         """Compare replicas as they are. Collective: every rank calls it."""
         self.next_step = math.inf
-        self._judge(self._strategy.sync_replicas(only_compares=True))
+        self._judge(self._placed.sync_replicas(only_compares=True))
 
     def _judge(self, difference: ReplicaDifference | None) -> None:
         if difference is None:
@@ -66,6 +66,6 @@ class ReplicaGuard:
         )
         if self._action == "error":
             raise ModuleError(f"{message}{self._choice}")
-        if not self._has_warned and self._strategy.rank == 0:
+        if not self._has_warned and self._placed.ranks.rank == 0:
             warnings.warn(message, stacklevel=2)
         self._has_warned = True

@@ -16,6 +16,7 @@ from ...callbacks.dispatch import Hooks
 from ...callbacks.helpers.loggers import outlives_disk_errors
 from ...callbacks.run import Logger, Run
 from ...strategies import Strategy
+from ...strategies.placed.placed import Placed
 from ..checkpoint import MemoryWriter, Writer
 from ..checkpoint.manifest import Origin
 from ..data.evaluation_data import EvaluationData
@@ -84,6 +85,8 @@ class Session:
     """Counts the samples of a batch whose size no sampler knows."""
 
     # set when the run is set up
+    placed: Placed = field(init=False)
+    """The module, as it lies on the ranks."""
     train_data: TrainData | None = None
     evaluation_data: EvaluationData | None = None
     reload: Callable[[LoaderKind], None] | None = None
@@ -99,7 +102,7 @@ class Session:
     held: ExitStack = field(default_factory=ExitStack)
     """The locks of folders that it holds from its beginning to its end."""
     is_built: bool = False
-    """Whether everything that a checkpoint holds exists: the strategy has the module, a fit its data and optimizers."""
+    """Whether everything that a checkpoint holds exists: the module is placed, a fit has its data and optimizers."""
     has_failed: bool = False
     """Whether an error has ended it."""
     check_savable: Callable[[], None] | None = None
@@ -111,11 +114,15 @@ class Session:
     def __post_init__(self) -> None:
         self.not_finite = FirstNotFinite(skips_steps=self.strategy.precision.uses_scaler)
         self.meetings = Meetings(self.strategy, self.interruption)
-        choice = " Trainer(check_replicas='warn') trains on with a warning."
-        state, action = self.state, self.settings.check_replicas
-        self.replicas = ReplicaGuard(self.strategy, lambda: state.global_step, action, choice)
         self.transfer = make_transfer(self.module, self.datamodule, self.strategy)
         self.count = make_count(self.module)
+
+    def take_placed(self, placed: Placed) -> None:
+        """Take the module as the strategy has placed it."""
+        self.placed = placed
+        choice = " Trainer(check_replicas='warn') trains on with a warning."
+        state, action = self.state, self.settings.check_replicas
+        self.replicas = ReplicaGuard(placed, lambda: state.global_step, action, choice)
 
     @property
     def is_shared(self) -> bool:

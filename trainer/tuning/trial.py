@@ -82,7 +82,7 @@ def _check(session: Session) -> None:
 def _put_back(session: Session, data: TrainData) -> Iterator[None]:
     module, strategy = session.module, session.strategy
     rng = session.streams.state_dict(strategy.devices)
-    objects = [*module.modules(), *session.optimizers, strategy.scaler]
+    objects = [*module.modules(), *session.optimizers, session.placed.scaling.scaler]
     try:
         with kept(objects, list(module.parameters()), _called_in(module)), data.kept_place(session.state.epoch):
             yield
@@ -123,6 +123,7 @@ def _trial_of(session: Session, callback: Callback, num_steps: int) -> Session:
         optimizers=session.optimizers,
         is_built=True,
     )
+    trial.take_placed(session.placed)
     trial.metrics.position = state.global_step
     trial.progress.accumulate_grad_batches = session.progress.accumulate_grad_batches
     trial.progress.stage = "train"

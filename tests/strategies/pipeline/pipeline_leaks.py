@@ -85,7 +85,7 @@ class Count(Callback):
             "threads": len(os.listdir("/proc/self/task")),
             "tensors": len(tensors),
             "megabytes": pages * os.sysconf("SC_PAGE_SIZE") / 1e6,
-            "shapes": len(trainer.strategy._pipeline.runner.known),
+            "shapes": len(trainer.strategy.placed.pipeline.runner.known),
         }
         most: dict[str, float] = trainer.strategy.ranks.all.all_reduce(own, "max")
         return most

@@ -31,7 +31,7 @@ class Heads(TrainModule):
         return loss * 1e38 * 1e6 if self.global_step == 2 and self.global_rank == 1 else loss
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.scales[self.global_step] = self.trainer.strategy.scaler.get_scale()
+        self.scales[self.global_step] = self.trainer.scaler.get_scale()
         self.skipped[self.global_step] = self.trainer.counters.skipped_steps
 
     def configure_optimizers(self) -> Any:

@@ -189,7 +189,7 @@ def whole(tensor):
 
 
 def active_of(trainer):
-    layers = trainer.strategy._sharded.runs.layers
+    layers = trainer.strategy.placed._sharded.runs.layers
     return None if layers is None else layers._active
 
 

@@ -307,7 +307,7 @@ def test_the_scale_goes_on_where_a_checkpoint_left_it(tmp_path):
     trainer.fit(resumed, loader(16, 2), ckpt_path=tmp_path / "begun.ckpt")
     assert torch.equal(weights(resumed), weights(expected))
     assert trainer.counters.skipped_steps == 2
-    assert trainer.strategy.scaler.get_scale() == 2.0**14
+    assert trainer.scaler.get_scale() == 2.0**14
 
 
 def test_scaled_gradients_are_refused_to_an_optimizer_that_evaluates_the_loss_itself():

@@ -11,7 +11,7 @@ from small import Regression, loader, quiet
 from torch import nn
 
 from echelon import Callback, Trainer
-from echelon.strategies import SingleDeviceStrategy
+from echelon.strategies import Placed, SingleDeviceStrategy
 
 torchmetrics = pytest.importorskip("torchmetrics")
 
@@ -103,13 +103,18 @@ def test_accumulated_micro_batches_are_compared_too():
     assert "has seen 15 samples in stage 'train' of epoch 1, but the loader gave 13" in message
 
 
-class Twice(SingleDeviceStrategy):
+class CalledTwice(Placed):
     """Calls the step a second time for one batch, as a check might."""
 
     def run(self, step_name, *args):
         if step_name == "validation_step" and args[1] == 2:
             super().run(step_name, *args)
         return super().run(step_name, *args)
+
+
+class Twice(SingleDeviceStrategy):
+    def make_placed(self, module, *, is_manual=False):
+        return CalledTwice(self.site, module)
 
 
 def test_a_step_that_is_called_twice_for_a_batch_is_told():

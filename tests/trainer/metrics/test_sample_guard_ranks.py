@@ -10,6 +10,7 @@ from small import Regression, loader, quiet
 
 from echelon import Callback
 from echelon.strategies import DDPStrategy
+from echelon.strategies.placed.replica import PlacedReplica
 from echelon.testing import run_ranks
 
 torchmetrics = pytest.importorskip("torchmetrics")
@@ -46,13 +47,18 @@ class Again(Callback):
             module.of_validation.update(torch.ones(len(batch[0])))
 
 
-class Losing(DDPStrategy):
+class LosingReplica(PlacedReplica):
     """Runs no step for one of rank 1's batches."""
 
     def run(self, step_name, *args):
-        if self.rank == 1 and args[1] == 3:
+        if self.ranks.rank == 1 and args[1] == 3:
             return None
         return super().run(step_name, *args)
+
+
+class Losing(DDPStrategy):
+    def make_placed(self, module, *, is_manual=False):
+        return LosingReplica(self.site, module, *self._replicate(module, is_manual=is_manual))
 
 
 class LoggedOnOne(Summing):

@@ -80,7 +80,7 @@ class MeasuredTrainer(MeasuredStep):
             number = strategy.choices.servers
             self.measured["servers"] = [strategy.rpc_sync(f"server{i}", held_by_server) for i in range(number)]
             self.measured["served"] = moved
-            kept = [value for served in strategy._served.values() for value in served._agreed]
+            kept = [value for served in strategy.placed.served.values() for value in served._agreed]
             self.measured["communication"] = storages_bytes(kept)
 
 

@@ -1,0 +1,158 @@
+"""Cuts: the layers of a module that are cut over tp ranks, and its sequences, that are cut over cp ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...common.errors import ConfigError
+from ..context_parallel.cut_steps import CutSteps
+from ..distributed.collectives import Collectives
+from ..distributed.nested import map_tensors
+from ..parallel.equal_ranks import make_equal
+from ..parallel.mesh import Degrees
+from ..state.dtensor import gathered, is_dtensor
+from ..tensor_parallel.block_check import BlockCheck
+from ..tensor_parallel.cutting import check_cut, cut_module
+from ..tensor_parallel.loss import loss_context
+from ..tensor_parallel.tensor_plan import TensorPlan
+
+
+class Cuts:
+    """What of a module is cut over ranks beside its parameters; by default nothing.
+
+    Args:
+        degrees: of parallelism; None where nothing can be cut, and a step may return DTensors.
+        find_plan: returns how the layers of a module are cut; needed where tp is more than 1.
+        loss_parallel: whether logits stay sharded by vocabulary up to the loss.
+        sequences: cuts sequences; None if they are whole.
+        sequence_ranks: the ranks that have parts of the same sequences; None if they are whole.
+    """
+
+    def __init__(
+        self,
+        degrees: Degrees | None = None,
+        *,
+        find_plan: Callable[[nn.Module], TensorPlan] | None = None,
+        loss_parallel: bool = False,
+        sequences: CutSteps | None = None,
+        sequence_ranks: Collectives | None = None,
+    ) -> None:
+        self.degrees, self._gathers = degrees or Degrees(), degrees is not None
+        self._find_plan, self._loss_parallel = find_plan, loss_parallel
+        self.sequences, self.sequence_ranks = sequences, sequence_ranks
+        self._check: BlockCheck | None = None
+
+    def begin(self, module: nn.Module, *, is_manual: bool) -> None:
+        """Begin a run of a module.
+
+        Raises:
+            ConfigError: for one in manual optimization, where sequences are cut.
+        """
+        if self.sequences is None:
+            return
+        if is_manual:
+            raise ConfigError(
+                f"cp={self.degrees.cp} needs a module with automatic_optimization=True, got {type(module).__name__} "
+                "with False; return the loss, or use cp=1."
+            )
+        self.sequences.begin(module)
+
+    def cut_layers(
+        self,
+        module: nn.Module,
+        mesh: Any,
+        device: torch.device,
+        peers: Collectives,
+        here: Callable[[TensorPlan], TensorPlan] | None = None,
+    ) -> None:
+        """Cut the layers of a module. Collective.
+
+        Args:
+            module: the module.
+            mesh: the device mesh of the tp ranks; None where tp is 1.
+            device: of this rank.
+            peers: the ranks that hold the same pipeline stages.
+            here: returns the cuts of the layers that this rank holds; all, by default.
+        """
+        if self.degrees.tp == 1:
+            return
+        if any(is_dtensor(parameter) for parameter in module.parameters()):  # its configure_sharding has split it
+            check_cut(module, self.degrees.tp)
+            return
+        assert self._find_plan is not None
+        plan = self._find_plan(module)
+        plan.validate(module, self.degrees.tp)
+        if here is not None:
+            plan = here(plan)
+        for name in plan.words:
+            layer = module.get_submodule(name)
+            make_equal(chain(layer.parameters(), layer.buffers()), device, peers)
+        self._check = None if peers.is_rehearsed else BlockCheck(module, plan, mesh)
+        cut_module(module, plan, mesh)
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def run(self, module: nn.Module, run: Callable[..., Any], step_name: str, *args: Any) -> Any:
+        """Call `run` with a step and this rank's part of the sequences among its arguments."""
+        checked = partial(self._run_checked, run)
+        if self.sequences is None:
+            return checked(step_name, *args)
+        return self.sequences.run(step_name, module, args, checked)
+
+    def _run_checked(self, run: Callable[..., Any], step_name: str, *args: Any) -> Any:
+        """Call `run`; in the first training step, compare cut layers with whole ones."""
+        if self._check is None or step_name != "training_step":
+            return run(step_name, *args)
+        with self._check as check:
+            output = run(step_name, *args)
+        if check.is_complete:
+            self._check = None
+        return output
+
+    def compare(
+        self,
+        module: nn.Module,
+        run: Callable[..., Any],
+        step_name: str,
+        steps: Sequence[Sequence[Any]],
+        *,
+        has_idle: bool,
+    ) -> None:
+        """Compare steps with ones on whole sequences, for which `run` is called, see `CutSteps`. Collective."""
+        if self.sequences is not None:
+            self.sequences.check(step_name, module, steps, partial(run, step_name), has_idle=has_idle)
+
+    def skip_comparison(self, step_name: str) -> None:
+        """Note that other ranks have compared a step, which this one has no samples of."""
+        if self.sequences is not None:
+            self.sequences.skip_check(step_name)
+
+    def loss_context(self) -> AbstractContextManager[object]:
+        """Return the context of a step, in which a loss may have logits that are sharded."""
+        return loss_context() if self._loss_parallel else nullcontext()
+
+    def gathered(self, output: Any) -> Any:
+        """Return what a step has returned, with whole tensors."""
+        return map_tensors(gathered, output) if self._gathers else output
+
+    def recomputing(self) -> AbstractContextManager[object]:
+        """Return the context of a backward: activation checkpointing needs positions and attention again."""
+        return nullcontext() if self.sequences is None else self.sequences.context.recomputing()
+
+    def positions(self, length: int, device: torch.device) -> Tensor:
+        """Return the positions of a step's `length` tokens in the whole sequence."""
+        if self.sequences is None:
+            return torch.arange(length, device=device)
+        return self.sequences.context.positions(length, device)
+
+    def annotate(self, error: BaseException) -> None:
+        """Add a note to an error whose cause is that sequences are cut."""
+        if self.sequences is not None:
+            self.sequences.annotate(error)

@@ -1,0 +1,64 @@
+"""PlacedMethods: what a module or callback asks its strategy about the module that it has placed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..distributed.nested import to_device
+from ..module.memory_estimate import MemoryShare
+from .placed import Placed
+
+
+class PlacedMethods:
+    """Of a strategy, the names that programs call of its module; each is the placed module's, as `Placed` documents it.
+
+    Most raise a `NotSetUpError` until a run has placed a module.
+    """
+
+    device: torch.device
+    placed: Placed
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None) -> Any:
+        """Move a batch to a device, by default this process's."""
+        return to_device(batch, device or self.device)
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's module."""
+        return self.placed.module
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether this rank computes losses; earlier pipeline stages do not. True until a module is placed."""
+        placed = getattr(self, "placed", None)
+        return placed is None or placed.has_loss
+
+    @property
+    def memory_share(self) -> MemoryShare:
+        """The fraction of each parameter's memory that a rank holds; all of it until a module is placed."""
+        placed = getattr(self, "placed", None)
+        return MemoryShare() if placed is None else placed.memory_share
+
+    def positions(self, length: int) -> Tensor:
+        """Return the positions of a step's `length` tokens in the whole sequence, of which they may be a part."""
+        return self.placed.positions(length)
+
+    def model_state(self) -> dict[str, Any]:
+        """Return the module's state dict under the plain module's names. Collective: every rank calls it."""
+        return self.placed.model_state()
+
+    def full_model_state(self) -> dict[str, Any]:
+        """Return the unsharded `model_state` on the CPU, at least on the first rank of each node. Collective."""
+        return self.placed.full_model_state()
+
+    def whole_tensors(self, named: Mapping[str, nn.Parameter], *, gradients: bool = False) -> dict[str, Tensor]:
+        """Return unsharded copies of parameters, or of their gradients, on the CPU of every rank. Collective."""
+        return self.placed.whole_tensors(named, gradients=gradients)
+
+    def load_model_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Load a state dict with the plain module's names, one or more of tied weights. Collective: all ranks."""
+        self.placed.load_model_state(state, strict=strict)

@@ -1,0 +1,60 @@
+"""PlacedReplica: a module of which every process has a replica, whose gradients are averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..parallel.replica import Replica
+from ..parallel.replica_check import ReplicaCheck, ReplicaDifference
+from .placed import Placed, Site
+
+
+class PlacedReplica(Placed):
+    """A `Replica` of the module in this process.
+
+    Args:
+        site: where it lies.
+        module: the module.
+        replica: synchronizes its gradients.
+        check: compares the replicas; None where there is nothing to compare.
+    """
+
+    def __init__(self, site: Site, module: nn.Module, replica: Replica, check: ReplicaCheck | None) -> None:
+        super().__init__(site, module)
+        self._replica, self._check = replica, check
+
+    def run(self, step_name: str, *args: Any) -> Any:
+        with self.forward_context:
+            return self._replica.step_fn(step_name)(*args)
+
+    def step_fn(self, step_name: str) -> Callable[..., Any]:
+        return self._replica.step_fn(step_name) if self.precision.is_plain else super().step_fn(step_name)
+
+    def set_grad_sync(self, enabled: bool) -> None:
+        self._replica.set_grad_sync(enabled)
+
+    def stand_by(self, step_name: str, busy: Sequence[bool], run: Callable[[Any], None]) -> None:
+        loss = self._replica.zero_loss()
+        with nullcontext() if self._check is None else self._check.absent():
+            if loss is None:
+                super().stand_by(step_name, busy, run)
+            else:
+                self.backward(loss)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss, *args, **kwargs)
+        self.end_backward()
+
+    def end_backward(self) -> None:
+        self._replica.end_backward()
+        if self._check is not None:
+            self._check.count_backward()
+
+    def sync_replicas(self, *, only_compares: bool = False, with_buffers: bool = False) -> ReplicaDifference | None:
+        if not only_compares:
+            self._replica.sync_replicas()
+        return None if self._check is None else self._check.compare(with_buffers=with_buffers)
