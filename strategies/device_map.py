@@ -12,6 +12,7 @@ from torch import nn
 from ..common.errors import ConfigError
 from .cluster.hardware import Hardware
 from .devices.kinds import is_accelerator
+from .devices.moves import keeping_parameters
 from .distributed.nested import can_copy_later, map_tensors
 from .module.device_layout import check_device_map, deal_parts, device_of, match_device_map, room_on
 from .module.precision import Precision
@@ -81,13 +82,16 @@ class DeviceMapStrategy(Strategy):
         else:
             rest = {"": self._devices[0]}
             self.layout = {**rest, **deal_parts(module, self._devices, room_on(self._devices, module))}
-        for submodule_name, submodule in module.named_modules():
-            self._move(submodule_name, submodule)
+        keeping_parameters(module, set(self.layout.values()), self._move_all)
         types = {device.type for device in self.layout.values()} - {self.device.type}
         # autocast applies to one type of device: parts on another, such as the CPU, need a context of their own
         other = next((device for device in self.layout.values() if device.type in types), None)
         self._other_context = nullcontext() if other is None else self.precision.forward_context(other)
         self._follow_parts()
+
+    def _move_all(self) -> None:
+        for submodule_name, submodule in self.module.named_modules():
+            self._move(submodule_name, submodule)
 
     def _move(self, name: str, submodule: nn.Module) -> None:
         """Move a submodule's own tensors, not those of its children."""

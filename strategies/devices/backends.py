@@ -67,6 +67,16 @@ def has_backend(device_type: str) -> bool:
     return name is not None and dist.is_backend_available(name)
 
 
+def binds_devices(device_type: str) -> bool:
+    """Return whether a group that was bound to a device of this type can have groups of gloo's beside it.
+
+    torch (2.14) asks each for its backend of that device, and gloo answers for CUDA's only.
+    """
+    from torch import distributed as dist
+
+    return device_type in dist.Backend.backend_capability[dist.Backend.GLOO]
+
+
 def beside_gloo(backend: str, device_type: str) -> str:
     """Return what torch calls a group that uses gloo for tensors on the CPU and a backend for those of a device."""
     from torch import distributed as dist

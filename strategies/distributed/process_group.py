@@ -22,7 +22,7 @@ from ..cluster.network import loopback_variables, variables_towards
 from ..cluster.start_wait import StartWait, unknown_host
 from ..cluster.tcp_store import connect_store, host_store
 from ..cluster.torchrun import agent_hosts_store
-from ..devices.backends import backend_for, beside_gloo, check_several_processes
+from ..devices.backends import backend_for, beside_gloo, binds_devices, check_several_processes
 from ..torch_internals import default_store
 
 START_TIMEOUT: Final = timedelta(minutes=5)
@@ -93,11 +93,12 @@ def backend_options(backend: str, device: torch.device) -> dict[str, Any]:
     """Return the arguments of ``init_process_group`` for a backend.
 
     One that sends from devices only is combined with gloo for CPU tensors, which exist where parameters are offloaded.
-    It is also given its device: NCCL would otherwise guess from the first tensor, and create contexts on the first GPU
-    for the other ranks.
+    NCCL is also given its device: it would otherwise guess from the first tensor, and create contexts on the first GPU
+    for the other ranks. Others take this thread's current device.
     """
     name = beside_gloo(backend, device.type)
-    return {"backend": name} if name == backend else {"backend": name, "device_id": device}
+    is_bound = name != backend and binds_devices(device.type)
+    return {"backend": name, "device_id": device} if is_bound else {"backend": name}
 
 
 class ProcessGroup:
