@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import Any, ClassVar, Final, Literal, cast, get_args
 
-import torch
 from torch import nn
 
 from ..common.console import say
 from ..common.errors import ConfigError, ModuleError, RunError
 from ..strategies import Strategy
+from ..strategies.devices.queries import synchronize
 from ..strategies.module.out_of_memory import is_out_of_memory, let_go_of
 from ..strategies.state.schema import COUNT, NUMBER, check
 from .callback import Callback
@@ -297,8 +297,7 @@ class _Probe(Callback):
             self._num_samples += cast(Any, module).batch_size_of(batch)
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
-        if trainer.strategy.device.type == "cuda":
-            torch.cuda.synchronize(trainer.strategy.device)
+        synchronize(trainer.strategy.device)
         now = perf_counter()
         if self._began is None:
             self._began = now

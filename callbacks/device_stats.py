@@ -10,13 +10,13 @@ from pathlib import Path
 from time import monotonic, process_time
 from typing import Final
 
-import torch
 from torch import nn
 
+from ..strategies.devices.memory import memory_stats
 from .callback import Callback
 from .run import Run
 
-_OF_CUDA: Final = (
+_OF_DEVICE: Final = (
     "allocated_bytes.all.current",
     "allocated_bytes.all.peak",
     "reserved_bytes.all.current",
@@ -25,7 +25,7 @@ _OF_CUDA: Final = (
     "num_alloc_retries",
     "num_ooms",
 )
-"""The keys of ``torch.cuda.memory_stats`` that show how full a GPU is and whether its allocator has retried."""
+"""The keys of ``torch.accelerator.memory_stats`` that show how full a GPU is and whether its allocator has retried."""
 
 
 class DeviceStatsMonitor(Callback):
@@ -75,9 +75,8 @@ class DeviceStatsMonitor(Callback):
     def _read(self, trainer: Run) -> dict[str, float]:
         device = trainer.strategy.device
         stats: dict[str, float] = {}
-        if device.type == "cuda":
-            measured = torch.cuda.memory_stats(device)
-            stats.update({name: float(measured[name]) for name in _OF_CUDA if name in measured})
+        measured = memory_stats(device)
+        stats.update({name: float(measured[name]) for name in _OF_DEVICE if name in measured})
         if self._cpu_stats or (self._cpu_stats is None and device.type == "cpu"):
             stats.update(self._read_cpu())
         return stats

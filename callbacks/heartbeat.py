@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from torch import nn
 
+from ..strategies.devices.streams import has_streams
 from ..strategies.resilience.heartbeat import Beat, Phase
 from ..strategies.torch_internals import compilation_callbacks
 from .callback import Callback
@@ -34,7 +35,8 @@ class Heartbeat(Callback):
 
     def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
         """Report that this process has started, and listen for compilations."""
-        self._queue = DeviceQueue(trainer.global_step) if trainer.strategy.device.type == "cuda" else None
+        device = trainer.strategy.device
+        self._queue = DeviceQueue(device, trainer.global_step) if has_streams(device) else None
         self._beat.begin(trainer.global_step)
         handler = compilation_callbacks()
         if self._begin_compiling not in handler.start_callbacks:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..common.console import say
 from ..common.errors import ConfigError
 from ..common.table import boxed
+from ..strategies.devices.memory import peak_allocated
 from ..strategies.module.memory_estimate import KeptForBackward, expected_memory, held_memory
 from .callback import Callback
 from .run import Run
@@ -116,7 +116,7 @@ class MemoryReport(Callback):
     def _report(self, trainer: Run, module: nn.Module) -> None:
         strategy, optimizers = trainer.strategy, list(trainer.optimizers)
         held = held_memory(module, optimizers)
-        on_gpu = torch.cuda.max_memory_allocated(strategy.device) if strategy.device.type == "cuda" else 0
+        on_gpu = peak_allocated(strategy.device)
         own = [held.parameters, self._gradients, held.optimizer, self._activations, on_gpu]
         most = strategy.ranks.all.all_reduce([float(number) for number in own], "max")
         self.measured = dict(zip(_KINDS if on_gpu else _KINDS[:4], most, strict=False))

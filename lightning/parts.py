@@ -16,6 +16,7 @@ import torch
 from ..callbacks import Callback, ModelSummary, ProgressDisplay, Summary, summarize
 from ..callbacks.dispatch import overrides
 from ..callbacks.run import Run
+from ..strategies.devices.kinds import device_type_of, is_available, num_devices
 from ..strategies.distributed.rank_zero import current_rank
 from ..strategies.distributed.rank_zero import rank_zero_only as own_rank_zero_only
 from ..trainer.loggers.dummy import DummyExperiment
@@ -245,10 +246,15 @@ class Accelerator:
     def __hash__(self) -> int:
         return hash(self.device_type)
 
-    @staticmethod
-    def is_available() -> bool:
+    @classmethod
+    def is_available(cls) -> bool:
         """Return whether there is such a device."""
-        return False
+        return is_available(cls.device_type)
+
+    @classmethod
+    def auto_device_count(cls) -> int:
+        """Return the number of devices that ``devices="auto"`` takes."""
+        return num_devices(cls.device_type)
 
 
 class CPUAccelerator(Accelerator):
@@ -256,24 +262,11 @@ class CPUAccelerator(Accelerator):
 
     device_type = "cpu"
 
-    @staticmethod
-    def is_available() -> bool:
-        return True
-
 
 class CUDAAccelerator(Accelerator):
     """CUDA devices."""
 
     device_type = "cuda"
-
-    @staticmethod
-    def is_available() -> bool:
-        return torch.cuda.is_available()
-
-    @staticmethod
-    def auto_device_count() -> int:
-        """Return the number of CUDA devices."""
-        return torch.cuda.device_count()
 
 
 class MPSAccelerator(Accelerator):
@@ -281,19 +274,26 @@ class MPSAccelerator(Accelerator):
 
     device_type = "mps"
 
-    @staticmethod
-    def is_available() -> bool:
-        return torch.backends.mps.is_available()
-
 
 class XLAAccelerator(Accelerator):
-    """TPUs, which Echelon does not have."""
+    """TPUs, where the package torch_tpu has registered them."""
 
-    device_type = "xla"
+    device_type = "tpu"
 
 
-ACCELERATORS: Final = {kind.device_type: kind for kind in (CPUAccelerator, CUDAAccelerator, MPSAccelerator)}
+ACCELERATORS: Final = {
+    kind.device_type: kind for kind in (CPUAccelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator)
+}
 """The accelerators by the type of their devices."""
+
+
+def accelerator_for(device_type: str) -> Accelerator:
+    """Return the accelerator of a type of device, which may be one that has no class of its own here."""
+    known = ACCELERATORS.get(device_type)
+    if known is not None:
+        return known()
+    accelerator: Accelerator = type(f"{device_type.upper()}Accelerator", (Accelerator,), {"device_type": device_type})()
+    return accelerator
 
 
 class Registry(dict[str, Any]):
@@ -315,13 +315,8 @@ class AcceleratorChoice:
     """The accelerator and the devices that ``"auto"`` chooses, which libraries read from Lightning's connector."""
 
     def __init__(self, accelerator: str = "auto", devices: Any = "auto", **_: Any) -> None:
-        found = next(
-            name
-            for name, kind in (("cuda", CUDAAccelerator), ("mps", MPSAccelerator), ("cpu", CPUAccelerator))
-            if kind.is_available()
-        )
-        self._accelerator_flag = found if accelerator == "auto" else "cuda" if accelerator == "gpu" else accelerator
-        count = CUDAAccelerator.auto_device_count() if self._accelerator_flag == "cuda" else 1
+        self._accelerator_flag = device_type_of(accelerator)
+        count = num_devices(self._accelerator_flag)
         self._devices_flag = count if devices == "auto" else devices
 
 
@@ -330,7 +325,7 @@ class AcceleratorChoice:
 
 def num_cuda_devices() -> int:
     """Return the number of GPUs."""
-    return torch.cuda.device_count()
+    return CUDAAccelerator.auto_device_count()
 
 
 class RankZeroOnly:

@@ -19,7 +19,6 @@ from .extras.loggers import BY_NAME
 from .extras.plugins import settings_of
 from .fit_loop import FitLoop
 from .parts import (
-    ACCELERATORS,
     Accelerator,
     AsyncCheckpointIO,
     CheckpointIO,
@@ -28,6 +27,7 @@ from .parts import (
     TorchCheckpointIO,
     TrainerFn,
     TrainerStatus,
+    accelerator_for,
 )
 from .profiler import PROFILERS
 from .tqdm_bar import KeptProgressBar
@@ -78,7 +78,7 @@ class LightningTrainer(Trainer):
     @property
     def accelerator(self) -> Accelerator:
         """The accelerator of this trainer's devices; ``str`` returns its name."""
-        return ACCELERATORS[self._runner.hardware.device_type]()
+        return accelerator_for(self._runner.hardware.device_type)
 
     @property
     def _accelerator_connector(self) -> Any:

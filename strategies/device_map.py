@@ -10,6 +10,7 @@ from torch import nn
 
 from ..common.errors import ConfigError
 from .cluster.hardware import Hardware
+from .devices.kinds import is_accelerator
 from .module.device_layout import check_device_map, deal_parts, match_device_map, room_on
 from .module.precision import Precision
 from .placed.by_map import PlacedByMap
@@ -68,7 +69,7 @@ class DeviceMapStrategy(Strategy):
     def devices(self) -> Sequence[torch.device]:
         """All devices on which the module computes; the CPU counts where it is the first."""
         named = check_device_map(self.device_map).values() if isinstance(self.device_map, Mapping) else self._devices
-        return tuple(dict.fromkeys((self.device, *(device for device in named if device.type == "cuda"))))
+        return tuple(dict.fromkeys((self.device, *(device for device in named if is_accelerator(device.type)))))
 
     def make_placed(self, module: nn.Module, *, is_manual: bool = False) -> Placed:
         if self._last_placed is not None and self._last_placed.module is module:

@@ -130,7 +130,7 @@ class ElasticStrategy(ForwardingStrategy):
         self.inner.validate(hardware, precision)
         static = self.inner.launcher
         self.launcher = ElasticLauncher(
-            hardware.environment, self._options, uses_cuda=static.uses_cuda, start_timeout=static.start_timeout
+            hardware.environment, self._options, uses_devices=static.uses_devices, start_timeout=static.start_timeout
         )
 
     def connect(self, hardware: Hardware, precision: Precision) -> None:

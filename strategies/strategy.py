@@ -14,6 +14,9 @@ from ..common.errors import ConfigError, RunError, not_set_up
 from .cluster.environment import Environment
 from .cluster.hardware import Hardware
 from .cluster.launchers import detect_environment
+from .devices.abilities import check_dtypes
+from .devices.kinds import CPU
+from .devices.queries import set_current
 from .distributed.process_group import START_TIMEOUT, ProcessGroup, ProcessSettings, check_settings
 from .distributed.rank_methods import RankMethods
 from .distributed.ranks import Ranks
@@ -106,6 +109,7 @@ class Strategy(RankMethods, PlacedMethods):
         Raises:
             ConfigError: if it cannot.
         """
+        check_dtypes(hardware.device_type, precision.name, precision.param_dtype, precision.autocast_dtype)
         self.hardware, self.precision = hardware, precision
         environment = hardware.environment
         self.ranks = replace(self.ranks, environment=environment)
@@ -122,8 +126,8 @@ class Strategy(RankMethods, PlacedMethods):
 
     def _make_launcher(self) -> RunLauncher:
         start_timeout = self._process_settings.get("start_timeout", START_TIMEOUT)
-        uses_cuda = self.hardware.device_type == "cuda"
-        return RunLauncher(self.environment, uses_cuda=uses_cuda, start_timeout=start_timeout)
+        uses_devices = self.hardware.device_type != CPU
+        return RunLauncher(self.environment, uses_devices=uses_devices, start_timeout=start_timeout)
 
     def validate_module(self, module: nn.Module, *, trains: bool = True) -> None:
         """Raise a `ConfigError` if the module as built so far cannot run, or train, here; in the user's process."""
@@ -141,8 +145,7 @@ class Strategy(RankMethods, PlacedMethods):
             environment = self.environment
         self.hardware, self.precision = hardware, precision
         self.device = hardware.device(environment.local_rank)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # this thread's default for streams, events and NCCL
+        set_current(self.device)  # this thread's default for streams, events and collectives
         group = ProcessGroup(environment, self.device, **self._process_settings) if has_peers else None
         if group is not None:
             group.join()

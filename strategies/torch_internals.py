@@ -224,10 +224,17 @@ def memory_of(storage: Any) -> torch.UntypedStorage:
     return memory
 
 
-def is_cuda_unusable() -> bool:
-    """Return whether this process cannot use CUDA because it was forked from one that had initialized it."""
+def registered_name() -> str:
+    """Return the name of the type of device that another package has registered; ``privateuseone`` if none has."""
     with names_of_torch:
-        return bool(torch.cuda._is_in_bad_fork())  # noqa: SLF001
+        return str(torch._C._get_privateuse1_backend_name())  # noqa: SLF001
+
+
+def has_kernel(operation: str, device_type: str) -> bool:
+    """Return whether an operation such as ``aten::add.Tensor`` has a kernel of its own for a type of device."""
+    with names_of_torch:
+        key = torch._C._dispatch_key_for_device(device_type)  # noqa: SLF001
+        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operation, key))  # noqa: SLF001
 
 
 def is_reduced(wrapper: Any) -> bool:

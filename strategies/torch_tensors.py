@@ -38,6 +38,11 @@ def base_of(tensor: Tensor) -> Tensor:
     return tensor if base is None else base
 
 
+def takes_data_of(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether one tensor can take another's data (`torch._has_compatible_shallow_copy_type`)."""
+    return bool(torch._has_compatible_shallow_copy_type(tensor, other))  # noqa: SLF001
+
+
 def is_view(tensor: Tensor) -> bool:
     """Return whether autograd takes a tensor for a view of another one (`_is_view`)."""
     return tensor._is_view()  # noqa: SLF001

@@ -33,7 +33,9 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 PRETENDS_GPU = os.environ.get("GPU_TESTS_ON") == "cpu"
 
-SLOW_FOLDERS = {"benchmarks", "docs", "elastic", "equivalence", "examples", "faults", "gpu", "launch", "ports"}
+SLOW_FOLDERS = {
+    *("benchmarks", "device", "docs", "elastic", "equivalence", "examples", "faults", "gpu", "launch", "ports")
+}
 WAITING = ("elastic", "launch", "strategies/launch")
 COMPUTING = ("equivalence", "faults", "trainer/tour", "benchmarks", "examples")
 """Folders whose files take a minute; in some of them, processes mostly wait for each other."""

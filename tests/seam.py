@@ -92,6 +92,28 @@ def feature_words(sources: Iterable[Source]) -> dict[str, set[str]]:
     return {word: {path for path, names in known.items() if word in names} for word in WORDS}
 
 
+_OF_CUDA = re.compile(r"\bis_cuda\b|(?<![a-z._])(cuda|nccl)(?![a-z_])")
+
+
+def cuda_places(sources: Iterable[Source]) -> list[str]:
+    """Return the lines whose code names CUDA or NCCL; text that is a sentence, and docstrings, do not count."""
+    found = set[str]()
+    for source in sources:
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Attribute):
+                is_torch = node.attr == "cuda" and ast.unparse(node.value) in ("torch", "torch.backends")
+                names = is_torch or node.attr in ("is_cuda", "is_nccl_available")
+            elif isinstance(node, ast.Call):
+                names = isinstance(node.func, ast.Attribute) and node.func.attr == "cuda"
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                names = " " not in node.value and _OF_CUDA.search(node.value) is not None
+            else:
+                names = False
+            if names:
+                found.add(source.at(node))
+    return sorted(found)
+
+
 def any_per_thousand(sources: Sequence[Source]) -> float:
     """Return how often ``Any`` stands in a thousand lines that are neither empty nor a comment."""
     number = sum(isinstance(node, ast.Name) and node.id == "Any" for s in sources for node in ast.walk(s.tree))
@@ -118,6 +140,7 @@ def measures(sources: Sequence[Source]) -> dict[str, float]:
     found["fields of a run's state"] = len(fields)
     found["fields written in three or more files"] = sum(len(written.get(field, ())) > 2 for field in set(fields))
     found |= {f"kernel files with {word!r}": len(paths) for word, paths in feature_words(sources).items()}
+    found["lines that name CUDA or NCCL"] = len(cuda_places(sources))
     found["Any in a thousand lines"] = round(any_per_thousand(sources), 1)
     return found
 

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 LEVELS = (
     ("common",),
     ("strategies.torch_internals", "strategies.torch_tensors"),
+    ("strategies.devices",),
     ("strategies.cluster",),
     ("strategies.distributed",),
     ("strategies.launch", "strategies.state"),

@@ -19,9 +19,17 @@ MOST = {
     "kernel files with 'estimat'": 1,  # Lightning's estimated_stepping_batches
     "kernel files with 'server'": 1,  # socket.create_server
     "kernel files with 'lightning'": 3,
+    "lines that name CUDA or NCCL": 7,
     "Any in a thousand lines": 46.5,
 }
 """Lower a number with the change that lowers the measure; where the plan wants it, shared/design/house.md says."""
+
+
+CUDAS_OWN = (
+    *("lightning/parts.py", "strategies/devices/cuda.py", "strategies/devices/kinds.py"),
+    *("strategies/pipeline/absent.py", "strategies/state/lazy_tensor.py", "strategies/torch_internals.py"),
+)
+"""Files that name CUDA: as an accelerator of Lightning's, for its settings, and as an attribute of tensors."""
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +49,27 @@ def test_every_measure_is_held(measured):
 def test_every_room_of_the_kernel_is_there():
     paths = [source.path for source in package_sources(seam.ROOT)]
     assert [room for room in seam.KERNEL if not any(path.startswith(room) for path in paths)] == []
+
+
+def test_cuda_is_named_where_something_is_its_own():
+    places = seam.cuda_places(package_sources(seam.ROOT))
+    assert {place.partition(":")[0] for place in places} == set(CUDAS_OWN), places
+
+
+def test_code_that_names_cuda_is_found_and_sentences_are_not():
+    lines = {
+        "torch.cuda.synchronize()": 1,
+        "x = torch.backends.cuda.matmul": 1,
+        "batch.cuda()": 1,
+        "tensor.is_cuda": 1,
+        "device.type == 'cuda'": 1,
+        "backend = 'cpu:gloo,cuda:nccl'": 1,
+        "dist.is_nccl_available()": 1,
+        "raise E('use cuda or nccl')": 0,
+        "uses_cuda = num_cuda_devices = 'num_cuda_devices'": 0,
+    }
+    found = {text: len(seam.cuda_places([Source("a.py", text)])) for text in lines}
+    assert found == lines
 
 
 def test_methods_attributes_and_annotations_of_a_class_are_its_names():

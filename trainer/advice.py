@@ -11,12 +11,11 @@ import torch
 
 from ..common.errors import ProcessError
 from ..strategies import Precision, Strategy
+from ..strategies.devices.cuda import could_use_tf32
+from ..strategies.devices.queries import name_of
 from ..strategies.distributed.debug import shapes_of
 
 _log = logging.getLogger(__name__)
-
-_HAS_TF32: Final = (8, 0)
-"""The lowest compute capability with TF32, Ampere's."""
 
 _ADVICE: Final = {
     "expected target dtype to be Long|expected scalar type Long": (
@@ -113,13 +112,10 @@ def show_batch(error: BaseException, batch: object, where: str) -> None:
 
 def advise_precision(device: torch.device, precision: Precision) -> None:
     """Log once per process that float32 matrix products run at a fraction of the GPU's TF32 speed."""
-    if device.type != "cuda" or not precision.is_plain or torch.cuda.get_device_capability(device) < _HAS_TF32:
-        return
-    if torch.backends.cuda.matmul.fp32_precision != "tf32":
+    if precision.is_plain and could_use_tf32(device):
         _say_once(
-            f"{torch.cuda.get_device_name(device)} multiplies float32 matrices several times faster in TF32, which "
-            "keeps 10 bits of their fractions: torch.set_float32_matmul_precision('high'), or "
-            "Trainer(precision='bf16-mixed')."
+            f"{name_of(device)} multiplies float32 matrices several times faster in TF32, which keeps 10 bits of their "
+            "fractions: torch.set_float32_matmul_precision('high'), or Trainer(precision='bf16-mixed')."
         )
 
 

@@ -23,6 +23,7 @@ from ..callbacks.progress_display import ProgressDisplay
 from ..callbacks.run import Logger
 from ..common.errors import ConfigError, DataError, ModuleError
 from ..strategies import Hardware, Strategy
+from ..strategies.devices.abilities import has_sync_batchnorm
 from ..strategies.torch_tensors import buffers_by_name, children_by_name, parameters_by_name
 from .data.combined_loader import combined_of
 from .module.arguments import check_called_methods, check_step_arguments
@@ -229,7 +230,7 @@ def check_sync_batchnorm(settings: Settings, hardware: Hardware) -> None:
     Raises:
         ConfigError: on devices other than GPUs.
     """
-    if settings.sync_batchnorm and hardware.environment.world_size > 1 and hardware.device_type != "cuda":
+    if settings.sync_batchnorm and hardware.environment.world_size > 1 and not has_sync_batchnorm(hardware.device_type):
         raise ConfigError(
             "sync_batchnorm=True needs GPUs (torch's SyncBatchNorm runs nowhere else), got "
             f"accelerator={hardware.device_type!r}; use GroupNorm, or set sync_batchnorm=False."

@@ -24,6 +24,7 @@ from ..callbacks.progress import TQDMProgressBar
 from ..callbacks.progress_display import ProgressDisplay
 from ..callbacks.run import Logger
 from ..common.errors import ConfigError, ModuleError
+from ..strategies.devices.streams import pins_memory
 from ..strategies.module.blocks import repeated_blocks
 from ..strategies.module.compiled_calls import compile_calls
 from ..strategies.module.traces import KeptObjects
@@ -153,8 +154,8 @@ def load_train_data(session: Session, given: Any) -> None:
         )
     check_loaders(source, "train_dataloaders")
     session.state.data_size = session.state.data_size or session.strategy.data_size
-    pins_memory = session.strategy.device.type == "cuda"
-    cut = Cut(settings.accumulate_grad_batches, settings.global_batch_size, _ranks(session), pins_memory=pins_memory)
+    pins = pins_memory(session.strategy.device)
+    cut = Cut(settings.accumulate_grad_batches, settings.global_batch_size, _ranks(session), pins_memory=pins)
     session.train_data = TrainData(
         source,
         seed=session.state.seed,

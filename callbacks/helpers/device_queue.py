@@ -7,6 +7,8 @@ from typing import Any, Final
 
 import torch
 
+from ...strategies.devices.streams import recorded_event
+
 _DEPTH: Final = 3
 """Steps by which the host may be ahead: enough to keep a GPU busy, few enough to notice soon if it stops."""
 
@@ -18,15 +20,15 @@ class DeviceQueue:
     looks alive until then, and one that works through a long queue looks dead.
     """
 
-    def __init__(self, completed: int) -> None:
+    def __init__(self, device: torch.device, completed: int) -> None:
+        self._device = device
         self.completed = completed
         """The newest step that the device is known to have completed."""
         self._given: deque[tuple[int, Any]] = deque()
 
     def give(self, step: int) -> None:
         """Note that the current device was given the last work of a step; wait if it is too far behind."""
-        event = torch.cuda.Event(blocking=True)
-        event.record()
+        event = recorded_event(self._device, blocking=True)
         self._given.append((step, event))
         if len(self._given) > _DEPTH:
             self._given[0][1].synchronize()

@@ -8,6 +8,9 @@ from typing import Final, NamedTuple
 import torch
 
 from ...strategies import Precision
+from ...strategies.devices.cuda import uses_tf32
+from ...strategies.devices.kinds import CPU
+from ...strategies.devices.queries import name_of
 
 
 class _Peak(NamedTuple):
@@ -54,10 +57,11 @@ _OTHER_DEVICES: Final = frozenset({"MIG", "LAPTOP", "TI", "SUPER", "D"})
 
 def peak_flops(device: torch.device, precision: Precision) -> float | None:
     """Return the device's peak in FLOP/s for the dtype in which `precision` computes; None if unknown."""
-    if device.type != "cuda":
+    name = name_of(device) if device.type != CPU else None
+    if name is None:
         return None
     dtype = precision.autocast_dtype or precision.param_dtype or torch.float32
-    return peak_flops_by_name(torch.cuda.get_device_name(device), dtype, uses_tf32=_uses_tf32())
+    return peak_flops_by_name(name, dtype, uses_tf32=uses_tf32())
 
 
 def peak_flops_by_name(name: str, dtype: torch.dtype, *, uses_tf32: bool) -> float | None:
@@ -72,8 +76,3 @@ def peak_flops_by_name(name: str, dtype: torch.dtype, *, uses_tf32: bool) -> flo
     elif dtype is torch.float32:
         teraflops = peak.tf32 if uses_tf32 and peak.tf32 is not None else peak.single
     return None if teraflops is None else teraflops * 1e12
-
-
-def _uses_tf32() -> bool:
-    """Return whether float32 matrix products run in TF32, according to either of torch's two settings."""
-    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")

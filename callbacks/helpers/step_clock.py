@@ -9,6 +9,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from ...strategies.devices.streams import recorded_event
+
 _Phase = Literal["none", "data", "other", "forward", "backward"]
 
 
@@ -95,9 +97,7 @@ class StepClock:
         phase, meets = self._phase, self._meets
         self._phase = next_phase
         if not self.is_exact:
-            event = torch.get_device_module(self._device).Event(enable_timing=True)
-            event.record()
-            self._events.append((phase, event))
+            self._events.append((phase, recorded_event(self._device, enable_timing=True)))
             return
         wall = perf_counter()
         # a system call, which takes most of a mark's time

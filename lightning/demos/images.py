@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 from torch.utils.data import DataLoader, random_split
 
+from ...strategies.devices.kinds import available_types
 from ..module import LightningDataModule
 
 __all__ = ["MNIST", "MNISTDataModule"]
@@ -84,5 +85,5 @@ class MNISTDataModule(LightningDataModule):
             shuffle=shuffle,
             num_workers=self.num_workers,
             drop_last=True,
-            pin_memory=torch.cuda.is_available(),
+            pin_memory=bool(available_types()),
         )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...common.errors import ConfigError, RunError
+from ...strategies.devices.kinds import available_types
 from ...strategies.torch_internals import tree_map
 from ...trainer.loggers.base import is_installed
 from ...trainer.module.train_module import TrainModule
@@ -92,7 +93,7 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
     import numpy
 
     states = numpy.random.get_state(), random.getstate()
-    with torch.random.fork_rng(enabled=True, devices=None if include_cuda and torch.cuda.is_available() else []):
+    with torch.random.fork_rng(enabled=True, devices=None if include_cuda and available_types() else []):
         try:
             yield
         finally:

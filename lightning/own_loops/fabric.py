@@ -27,12 +27,11 @@ from ...trainer.module.all_gather import all_gather
 from ...trainer.module.train_module import TrainModule
 from ..checkpoint_files import is_own_path, read_torch_file
 from ..extras.plugins import settings_of
-from ..parts import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
+from ..parts import Accelerator, accelerator_for
 from .building import EmptyInit
 from .files import load_file
 
 _STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
-_ACCELERATORS: Final = {"cpu": CPUAccelerator, "cuda": CUDAAccelerator, "mps": MPSAccelerator}
 
 
 class Fabric(Engine):
@@ -43,7 +42,7 @@ class Fabric(Engine):
     where the engine's are; what an engine cannot do is refused when it is asked for.
 
     Args:
-        accelerator: ``auto``, ``cpu``, ``gpu``, ``cuda`` or ``mps``.
+        accelerator: ``auto``, ``cpu``, ``gpu``, or a type of device that torch has, as for the Trainer.
         strategy: a strategy or its name, as for `Engine`.
         devices: as for `Engine`.
         num_nodes: the number of machines.
@@ -71,8 +70,7 @@ class Fabric(Engine):
         loggers: Logger | Sequence[Logger] | None = None,
     ) -> None:
         taken = settings_of(_as_list(plugins), {} if precision is None else {"precision": precision})
-        kinds = {kind: name for name, kind in _ACCELERATORS.items()}
-        name = accelerator if isinstance(accelerator, str) else kinds.get(type(accelerator), type(accelerator).__name__)
+        name = accelerator if isinstance(accelerator, str) else accelerator.name()
         super().__init__(
             accelerator=name,
             strategy=strategy,
@@ -96,7 +94,7 @@ class Fabric(Engine):
     @property
     def accelerator(self) -> Accelerator:
         """The kind of device."""
-        return _ACCELERATORS.get(self.device.type, CPUAccelerator)()
+        return accelerator_for(self.device.type)
 
     @property
     def loggers(self) -> list[Any]:

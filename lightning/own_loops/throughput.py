@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from ...callbacks.helpers.flop_count import counted_flops
 from ...callbacks.helpers.peak_flops import peak_flops, peak_flops_by_name
 from ...common.errors import ConfigError
+from ...strategies.devices.cuda import uses_tf32
+from ...strategies.devices.kinds import CPU
+from ...strategies.devices.queries import name_of
 from .fabric import Fabric
 
 _GROWING: Final = ("time", "batches", "samples", "lengths")
@@ -154,8 +157,8 @@ def measure_flops(
 
 def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int | None:
     """Return the peak of a GPU in FLOP/s for a dtype; None if it is unknown, and for other devices."""
-    if device.type != "cuda" or isinstance(dtype, str):
+    name = name_of(device) if device.type != CPU else None
+    if name is None or isinstance(dtype, str):
         return None
-    uses_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
-    peak = peak_flops_by_name(torch.cuda.get_device_name(device), dtype, uses_tf32=uses_tf32)
+    peak = peak_flops_by_name(name, dtype, uses_tf32=uses_tf32())
     return None if peak is None else int(peak)

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ...common.errors import ConfigError, did_you_mean
+from ...common.errors import ConfigError
+from ..devices.kinds import device_type_of, num_devices
 from .environment import Environment
 from .launchers import detect_environment
-
-_ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
 
 
 @dataclass(frozen=True)
@@ -55,37 +54,14 @@ class Hardware:
         Raises:
             ConfigError: for an accelerator or a device that this machine does not have.
         """
-        device_type = _device_type(accelerator)
+        device_type = device_type_of(accelerator)
         if num_nodes < 1:
             raise ConfigError(f"num_nodes must be >= 1, got {num_nodes}; give the number of machines.")
         return cls(device_type, _indices(device_type, devices), num_nodes)
 
 
-def _device_type(accelerator: str) -> str:
-    if accelerator not in _ACCELERATORS:
-        raise ConfigError(
-            f"accelerator={accelerator!r} is not a known accelerator.{did_you_mean(str(accelerator), _ACCELERATORS)}"
-        )
-    is_available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    available = [name for name in is_available if is_available[name]]
-    if accelerator == "cpu":
-        return accelerator
-    if accelerator in ("auto", "gpu"):
-        if accelerator == "gpu" and not available:
-            raise ConfigError(
-                "accelerator='gpu', but torch finds no GPU on this machine; use accelerator='cpu' or 'auto'."
-            )
-        return available[0] if available else "cpu"
-    if accelerator not in available:
-        raise ConfigError(
-            f"accelerator={accelerator!r}, but torch finds no such device on this machine; use accelerator='cpu' or "
-            "'auto'."
-        )
-    return accelerator
-
-
 def _indices(device_type: str, devices: int | str | Sequence[int]) -> tuple[int, ...]:
-    available = torch.cuda.device_count() if device_type == "cuda" else 1
+    available = num_devices(device_type)
     if isinstance(devices, str):
         devices = _parse(devices)
     if isinstance(devices, bool) or not isinstance(devices, int | Sequence):

@@ -22,6 +22,7 @@ from ..cluster.network import loopback_variables, variables_towards
 from ..cluster.start_wait import StartWait, unknown_host
 from ..cluster.tcp_store import connect_store, host_store
 from ..cluster.torchrun import agent_hosts_store
+from ..devices.backends import backend_for, beside_gloo, binds_devices, check_several_processes
 from ..torch_internals import default_store
 
 START_TIMEOUT: Final = timedelta(minutes=5)
@@ -42,7 +43,7 @@ class ProcessSettings(TypedDict, total=False):
     """Keyword arguments of every strategy with several processes."""
 
     process_group_backend: str | None
-    """``"nccl"``, ``"gloo"`` or ``"mpi"``; by default nccl on CUDA and gloo on CPU, as torch's documentation says."""
+    """``"nccl"``, ``"gloo"`` or another that torch knows; by default torch's own choice for the device."""
     timeout: timedelta
     """How long a collective waits for a rank that is alive; a rank that dies is noticed at once."""
     start_timeout: timedelta
@@ -78,9 +79,8 @@ def check_settings(settings: ProcessSettings, device_type: str, *, is_needed: bo
             )
     if not is_needed:
         return
-    if device_type == "mps":
-        raise ConfigError("accelerator='mps' has one device and no backend for several processes; use 'cpu'.")
-    _backend(settings, device_type)
+    check_several_processes(device_type)
+    backend_for(device_type, settings.get("process_group_backend"))
 
 
 def _own_arguments(of: type) -> list[str]:
@@ -89,32 +89,16 @@ def _own_arguments(of: type) -> list[str]:
     return [one.name for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
 
 
-def _backend(settings: ProcessSettings, device_type: str) -> str:
-    from torch import distributed as dist
-
-    default = "nccl" if device_type == "cuda" else "gloo"
-    name = settings.get("process_group_backend") or default
-    if name not in ("nccl", "gloo", "mpi"):
-        raise ConfigError(f"process_group_backend={name!r} is not known.{did_you_mean(name, ('nccl', 'gloo', 'mpi'))}")
-    if not getattr(dist, f"is_{name}_available")():
-        raise ConfigError(
-            f"process_group_backend={name!r}, but this build of torch ({torch.__version__}) was built without it; "
-            f"use {default!r}" + (", which mpirun can start as well." if name == "mpi" else ".")
-        )
-    if name == "nccl" and device_type != "cuda":
-        raise ConfigError(f"process_group_backend='nccl' needs GPUs, got accelerator={device_type!r}; use 'gloo'.")
-    return name
-
-
 def backend_options(backend: str, device: torch.device) -> dict[str, Any]:
     """Return the arguments of ``init_process_group`` for a backend.
 
-    NCCL is combined with gloo for CPU tensors, which exist where parameters are offloaded. It is also given its device:
-    otherwise it would guess from the first tensor, and create contexts on cuda:0 for the other ranks.
+    One that sends from devices only is combined with gloo for CPU tensors, which exist where parameters are offloaded.
+    NCCL is also given its device: it would otherwise guess from the first tensor, and create contexts on the first GPU
+    for the other ranks. Others take this thread's current device.
     """
-    if backend == "nccl":
-        return {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
-    return {"backend": backend}
+    name = beside_gloo(backend, device.type)
+    is_bound = name != backend and binds_devices(device.type)
+    return {"backend": name, "device_id": device} if is_bound else {"backend": name}
 
 
 class ProcessGroup:
@@ -130,7 +114,7 @@ class ProcessGroup:
         self.environment = environment
         self.device = device
         self.settings = settings
-        self.backend = _backend(settings, device.type)
+        self.backend = backend_for(device.type, settings.get("process_group_backend"))
         self.rank, self.world_size = environment.rank, environment.world_size
         self.local_rank, self.local_world_size = environment.local_rank, environment.local_world_size
         self.node_rank = environment.node_rank

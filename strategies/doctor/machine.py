@@ -14,6 +14,9 @@ from typing import Final
 import torch
 
 from ..cluster.environment import ENVIRON
+from ..devices.backends import has_backend
+from ..devices.cuda import CUDA
+from ..devices.kinds import is_available
 from .finding import Finding
 
 _FEWEST_FILES: Final = 256
@@ -55,14 +58,14 @@ def check_torch() -> Iterator[Finding]:
     has_devices = any(Path("/dev").glob("nvidia[0-9]*"))
     if not has_devices or ENVIRON.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return
-    if not torch.cuda.is_available():
+    if not is_available(CUDA):
         build = torch.version.cuda
         reason = f"is built for CUDA {build} but finds no device" if build else "is built for CPUs only"
         remedy = (
             "update the driver; nvidia-smi shows its version" if build else "install a build of torch for CUDA with pip"
         )
         yield Finding("torch", f"this machine has NVIDIA devices, but torch {torch.__version__} {reason}", remedy)
-    elif not dist.is_nccl_available():
+    elif not has_backend(CUDA):
         yield Finding("torch", f"torch {torch.__version__} has CUDA but no NCCL", "install torch from its own wheels")
 
 

@@ -61,7 +61,7 @@ class Agent(LocalElasticAgent):
             monitor_interval=0.001,  # _monitor_workers() does its own waiting
         )
         super().__init__(spec, _InheritedStreams(), start_method="forkserver")
-        self.task, self.folder, self._modules, self._uses_cuda = task, task.folder, task.modules, task.uses_cuda
+        self.task, self.folder, self._modules, self._uses_devices = task, task.folder, task.modules, task.uses_devices
         self.ranks: list[int] = []
         self.failed: list[WorkerExit] = []
         """The workers of this node that failed, without those that were stopped because another one failed."""
@@ -108,7 +108,7 @@ class Agent(LocalElasticAgent):
         return list(self._running)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        preload(self._modules, uses_cuda=self._uses_cuda)
+        preload(self._modules, uses_devices=self._uses_devices)
         with blank_main(), keeping_start_method(), _without_signal_warning():
             try:
                 pids: dict[int, Any] = super()._start_workers(worker_group)

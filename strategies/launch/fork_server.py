@@ -40,29 +40,29 @@ _ONE_THREAD: Final = threading.RLock()
 _log = logging.getLogger(__name__)
 
 
-def preload(modules: Iterable[str], *, uses_cuda: bool = False) -> None:
+def preload(modules: Iterable[str], *, uses_devices: bool = False) -> None:
     """Start the fork server, unless it is running, and have it import the modules that each worker needs.
 
-    With `uses_cuda`, if a module initializes CUDA when it is imported, so that no worker could use it, the fork server
-    is restarted without any of these modules.
+    With `uses_devices`, if a module initializes a device when it is imported, so that no worker could use it, the fork
+    server is restarted without any of these modules.
     """
     server: Any = forkserver._forkserver  # noqa: SLF001 - there is no getter
     # __main__, a default, is the user's program, which would run a second time
     users = [name for name in server._preload_modules if name not in (*PRELOADED, "__main__")]  # noqa: SLF001
     own = [name for name in dict.fromkeys(modules) if name not in (*PRELOADED, *users)]
-    if not _start_fork_server(server, users, own, uses_cuda=uses_cuda) or not (uses_cuda and own):
+    if not _start_fork_server(server, users, own, uses_devices=uses_devices) or not (uses_devices and own):
         return
     if number := _in_a_child(_number_of_culprit, own):
         _log.warning(
-            "%s asks for CUDA devices when it is imported, after which no worker could use one; so the workers import "
+            "%s asks for devices when it is imported, after which no worker could use one; so the workers import "
             "their modules themselves, which takes longer. Call torch.cuda.is_available() only inside functions.",
             own[number - 1],
         )
         server._stop()  # noqa: SLF001
-        _start_fork_server(server, (), (), uses_cuda=uses_cuda)
+        _start_fork_server(server, (), (), uses_devices=uses_devices)
 
 
-def _start_fork_server(server: Any, users: Iterable[str], own: Iterable[str], *, uses_cuda: bool) -> bool:
+def _start_fork_server(server: Any, users: Iterable[str], own: Iterable[str], *, uses_devices: bool) -> bool:
     """Start the fork server, and return whether it was not running yet."""
     pid = server._forkserver_pid  # noqa: SLF001
     _forget_in_forks()
@@ -71,7 +71,7 @@ def _start_fork_server(server: Any, users: Iterable[str], own: Iterable[str], *,
     resource_tracker.ensure_running()  # otherwise the fork server would start it, which unblocks signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_THE_FORK_SERVER)  # inherited by the fork server
     try:
-        with keeping_start_method(), preloading(["cuda" if uses_cuda else "", *own]):  # one thread at a time
+        with keeping_start_method(), preloading(["devices" if uses_devices else "", *own]):  # one thread at a time
             forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -133,7 +133,7 @@ def _in_a_child(function: Callable[[list[str]], None], names: list[str]) -> int:
 
 
 def _number_of_culprit(names: list[str]) -> None:
-    """Exit with the number of the module that made CUDA unusable, counted from 1, or with 0 if none did."""
+    """Exit with the number of the module that made devices unusable, counted from 1, or with 0 if none did."""
     os._exit(names.index(CULPRITS[0]) + 1 if CULPRITS else 0)
 
 

@@ -14,17 +14,17 @@ import os
 import signal
 import sys
 
-from .worker import CULPRITS, NOT_FOR_THE_FORK_SERVER, makes_cuda_unusable, take_preload
+from .worker import CULPRITS, NOT_FOR_THE_FORK_SERVER, makes_devices_unusable, take_preload
 
 os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_THE_FORK_SERVER))
 
 
 def _import_all(names: str) -> None:
-    needs_cuda, *modules = names.split(",")
+    needs_devices, *modules = names.split(",")
     for name in modules:
         with contextlib.suppress(ImportError):  # the worker that needs it reports this
             importlib.import_module(name)
-            if needs_cuda and not CULPRITS and makes_cuda_unusable():
+            if needs_devices and not CULPRITS and makes_devices_unusable():
                 CULPRITS.append(name)
 
 

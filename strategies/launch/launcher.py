@@ -49,7 +49,7 @@ def launch(
     make_agent: MakeAgent,
     *,
     is_local: bool,
-    uses_cuda: bool = False,
+    uses_devices: bool = False,
     parts: Mapping[str, object] | None = None,
     on_result: Callable[[T], None] | None = None,
 ) -> T:
@@ -62,7 +62,7 @@ def launch(
         function: the function to run; it, everything it refers to, and its result are sent by value.
         make_agent: makes the agent that starts and watches the workers.
         is_local: whether all processes of the run are on this machine.
-        uses_cuda: whether `function` uses CUDA devices.
+        uses_devices: whether `function` uses CUDA devices.
         parts: objects that `function` holds, by name; an error about an attribute of one starts from that name.
         on_result: called with the result, before it is returned or the caller's signal is raised.
 
@@ -76,7 +76,7 @@ def launch(
     """
     _check_process()
     signals = _SignalForwarding()
-    with _task(function, parts, is_local=is_local, uses_cuda=uses_cuda) as task:
+    with _task(function, parts, is_local=is_local, uses_devices=uses_devices) as task:
         with signals.listening():
             agent = _run(task, make_agent, signals)
         _raise_failure(agent, signals)
@@ -87,7 +87,7 @@ def launch(
     return result
 
 
-def launch_all(function: Callable[[], T], *, num_processes: int, timeout: float, uses_cuda: bool = False) -> list[T]:
+def launch_all(function: Callable[[], T], *, num_processes: int, timeout: float, uses_devices: bool = False) -> list[T]:
     """Run `function` in new processes on this machine, for at most `timeout` seconds, and return all their results.
 
     Raises:
@@ -97,7 +97,7 @@ def launch_all(function: Callable[[], T], *, num_processes: int, timeout: float,
     _check_process()
     environment = Environment("none", 0, 0, 0, num_processes, num_processes, 1, LOOPBACK, None)
     signals = _SignalForwarding()
-    with _task(function, None, is_local=True, keeps_all_results=True, uses_cuda=uses_cuda) as task:
+    with _task(function, None, is_local=True, keeps_all_results=True, uses_devices=uses_devices) as task:
         with signals.listening():
             make_agent = static_agents(num_processes, environment, timedelta(seconds=timeout))
             agent = _run(task, make_agent, signals, timeout)
@@ -123,7 +123,7 @@ def _task(
     *,
     is_local: bool,
     keeps_all_results: bool = False,
-    uses_cuda: bool = False,
+    uses_devices: bool = False,
 ) -> Iterator[WorkerTask]:
     """Make the workers' task: a folder for their results, and the function in an unnamed file.
 
@@ -143,7 +143,7 @@ def _task(
             keeps_all_results=keeps_all_results,
             shows_stacks=keeps_all_results,
             modules=(*IMPORTED_FIRST, *installed(modules)),
-            uses_cuda=uses_cuda,
+            uses_devices=uses_devices,
         )
 
 

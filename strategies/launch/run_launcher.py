@@ -21,7 +21,7 @@ class RunLauncher:
 
     Args:
         environment: the processes of the run.
-        uses_cuda: whether they use CUDA devices.
+        uses_devices: whether they use CUDA devices.
         start_timeout: how long they wait for each other at the start.
     """
 
@@ -29,9 +29,9 @@ class RunLauncher:
     """In a worker that is restarted after faults, its connection to the agent that does so; None in all others."""
 
     def __init__(
-        self, environment: Environment, *, uses_cuda: bool = False, start_timeout: timedelta = START_TIMEOUT
+        self, environment: Environment, *, uses_devices: bool = False, start_timeout: timedelta = START_TIMEOUT
     ) -> None:
-        self.environment, self.uses_cuda, self.start_timeout = environment, uses_cuda, start_timeout
+        self.environment, self.uses_devices, self.start_timeout = environment, uses_devices, start_timeout
 
     @property
     def starts_processes(self) -> bool:
@@ -64,7 +64,7 @@ class RunLauncher:
                 function,
                 make_agent,
                 is_local=self.is_local,
-                uses_cuda=self.uses_cuda,
+                uses_devices=self.uses_devices,
                 on_result=on_result,
                 parts=parts,
             )

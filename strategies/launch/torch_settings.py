@@ -9,6 +9,7 @@ from typing import Any, Final, Self
 
 import torch
 
+from ..devices.cuda import kernel_settings
 from ..torch_internals import compiler_settings, float32_precisions, set_float32_precisions
 
 # cudnn.benchmark and the like are plain attributes; attention kernels have a getter and a setter each
@@ -48,7 +49,7 @@ class TorchSettings:
         matmul_precision = None
         with contextlib.suppress(RuntimeError):
             matmul_precision = torch.get_float32_matmul_precision()
-        cuda: Any = torch.backends.cuda
+        cuda = kernel_settings()
         return cls(
             default_dtype=torch.get_default_dtype(),
             matmul_precision=matmul_precision,
@@ -69,7 +70,7 @@ class TorchSettings:
         if self.matmul_precision not in (None, now.matmul_precision):
             torch.set_float32_matmul_precision(self.matmul_precision or "highest")
         set_float32_precisions(self.precisions)
-        cuda: Any = torch.backends.cuda
+        cuda = kernel_settings()
         _set_attributes(torch.backends.cudnn, self.cudnn, now.cudnn)
         _set_attributes(cuda.matmul, self.matmul, now.matmul)
         for getter, setter in _ATTENTION.items():

@@ -26,8 +26,9 @@ from ...common.errors import ProcessError
 from ..cluster.environment import CALLS_FILE, NODE_FOLDER, launch_of, overridden
 from ..cluster.network import loopback_variables
 from ..cluster.torchrun import RUN_ID, has_agent
+from ..devices.kinds import are_unusable
 from ..distributed.pickling import pack_into, unpack, unpack_from
-from ..torch_internals import is_cuda_unusable, kill_with_parent
+from ..torch_internals import kill_with_parent
 from .failures import Failure
 from .proc_status import look_at
 from .signal_handlers import ignore
@@ -40,13 +41,13 @@ NOT_FOR_THE_FORK_SERVER: Final = frozenset((signal.SIGINT, signal.SIGTERM, signa
 """Signals that a terminal or a scheduler may send to the whole process group of a run."""
 
 _PRELOAD: Final = "ECHELON_PRELOAD"
-"""Variable that tells the fork server whether its children need CUDA, and which modules to import."""
+"""Variable that tells the fork server whether its children need devices, and which modules to import."""
 
 IMPORTED_FIRST: Final[list[str]] = []
 """Modules that workers import before any of the user's, because they change what imports find."""
 
 CULPRITS: Final[list[str]] = []
-"""In the fork server and its children, if CUDA is needed: the module after whose import no child could use it."""
+"""In the fork server and its children, if devices are needed: the module after whose import no child could use it."""
 
 # Variables that torch.distributed.elastic sets for each worker; a caller that is itself a worker has them, too.
 _WORKER_VARIABLES: Final = re.compile(
@@ -103,7 +104,7 @@ class WorkerTask:
     shows_stacks: bool = False
     modules: tuple[str, ...] = ()
     """Modules of installed packages that the function imports."""
-    uses_cuda: bool = False
+    uses_devices: bool = False
     node_folder: Path | None = None
     """Folder that outlives the workers, if they are restarted after a failure."""
     streams: dict[int, InheritedFile] = field(default_factory=_own_streams)
@@ -213,8 +214,8 @@ def run_worker(task: WorkerTask) -> None:
             os.close(stream.number)
     rank = os.environ["RANK"]
     try:
-        if task.uses_cuda:
-            _check_cuda()
+        if task.uses_devices:
+            _check_devices()
         stacks = (task.folder / f"{rank}.stacks").open("w") if task.shows_stacks else None
         if stacks is not None:
             faulthandler.register(SHOW_STACKS, stacks)
@@ -233,21 +234,22 @@ def run_worker(task: WorkerTask) -> None:
     raise SystemExit
 
 
-def makes_cuda_unusable() -> bool:
-    """Return whether a fork of this process could not use CUDA, since this has asked for GPUs; only a fork can tell."""
+def makes_devices_unusable() -> bool:
+    """Return whether a fork of this process could not use devices, since it has asked for one; only a fork can tell."""
     pid = os.fork()
     if pid == 0:
-        os._exit(int(is_cuda_unusable()))
+        os._exit(int(are_unusable()))
     return os.waitpid(pid, 0)[1] != 0
 
 
-def _check_cuda() -> None:
-    """Raise a `ProcessError` if this process cannot use CUDA, because its fork server initialized it."""
-    if is_cuda_unusable():
+def _check_devices() -> None:
+    """Raise a `ProcessError` if this process cannot use a device, because its fork server initialized it."""
+    if are_unusable():
         name = CULPRITS[0] if CULPRITS else "a module that the program named in set_forkserver_preload"
         raise ProcessError(
-            f"This worker cannot use CUDA: {name} asked for devices when the fork server imported it; do not call "
-            "torch.cuda.is_available() while a module is imported, or leave that module out of set_forkserver_preload."
+            f"This worker cannot use CUDA or another device: {name} asked for devices when the fork server imported "
+            "it; do not call torch.cuda.is_available() or the like while a module is imported, or leave that module "
+            "out of set_forkserver_preload."
         )
 
 

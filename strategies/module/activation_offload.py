@@ -11,6 +11,7 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from ..devices.streams import current_stream, has_streams, new_stream, on_stream, pins_memory, recorded_event
 from ..torch_tensors import base_of
 
 # Bytes that may be in flight in each direction, or a single tensor: a few milliseconds of bus traffic.
@@ -43,7 +44,7 @@ class ActivationOffload:
     def _keep(self, tensor: Tensor) -> _Kept:
         if isinstance(base_of(tensor), nn.Parameter):  # its memory would not be freed anyway
             return tensor.device, tensor
-        if not tensor.is_cuda or tensor.is_sparse or type(tensor) is not Tensor:
+        if not has_streams(tensor.device) or tensor.is_sparse or type(tensor) is not Tensor:
             return tensor.device, tensor.cpu()
         lane = self._lanes.get(tensor.device)
         if lane is None:
@@ -56,7 +57,7 @@ class Lane:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._out, self._back = new_stream(device), new_stream(device)
         self._kept: WeakValueDictionary[int, Away] = WeakValueDictionary()
         self._numbers = count()
         self._leaving: deque[Away] = deque()
@@ -64,24 +65,24 @@ class Lane:
 
     def keep(self, tensor: Tensor) -> Away:
         """Start to copy a tensor to the CPU, after the work already queued on the current stream."""
-        computing = torch.cuda.current_stream(self._device)
+        computing = current_stream(self._device)
         size = tensor.numel() * tensor.element_size()
         while self._leaving and size + sum(away.num_bytes for away in self._leaving) > _IN_FLIGHT:
             away = self._leaving.popleft()
             away.computing.wait_event(away.has_left)  # its next computation may reuse the memory
             away.original = None
-        host = torch.empty(tensor.size(), dtype=tensor.dtype, pin_memory=True)
+        host = torch.empty(tensor.size(), dtype=tensor.dtype, pin_memory=pins_memory(self._device))
         self._out.wait_stream(computing)
-        with torch.cuda.stream(self._out):
+        with on_stream(self._device, self._out):
             host.copy_(tensor, non_blocking=True)
-        away = Away(self, next(self._numbers), host, size, computing, _recorded(self._out), tensor)
+        away = Away(self, next(self._numbers), host, size, computing, recorded_event(self._device, self._out), tensor)
         self._kept[away.number] = away
         self._leaving.append(away)
         return away
 
     def fetch(self, away: Away) -> Tensor:
         """Return a tensor on the device, for the current stream, and start to fetch those saved before it."""
-        computing = torch.cuda.current_stream(self._device)
+        computing = current_stream(self._device)
         if away.original is not None:
             tensor, away.original = away.original, None
             self._leaving.remove(away)
@@ -125,9 +126,9 @@ class Lane:
         tensor = torch.empty(away.host.size(), dtype=away.host.dtype, device=self._device)
         self._back.wait_stream(computing)
         self._back.wait_event(away.has_left)
-        with torch.cuda.stream(self._back):
+        with on_stream(self._device, self._back):
             tensor.copy_(away.host, non_blocking=True)
-        away.ahead = tensor, _recorded(self._back)
+        away.ahead = tensor, recorded_event(self._device, self._back)
         self._ahead.add(away)
 
 
@@ -162,9 +163,3 @@ def _fetch(kept: _Kept) -> Tensor:
         return kept.lane.fetch(kept)
     device, tensor = kept
     return tensor.to(device, non_blocking=True)
-
-
-def _recorded(stream: Any) -> Any:
-    event = torch.cuda.Event()
-    event.record(stream)
-    return event

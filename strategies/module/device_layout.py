@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from ...common.errors import ConfigError, did_you_mean
+from ..devices.kinds import CPU, is_accelerator, num_devices
+from ..devices.memory import free_memory
 from .blocks import repeated_blocks
 
 _BYTES_PER_BYTE: Final = 4
@@ -57,8 +59,18 @@ def room_on(devices: Sequence[torch.device], module: nn.Module) -> list[float]:
         largest = max((sum(p.nbytes for p in part.parameters()) for _, part in parts_of(module)), default=0)
         # a part is placed on a device with room for at least half of it
         return [total / len(devices) + largest / 2] * len(devices)
-    free = [torch.cuda.mem_get_info(device)[0] * 0.9 / _BYTES_PER_BYTE for device in gpus]
+    free = [_room_of(device) for device in gpus]
     return [*free, *[float(total)] * (len(devices) - len(gpus))]
+
+
+def _room_of(device: torch.device) -> float:
+    free = free_memory(device)
+    if free is None:
+        raise ConfigError(
+            f"strategy='device_map' divides a module by the free memory of {device}, which torch cannot tell for "
+            f"{device.type}; give device_map as a dictionary from submodule names to devices."
+        )
+    return free * 0.9 / _BYTES_PER_BYTE
 
 
 def check_device_map(device_map: Mapping[str, Any]) -> dict[str, torch.device]:
@@ -75,12 +87,13 @@ def check_device_map(device_map: Mapping[str, Any]) -> dict[str, torch.device]:
             raise ConfigError(
                 f"device_map[{name!r}] must be a device such as 'cuda:0' or 'cpu', got {value!r}."
             ) from error
-        number = torch.cuda.device_count() if device.type == "cuda" else 1
-        if device.type == "cuda" and (device.index or 0) >= number:
+        number = num_devices(device.type)
+        if is_accelerator(device.type) and (device.index or 0) >= number:
             raise ConfigError(
-                f"device_map[{name!r}] is {value!r}, but this machine has {number} GPU(s); choose another."
+                f"device_map[{name!r}] is {value!r}, but this machine has {number} {device.type} device(s); choose "
+                "another."
             )
-        checked[name] = torch.device("cuda", 0) if device.type == "cuda" and device.index is None else device
+        checked[name] = torch.device(device.type, 0) if device.type != CPU and device.index is None else device
     return checked
 
 

@@ -9,6 +9,8 @@ import traceback
 
 import torch
 
+from ..devices.memory import empty_caches
+
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error is from torch's GPU or CPU allocator, or from Python's, running out of memory."""
@@ -27,5 +29,4 @@ def let_go_of(error: BaseException) -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)  # the C library keeps freed memory between small blocks, where no large block fits
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    empty_caches()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...common.errors import ConfigError, did_you_mean
+from ..devices.moves import move_module
 from ..distributed.nested import map_tensors
 from ..state.shared_memory import kept_shared
 from ..torch_tensors import apply_to_tensors
@@ -90,7 +91,7 @@ class Precision:
             elif self.param_dtype is not None:
                 apply_to_tensors(module, self._converted)  # module.to() has one dtype for all
             if device is not None:
-                module.to(device=device)
+                move_module(module, device)
 
     def convert_batch(self, batch: object) -> object:
         """Return the batch with floating-point tensors in the parameters' dtype, and complex ones in theirs."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..devices.moves import move_tensor
 from ..distributed.collectives import Collectives
 from ..state.dtensor import is_dtensor
 from .replica import copy_from_first
@@ -37,5 +38,5 @@ def make_equal(tensors: Iterable[Tensor], device: torch.device, collectives: Col
             parameter.data = parameter.data.contiguous()
     whole = [tensor for tensor in own if not tensor.is_meta]
     for tensor in whole:
-        tensor.data = tensor.data.to(device)
+        move_tensor(tensor, device)
     copy_from_first(whole, collectives)

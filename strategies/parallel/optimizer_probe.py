@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ...common.errors import ConfigError
+from ..devices.generators import fork_generators
 from ..distributed.collectives import Collectives
 from ..state.dtensor import is_dtensor, local_shard, shard_like, with_even_shards
 from ..state.optimizer_state import attributes_of, needs_closure, remake
@@ -132,8 +133,7 @@ class OptimizerProbe:
             )
             stand_ins.append(Parameter(shard(values.clone(), parameter)))
             held.setdefault(index, []).append(stand_ins[-1])
-        devices = [one.device for one in before if one.device.type == "cuda"]
-        with torch.random.fork_rng(devices):
+        with fork_generators(one.device for one in before):
             try:
                 self._step(held, list(zip(stand_ins, gradients, strict=True)))
             except _FAILURES as error:  # of one that needs other parameters, or fails in its first step as well

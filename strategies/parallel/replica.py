@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
 from ...common.errors import ConfigError, ModuleError
+from ..devices.abilities import has_sync_batchnorm
 from ..distributed.collectives import Collectives
 from ..state.sendable import is_sent
 from ..torch_internals import ignore_in_ddp, is_reduced, is_without_memory
@@ -60,7 +61,7 @@ class DDPOptions:
             ConfigError: for options that torch does not know, does not support on these devices, or cannot combine.
         """
         check_compression(self.comm_hook)
-        if self.sync_batchnorm and device_type != "cuda":
+        if self.sync_batchnorm and not has_sync_batchnorm(device_type):
             raise ConfigError(
                 "sync_batchnorm=True needs GPUs (torch's SyncBatchNorm runs nowhere else), got "
                 f"accelerator={device_type!r}; leave it out here, or use GroupNorm, which needs no statistics."

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ..module.random_streams import device_generators
+from ..devices.generators import device_generators
 
 States = list[Tensor]
 

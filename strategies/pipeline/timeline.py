@@ -10,6 +10,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import torch
 
+from ..devices.queries import synchronize
 from ..distributed.collectives import Collectives
 from .schedule import Action, Schedule
 
@@ -137,8 +138,7 @@ class WindowRecorder:
         self._notes.append(_Note(f"WAIT_{kind}", stage, micro_batch, begin, self._begun))
 
     def _finish_device(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronize(self._device)
 
     def gather(self) -> WindowTimeline:
         """Return the window as all ranks saw it. Collective: every rank of the pipeline calls it."""

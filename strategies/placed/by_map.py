@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..devices.moves import keeping_parameters
 from ..distributed.nested import can_copy_later, map_tensors
 from ..module.device_layout import device_of
 from ..torch_tensors import apply_to_own_tensors
@@ -28,8 +29,7 @@ class PlacedByMap(Placed):
         super().__init__(site, module)
         self._layout = layout
         self._handles: list[Any] = []
-        for submodule_name, submodule in module.named_modules():
-            self._move(submodule_name, submodule)
+        keeping_parameters(module, set(layout.values()), self._move_all)
         types = {device.type for device in layout.values()} - {self.device.type}
         # autocast applies to one type of device: parts on another, such as the CPU, need a context of their own
         other = next((device for device in layout.values() if device.type in types), None)
@@ -37,6 +37,10 @@ class PlacedByMap(Placed):
             nullcontext() if other is None else self.precision.forward_context(other)
         )
         self._follow_parts()
+
+    def _move_all(self) -> None:
+        for submodule_name, submodule in self.module.named_modules():
+            self._move(submodule_name, submodule)
 
     def _move(self, name: str, submodule: nn.Module) -> None:
         """Move a submodule's own tensors, not those of its children."""

@@ -70,7 +70,7 @@ class ElasticAgent(Agent):
         grace: float,
     ) -> None:
         job = replace(job, node_folder=folder, shows_stacks=True, modules=(*job.modules, *_LATER))
-        preload(job.modules, uses_cuda=job.uses_cuda)
+        preload(job.modules, uses_devices=job.uses_devices)
         meeting = meet()
         super().__init__(job, num_processes, meeting, max_restarts=_MANY)
         self._meeting, self._node_folder, self._policy, self._grace = meeting, folder, policy, grace

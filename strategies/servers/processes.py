@@ -18,7 +18,7 @@ from ...common.errors import ProcessError
 from ..cluster.environment import hide_gpus
 from ..launch.fork_server import blank_main, preload
 from ..launch.proc_status import look_at
-from ..launch.worker import end_with_the_caller, makes_cuda_unusable
+from ..launch.worker import end_with_the_caller, makes_devices_unusable
 from ..torch_internals import kill_with_parent
 
 _PATIENCE: Final = 10.0  # seconds for an answer from the nursery
@@ -159,7 +159,7 @@ def nursery_of_this_process() -> Nursery:
 
 
 def _can_fork() -> bool:
-    return _num_threads() == 1 and not makes_cuda_unusable()
+    return _num_threads() == 1 and not makes_devices_unusable()
 
 
 def _num_threads() -> int:

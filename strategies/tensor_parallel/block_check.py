@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...common.errors import ModuleError
+from ..devices.cuda import rounds_float32
 from ..distributed.nested import iterate_tensors, map_tensors
 from ..module.untouched import Untouched
 from ..state.dtensor import is_dtensor, whole_tensor
@@ -265,7 +266,7 @@ def _difference(whole: Tensor, cut: Tensor, size: float) -> float:
 def _tolerance(value: Tensor) -> float:
     kind = value.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
-    is_rounded = dtype == torch.float32 and kind == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    is_rounded = dtype == torch.float32 and rounds_float32(kind)
     return _TOLERANCE_OF_TF32 if is_rounded else _TOLERANCES.get(dtype, _TOLERANCE_OF_HALF)
 
 

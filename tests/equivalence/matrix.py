@@ -484,13 +484,12 @@ def loss_of(errors, index):
 
 
 def train(case, line, **where):
-    """Train a case for two epochs, evaluate, and return the results; `where` selects the devices."""
+    """Train a case for two epochs, evaluate, and return the results; `where` selects the devices, by default CPUs."""
     seed_everything(5, verbose=False)
     module = NETWORKS[line.network](case)
     batch_size, cutting = batch_size_of(case, line), cutting_of(case, line)
     trainer = Trainer(
         strategy=line.build(),
-        accelerator="cpu",
         precision=case.precision,
         max_epochs=2,
         gradient_clip_val=case.clip,
@@ -501,7 +500,7 @@ def train(case, line, **where):
         enable_model_summary=False,
         num_sanity_val_steps=0,
         **cutting,
-        **where,
+        **{"accelerator": "cpu", **where},
     )
     as_precise = {"dtype": torch.float32 if case.precision == "32-true" else torch.float64}
     trained, validated, tested = (

@@ -183,7 +183,7 @@ def test_tied_parts_lie_on_one_device():
         ({"embed": "cpu", "layers": "cpu"}, "has no device for scale"),
         ({"embed": "cpu", "": "cpu:0"}, "embed.weight and tied.weight are one parameter"),
         ({"": "gpu"}, r"device_map\[''\] must be a device such as 'cuda:0'"),
-        ({"": "cuda:99"}, r"device_map\[''\] is 'cuda:99', but this machine has \d+ GPU"),
+        ({"": "cuda:99"}, r"device_map\[''\] is 'cuda:99', but this machine has \d+ cuda device"),
     ],
 )
 def test_a_map_that_cannot_be_is_refused(device_map, text):

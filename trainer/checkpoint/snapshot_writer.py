@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...common.errors import EchelonError
+from ...strategies.devices.streams import has_streams
 from ...strategies.snapshots.index import FileEntry
 from ...strategies.snapshots.shared_file import MemoryFile, checksum
 from ...strategies.snapshots.snapshots import Contribution, Draft, MemorySnapshots, SnapshotCost
@@ -151,7 +152,7 @@ class MemoryWriter:
             file = self._file(draft, name, part, writer, blocks)
             for key, place in file.places.items():
                 tensor = blocks[key].tensor
-                (later if part in still and tensor.is_cuda else copies).append((place, tensor))
+                (later if part in still and has_streams(tensor.device) else copies).append((place, tensor))
             files.append(file)
         copy_all(copies)
         others = {path: file for path, file in self._files.items() if path.parent != draft.path}

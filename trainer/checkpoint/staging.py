@@ -9,6 +9,9 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
+from ...strategies.devices.queries import current
+from ...strategies.devices.streams import current_stream, has_streams, new_stream, on_stream, recorded_event
+
 Copies: TypeAlias = list[tuple[Tensor, Tensor]]
 """Pairs of a host buffer and the tensor to copy into it."""
 Marks: TypeAlias = Mapping[torch.device, Any]
@@ -26,8 +29,7 @@ def mark(copies: Copies) -> Marks:
     """Return events after the work that is now queued on the devices of these tensors."""
     marks = {}
     for device in _by_device(copies):
-        event = marks[device] = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(device))
+        marks[device] = recorded_event(device, current_stream(device))
     return marks
 
 
@@ -42,30 +44,30 @@ def copy_all(copies: Copies, after: Marks | None = None) -> None:
         after: the events to wait for; by default, after all work now queued on the devices.
     """
     for buffer, tensor in copies:
-        if not tensor.is_cuda:
+        if not has_streams(tensor.device):
             buffer.copy_(tensor)
     marks = mark(copies) if after is None else after
     for device, on_device in _by_device(copies).items():
-        # that of a thread is cuda:0 at first, whatever the rank's is; a stream alone would bring its device along, and
-        # go back to cuda:0 by asking for it, with which this process takes memory there
-        stream = torch.cuda.Stream(device)
-        with torch.cuda.device(device), torch.cuda.stream(stream), torch.no_grad():
+        # that of a thread is the first one, whatever the rank's is; a stream alone would bring its device along, and go
+        # back to the first by asking for it, with which this process takes memory there
+        stream = new_stream(device)
+        with current(device), on_stream(device, stream), torch.no_grad():
             stream.wait_event(marks[device])
-            _copy_through_pinned(on_device, stream)
+            _copy_through_pinned(on_device, device, stream)
 
 
 def _by_device(copies: Copies) -> dict[torch.device, Copies]:
     grouped: dict[torch.device, Copies] = {}
     for buffer, tensor in copies:
-        if tensor.is_cuda:
+        if has_streams(tensor.device):
             grouped.setdefault(tensor.device, []).append((buffer, tensor))
     return grouped
 
 
-def _copy_through_pinned(copies: Copies, stream: Any) -> None:
+def _copy_through_pinned(copies: Copies, device: torch.device, stream: Any) -> None:
     """Copy in chunks: while the device fills one, the host empties the other."""
     try:
-        chunks = [_Chunk(torch.empty(_CHUNK, dtype=torch.uint8, pin_memory=True)) for _ in range(_NUM_CHUNKS)]
+        chunks = [_Chunk(device) for _ in range(_NUM_CHUNKS)]
     except RuntimeError as error:
         _log.warning(
             "Memory cannot be pinned (%s); the state is copied from the device to pageable memory, which is slower.",
@@ -99,8 +101,9 @@ def _pieces(copies: Copies) -> Iterable[tuple[Tensor, Tensor]]:
 class _Chunk:
     """Pinned memory that the device fills, and the places that the host copies it to."""
 
-    def __init__(self, memory: Tensor) -> None:
-        self._memory, self._used = memory, 0
+    def __init__(self, device: torch.device) -> None:
+        self._memory, self._used = torch.empty(_CHUNK, dtype=torch.uint8, pin_memory=True), 0
+        self._device = device
         self._held: list[tuple[Tensor, Tensor]] = []
         self._is_full: Any = None
 
@@ -114,8 +117,7 @@ class _Chunk:
         self._used += source.numel()
 
     def seal(self, stream: Any) -> None:
-        self._is_full = torch.cuda.Event()
-        self._is_full.record(stream)
+        self._is_full = recorded_event(self._device, stream)
 
     def empty(self) -> None:
         if self._is_full is None:

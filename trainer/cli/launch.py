@@ -10,11 +10,10 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import torch
-
 from ...common.errors import ConfigError
 from ...strategies.cluster.environment import DEFAULT_PORT, LAUNCH, LOOPBACK, Environment, overridden, set_defaults
 from ...strategies.cluster.network import address_towards, is_this_machine, loopback_variables
+from ...strategies.devices.kinds import available_types
 from ...strategies.elastic import parse_nodes
 from ...strategies.launch.node_folder import NodeFolder
 from .launch_elastic import START_TIMEOUT, Program, run_elastic
@@ -143,7 +142,7 @@ def _check(options: argparse.Namespace) -> None:
     """Find contradictory options before any process starts."""
     try:
         _check_nodes(options)
-        if options.nproc == "gpu" and not torch.cuda.is_available():
+        if options.nproc == "gpu" and not available_types():
             raise ValueError("--nproc gpu, but torch finds no GPU here; give a number, or cpu for one process per core")
         if not options.module and not Path(options.program).is_file():
             raise ValueError(f"there is no script {options.program!r} in {Path.cwd()}; for a module, give -m")

@@ -12,7 +12,8 @@ from typing import Any, Final
 import torch
 
 from ...common.errors import ConfigError
-from ...strategies.module.random_streams import RandomStreams, device_generators
+from ...strategies.devices.generators import device_generators
+from ...strategies.module.random_streams import RandomStreams
 from .generators import GENERATORS
 
 _LARGEST_SEED: Final = 2**32 - 1

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...callbacks.dispatch import overrides
 from ...common.errors import ModuleError
 from ...strategies import Strategy
+from ...strategies.devices.streams import current_stream, has_streams, new_stream, on_stream
 from ...strategies.distributed.nested import iterate_tensors, named_leaves
 from ..module.batch_size import warn_of_unclear_size
 from ..module.data_module import DataHooks, DataModule
@@ -55,7 +56,7 @@ def make_transfer(module: TrainModule, datamodule: DataModule | None, strategy: 
     precision = strategy.precision
     device, carry = strategy.device, _carrier(strategy)
     # converted where that is faster; a hook that moves batches itself gets converted ones
-    converts_first = device.type != "cuda" or move is not None
+    converts_first = not has_streams(device) or move is not None
     if not any((before, move, after)) and strategy.device.type == "cpu" and precision.param_dtype is None:
         return None
 
@@ -87,7 +88,7 @@ def make_move(strategy: Strategy) -> Move | None:
 def _carrier(strategy: Strategy) -> Move:
     """Return a function that copies a batch to the device; on a GPU, while it is computing."""
     device, move = strategy.device, strategy.batch_to_device
-    return SideStream(move, device) if device.type == "cuda" else move
+    return SideStream(move, device) if has_streams(device) else move
 
 
 class SideStream:
@@ -99,18 +100,18 @@ class SideStream:
 
     def __init__(self, move: Callable[[Any], Any], device: torch.device) -> None:
         self._move, self._device = move, device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = new_stream(device)
 
     def __call__(self, batch: Any) -> Any:
         """Return the batch on the device; the current stream uses it once the copy is complete."""
         if any(callable(getattr(leaf, "to", None)) for _, leaf in named_leaves(batch) if not isinstance(leaf, Tensor)):
             return self._move(batch)  # the memory of such an object is unknown, and cannot be protected from reuse
-        with torch.cuda.stream(self._stream):
+        with on_stream(self._device, self._stream):
             moved = self._move(batch)
-        computing = torch.cuda.current_stream(self._device)
+        computing = current_stream(self._device)
         computing.wait_stream(self._stream)
         for tensor in iterate_tensors(moved):
-            if tensor.is_cuda:
+            if tensor.device.type == self._device.type:
                 # otherwise its memory could be given to the next batch while this one is still in use
                 tensor.record_stream(computing)
         return moved

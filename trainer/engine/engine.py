@@ -41,7 +41,7 @@ class Engine(EngineProcesses):
 
     Args:
         strategy: a strategy or its name. ``local_sgd``, ``elastic`` and ``dp`` need a Trainer.
-        accelerator: ``auto``, ``cpu``, ``gpu``, ``cuda`` or ``mps``.
+        accelerator: ``auto``, ``cpu``, ``gpu``, or a type of device that torch has, as for the Trainer.
         devices: devices of a node: a count, indices, -1 for all, or ``auto``: as many as the strategy can use.
         num_nodes: the number of machines.
         precision: as for the Trainer.

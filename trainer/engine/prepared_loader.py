@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from ...strategies.devices.streams import pins_memory
 from ...strategies.state.schema import COUNT, check
 from ..data.index_stream import DataRanks
 from ..data.micro_batch import Window
@@ -53,7 +54,7 @@ class PreparedLoader:
         agree = partial(gather_numbers, strategy) if strategy.data_size > 1 else None
         share = strategy.ranks.all.broadcast if strategy.world_size > 1 else None
         ranks = DataRanks(strategy.data_rank, strategy.data_size, is_dealing=is_dealing, agree=agree, share=share)
-        cut = Cut(accumulate, global_batch_size, ranks, pins_memory=strategy.device.type == "cuda")
+        cut = Cut(accumulate, global_batch_size, ranks, pins_memory=pins_memory(strategy.device))
         self._data = TrainData(loader, seed=seed, cut=cut, limit=1.0, in_order=False)
         self._move = make_move(strategy) if moves else None
         self._batch = LoopBatch()

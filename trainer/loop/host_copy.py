@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...strategies.devices.streams import has_streams, pins_memory, recorded_event
 from ...strategies.distributed.nested import map_tensors
 
 
@@ -19,14 +20,13 @@ class HostCopy:
         self.output: Any = map_tensors(self._begin, output)
         """The output with its tensors on the CPU; those that already were are not copied."""
         if self._pairs:
-            self._event = torch.cuda.Event()
-            self._event.record()
+            self._event = recorded_event(self._pairs[-1][0].device)
 
     def _begin(self, tensor: Tensor) -> Tensor:
-        if not tensor.is_cuda or type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        if not has_streams(tensor.device) or type(tensor) is not Tensor or tensor.layout is not torch.strided:
             return tensor.cpu()
         kept = torch.empty(tensor.shape, dtype=tensor.dtype)
-        staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins_memory(tensor.device))
         staged.copy_(tensor, non_blocking=True)
         self._pairs.append((kept, staged))
         return kept

@@ -8,6 +8,9 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
+from ...strategies.devices.abilities import widest_float
+from ...strategies.devices.streams import pins_memory
+
 Reduce = Literal["mean", "sum", "min", "max"] | Callable[[Tensor], Tensor]
 REDUCTIONS: Final = ("mean", "sum", "min", "max")
 
@@ -108,10 +111,10 @@ class Accumulator:
 
 def _stack(values: list[Tensor | float]) -> Tensor:
     device = next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu"))
-    dtype = torch.float32 if device.type == "mps" else torch.float64
+    dtype = widest_float(device)
     if not any(isinstance(value, Tensor) for value in values):
         return torch.tensor(values, dtype=dtype)
-    if device.type == "cuda":
+    if pins_memory(device):
         values = [value if isinstance(value, Tensor) else _numbers_on(device, [value], dtype) for value in values]
     return torch.stack([torch.as_tensor(value, device=device).reshape(()).to(dtype) for value in values])
 
@@ -119,7 +122,7 @@ def _stack(values: list[Tensor | float]) -> Tensor:
 def _numbers_on(device: torch.device, numbers: list[float], dtype: torch.dtype) -> Tensor:
     """Return numbers as a tensor on a device, without waiting for the work queued there."""
     tensor = torch.tensor(numbers, dtype=dtype)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True) if pins_memory(device) else tensor.to(device)
 
 
 def to_numbers(values: Mapping[str, Tensor | float]) -> dict[str, float]:

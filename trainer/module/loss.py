@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...common.errors import ModuleError
+from ...strategies.devices.abilities import widest_float
 from ...strategies.torch_internals import is_without_memory
 
 
@@ -143,5 +144,4 @@ def outputs_for_hooks(output: Any) -> Mapping[str, Any] | None:
 
 def as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
     """Return a number as a detached float64 tensor on the device of `like` (float32 on devices without float64)."""
-    dtype = torch.float32 if like.device.type == "mps" else torch.float64
-    return torch.as_tensor(value, device=like.device).detach().to(dtype)
+    return torch.as_tensor(value, device=like.device).detach().to(widest_float(like.device))

@@ -317,8 +317,8 @@ class TrainModule(Optimization, Exporting, ModuleHooks, DataHooks, Hyperparamete
 
     @property
     def on_gpu(self) -> bool:
-        """Whether this module is on a CUDA device."""
-        return self.device.type == "cuda"
+        """Whether this module is on a device other than the CPU."""
+        return self.device.type != "cpu"
 
     @property
     def device_mesh(self) -> DeviceMesh | None:

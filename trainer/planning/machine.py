@@ -10,14 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from ...common.errors import ConfigError
 from ...strategies import Hardware
 from ...strategies.cluster.environment import ENVIRON
 from ...strategies.cluster.launchers import detect_environment
+from ...strategies.devices.backends import has_backend
+from ...strategies.devices.kinds import CPU, accelerator_of_build
+from ...strategies.devices.memory import total_memory
 from ...strategies.estimate.live_memory import storages_bytes
 
 _UNITS: Final = {
@@ -76,8 +77,9 @@ class Machine:
 
     def hardware(self, *, uses_processes: bool) -> Hardware:
         """Return the hardware for a strategy that runs one process per device, or one for all devices."""
-        # if this build of torch lacks NCCL, GPUs are checked only as far as CPUs are
-        kind = "cuda" if not self.is_cpu and dist.is_nccl_available() else "cpu"
+        # if this build of torch has no collectives for devices, they are checked only as far as CPUs are
+        kind = accelerator_of_build()
+        kind = kind if not self.is_cpu and has_backend(kind) else CPU
         devices = tuple(range(self.devices_of_node))
         environment = detect_environment({})
         if not uses_processes:
@@ -144,9 +146,9 @@ def this_machine(hardware: Hardware, module: nn.Module | None = None, *, is_work
         module: counts as if it took nothing here yet, as the plan counts it itself.
         is_worker: whether this is a worker process like those that a run would start.
     """
-    if hardware.device_type == "cuda":
-        properties = torch.cuda.get_device_properties(hardware.devices[0])
-        return Machine(num_devices=len(hardware.devices), memory=float(properties.total_memory))
+    memory = total_memory(hardware.device(0)) if hardware.device_type != CPU else None
+    if memory is not None:
+        return Machine(num_devices=len(hardware.devices), memory=memory)
     number = len(hardware.devices)
     own = storages_bytes([*module.parameters(), *module.buffers()]) if module is not None else 0
     of_host, of_process = memory_of_host() / number, memory_of_process() + own

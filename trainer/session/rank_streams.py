@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ...strategies import Strategy
-from ...strategies.module.random_streams import RandomStreams, device_generators
+from ...strategies.devices.generators import DeviceGenerator, device_generators
+from ...strategies.module.random_streams import RandomStreams
 from ..data.generators import GENERATORS
 from ..data.seed import capture_rng, derive, part_ranks, restore_rng, seed_devices, seed_generators
 
@@ -47,7 +48,7 @@ class RankStreams:
         self._seed = self._mark = 0
         """The run's seed, and the initial seed of torch's generator in the common stream, which tells ranks apart."""
         self._devices: Sequence[torch.device] = ()
-        self._generators: list[torch.Generator] = []
+        self._generators: list[DeviceGenerator] = []
         self._own: Any = None
         self._common: Any = None
         self._start: Any = None

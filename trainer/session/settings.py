@@ -84,7 +84,7 @@ class Settings:
     # --- where ---
     strategy: str | Strategy = "auto"
     accelerator: str = "auto"
-    """``auto``, ``cpu``, ``gpu``, ``cuda`` or ``mps``."""
+    """``auto`` for what torch reports, ``cpu``, ``gpu``, or a type that torch has, such as ``cuda`` or ``xpu``."""
     devices: int | str | Sequence[int] = "auto"
     """Devices of a node: a count, indices, -1 for all, or ``auto``: as many as the strategy can use."""
     num_nodes: int = 1

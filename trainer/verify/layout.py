@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import torch
-
 from ...common.errors import ConfigError
 from ...strategies import Strategy
+from ...strategies.devices.kinds import CPU, known_types, num_devices
 from ...strategies.placement import BY_NAME
 from ...strategies.registry import find_strategy
 
@@ -95,14 +94,17 @@ def check_devices(layouts: Sequence[Layout], accelerator: str) -> str | None:
         ConfigError: for an accelerator that is missing, or that has fewer devices than ranks.
     """
     most = max(layout.ranks for layout in layouts)
-    if accelerator not in ("cpu", "cuda"):
-        raise ConfigError(f"devices must be 'cpu' or 'cuda', got {accelerator!r}; give one of these.")
-    if accelerator == "cuda":
-        available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    known = [CPU, *known_types()]
+    if accelerator not in known:
+        raise ConfigError(
+            f"devices must be a type of device that torch has, got {accelerator!r}; give one of {', '.join(known)}."
+        )
+    if accelerator != CPU:
+        available = num_devices(accelerator)
         if available < most:
             raise ConfigError(
-                f"devices='cuda' with {most} ranks, but this machine has {available} CUDA device(s); use fewer ranks, "
-                "or devices='cpu', where ranks share the cores."
+                f"devices={accelerator!r} with {most} ranks, but this machine has {available} of them; use fewer "
+                "ranks, or devices='cpu', where ranks share the cores."
             )
         return None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

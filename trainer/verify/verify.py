@@ -19,6 +19,7 @@ from ...callbacks.model_summary import ModelSummary
 from ...callbacks.progress_display import ProgressDisplay
 from ...common.errors import ConfigError, EchelonError, did_you_mean
 from ...strategies import Strategy
+from ...strategies.devices.kinds import CPU
 from ...strategies.launch.launcher import launch_all
 from ..checks import check_module
 from ..module.data_module import DataModule
@@ -77,7 +78,7 @@ def verify(
         strategies: names, with the number of ranks as in ``"fsdp:4"``; strategies; or `Layout`.
         ranks: the number of ranks of strategies that give none.
         steps: the optimizer steps before the checkpoint; one more follows it.
-        devices: ``"cpu"``, or ``"cuda"`` with a GPU for each rank.
+        devices: ``"cpu"``, or a type such as ``"cuda"`` with a device for each rank.
         settings: arguments of `Trainer` that change the numbers, such as ``gradient_clip_val``. Without
             ``global_batch_size`` a step has the loader's batch, less one sample if the ranks would have equal parts; in
             manual optimization, the next multiple of the ranks.
@@ -264,5 +265,5 @@ class _Bench:
         return reference, traced if any(one.compared for one in traced) else []
 
     def _launch(self, task: RankTask) -> list[Observation]:
-        number, uses_cuda = task.layout.num_processes, task.accelerator == "cuda"
-        return launch_all(partial(observe, task), num_processes=number, timeout=self.timeout, uses_cuda=uses_cuda)
+        number, uses_devices = task.layout.num_processes, task.accelerator != CPU
+        return launch_all(partial(observe, task), num_processes=number, timeout=self.timeout, uses_devices=uses_devices)

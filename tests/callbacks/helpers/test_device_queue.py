@@ -7,6 +7,8 @@ import torch
 
 from echelon.callbacks.helpers.device_queue import DeviceQueue
 
+GPU = torch.device("cuda", 0)
+
 
 @pytest.fixture
 def device(monkeypatch):
@@ -32,7 +34,7 @@ def device(monkeypatch):
 
 
 def test_steps_that_the_device_has_not_completed_are_not_reported(device):
-    queue = DeviceQueue(10)
+    queue = DeviceQueue(GPU, 10)
     queue.give(11)
     queue.give(12)
     assert queue.completed == 10
@@ -42,7 +44,7 @@ def test_steps_that_the_device_has_not_completed_are_not_reported(device):
 
 
 def test_the_host_is_at_most_three_steps_ahead(device):
-    queue = DeviceQueue(0)
+    queue = DeviceQueue(GPU, 0)
     for step in range(1, 101):
         queue.give(step)
         assert step - queue.completed <= 3
@@ -53,7 +55,7 @@ def test_a_device_that_hangs_holds_the_host_at_the_next_step_but_two(device, mon
         raise TimeoutError
 
     monkeypatch.setattr(device.Event, "synchronize", hang)
-    queue = DeviceQueue(0)
+    queue = DeviceQueue(GPU, 0)
     for step in (1, 2, 3):
         queue.give(step)
     with pytest.raises(TimeoutError):

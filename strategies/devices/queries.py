@@ -1,0 +1,48 @@
+"""Questions about one device, and the few commands that every device takes."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from .kinds import CPU, device_module
+
+
+def module_of(device: torch.device) -> Any:
+    """Return torch's module of a device's type, such as ``torch.xpu``; None for devices without one, such as meta."""
+    return device_module(device.type)
+
+
+def name_of(device: torch.device) -> str | None:
+    """Return the name of the product, such as ``NVIDIA H100 80GB HBM3``; None where torch cannot tell."""
+    get = getattr(module_of(device), "get_device_name", None)
+    return None if get is None else str(get(device))
+
+
+def set_current(device: torch.device) -> None:
+    """Make a device the one that this thread's streams, events and collectives take; the CPU is left alone."""
+    if device.type == CPU:
+        return
+    select = getattr(module_of(device), "set_device", None)
+    if select is not None:  # a type with a single device has none
+        select(device)
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which a device is this thread's current one."""
+    own = getattr(module_of(device), "device", None)
+    context: AbstractContextManager[Any] = torch.accelerator.device_index(device.index) if own is None else own(device)
+    return context
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has finished what it was given; the CPU always has."""
+    if device.type != CPU:
+        # not `torch.accelerator.synchronize`: of two types of devices in one process it knows the first
+        module_of(device).synchronize(device) if _takes_device(device) else module_of(device).synchronize()
+
+
+def _takes_device(device: torch.device) -> bool:
+    return device.index is not None and hasattr(module_of(device), "set_device")

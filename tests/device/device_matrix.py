@@ -1,0 +1,67 @@
+"""The matrix on an accelerator: lines of the equivalence tests, with parameters, batches and collectives on devices."""
+
+import functools
+import os
+import warnings
+from dataclasses import astuple
+
+from matrix import ALONE, Line, attention, by_case, compare, is_hard, is_harder, is_hardest, stages, train
+
+from echelon import DeviceMapStrategy, FSDPStrategy, LocalSGDStrategy
+from echelon.testing import run_ranks
+
+DEVICE = os.environ.get("ECHELON_TEST_DEVICE", "sim")
+OF_DEVICE = {
+    line.title: line
+    for line in (
+        Line("single", takes=lambda case: case.precision == "64-true"),
+        Line("dp", devices=2, takes=is_hard),
+        Line("device_map", devices=2, make=lambda: DeviceMapStrategy(MAP), takes=is_hard),
+        Line("ddp", 2, takes=is_hard),
+        Line("zero", 2, takes=is_harder),
+        Line("fsdp", 2, takes=is_hard),
+        Line("fsdp", 2, note=", offload", make=lambda: FSDPStrategy(cpu_offload=True), takes=is_harder),
+        Line("hsdp", 4, takes=is_hardest),
+        Line("local_sgd", 2, note=", warm-up", make=lambda: LocalSGDStrategy(warmup_steps=100), takes=is_harder),
+        Line("ps", 2, note=" + 1 server", takes=is_harder),
+        Line("elastic", 2, takes=is_hardest),
+        attention("tp x 2", 2, tp=2),
+        attention("tp 2 x fsdp 2", 4, takes=is_hardest, tp=2, dp_shard=2),
+        attention("cp x 2", 2, takes=is_hardest, network="sequences", cp=2),
+        stages("pp x 2, gpipe", 2, schedule="gpipe"),
+        stages("pp 2 x tp 2", 4, tp=2),
+    )
+}
+MAP = {"net.2": f"{DEVICE}:1", "net.4": f"{DEVICE}:0", "": f"{DEVICE}:0"}
+
+
+@functools.cache
+def alone(network, case):
+    """Return the result of one process on the CPU."""
+    return train(case, ALONE[network], devices=1)
+
+
+def differences(title):
+    """Return, for each case that a line trains, how far each rank on a device is from one process on the CPU."""
+    warnings.simplefilter("ignore")
+    line = OF_DEVICE[title]
+    cases = [case for case in line.cases if case.precision == "64-true"]
+    if line.processes == 1:
+        ends = by_case([train_there(line, cases)])
+    else:
+        ends = by_case(run_ranks(train_there, line.processes, line, cases, timeout=150))
+    return {
+        case.title: max((astuple(compare(end, alone(line.network, case))) for end in of_ranks), key=max)
+        for case, of_ranks in ends.items()
+    }
+
+
+def train_there(line, cases):
+    """Train cases on devices, in one of the line's processes."""
+    warnings.simplefilter("ignore")
+    where = {"accelerator": DEVICE, "devices": line.devices if line.processes == 1 else "auto"}
+    ends = {case: train(case, line, **where) for case in cases}
+    for end in ends.values():
+        assert end.state
+        end.state.update({name: value.cpu() for name, value in end.state.items()})
+    return ends
