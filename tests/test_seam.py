@@ -7,8 +7,10 @@ import seam
 from scorecard import Source, package_sources
 
 MOST = {
-    "names of Strategy, as its authors see it": 60,
+    "names of Strategy, as its authors see it": 30,
     "names of Strategy, what its users call of ranks": 25,
+    "names of Placed": 31,
+    "names of Strategy, what its users call of a module": 11,
     "names of Ranks": 15,
     "names of RunLauncher": 4,
     "fields of a run's state": 86,
@@ -20,7 +22,7 @@ MOST = {
     "kernel files with 'server'": 1,  # socket.create_server
     "kernel files with 'lightning'": 3,
     "lines that name CUDA or NCCL": 7,
-    "Any in a thousand lines": 46.5,
+    "Any in a thousand lines": 46.3,
 }
 """Lower a number with the change that lowers the measure; where the plan wants it, shared/design/house.md says."""
 

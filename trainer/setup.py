@@ -50,7 +50,7 @@ from .module.optimizers import (
     warn_of_shared_parameters,
 )
 from .module.train_module import TrainModule
-from .session.session import Session
+from .session.session import Session, take_placed
 from .session.settings import Settings
 from .unplaced import forget_placed, place
 
@@ -347,7 +347,7 @@ def set_up_module(session: Session) -> None:
         blocks = [block for _, block in repeated_blocks(session.module)] if by_blocks else []
         _compile_in_place(session.module, blocks, {} if compiled is True else dict(compiled))
     is_manual = session.task == "fit" and not session.module.automatic_optimization
-    session.take_placed(session.strategy.place(session.module, is_manual=is_manual))
+    take_placed(session, session.strategy.place(session.module, is_manual=is_manual))
     place(session.module, session.strategy)
 
 

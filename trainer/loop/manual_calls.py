@@ -34,7 +34,7 @@ class ManualCalls:
         if session.module.automatic_optimization:
             return
         self._scales = session.strategy.precision.uses_scaler
-        self._is_needed = session.is_shared or self._scales
+        self._is_needed = session.placed.ranks.count.world_size > 1 or self._scales
         self._marks = vars(session.module)
         self._num_backwards = 0
         self._stepped_at: dict[Optimizer, int] = {}

@@ -39,9 +39,9 @@ _log = logging.getLogger(__name__)
 
 def make_step(session: Session) -> Step:
     """Return the implementation of the optimizer step for this run."""
-    if session.strategy.ranks.stage.world_size > 1:
+    if session.placed.ranks.stage.world_size > 1:
         return PipelineStep(session)
-    return SharedStep(session) if session.is_shared else OneRankStep(session)
+    return SharedStep(session) if session.placed.ranks.count.world_size > 1 else OneRankStep(session)
 
 
 def train(session: Session, step: Step) -> None:

@@ -117,18 +117,6 @@ class Session:
         self.transfer = make_transfer(self.module, self.datamodule, self.strategy)
         self.count = make_count(self.module)
 
-    def take_placed(self, placed: Placed) -> None:
-        """Take the module as the strategy has placed it."""
-        self.placed = placed
-        choice = " Trainer(check_replicas='warn') trains on with a warning."
-        state, action = self.state, self.settings.check_replicas
-        self.replicas = ReplicaGuard(placed, lambda: state.global_step, action, choice)
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether several ranks share each optimizer step."""
-        return self.strategy.ranks.count.world_size > 1
-
     @property
     def is_restarted(self) -> bool:
         """Whether the run had other workers before."""
@@ -159,3 +147,11 @@ class Session:
         for logger in self.loggers:
             with outlives_disk_errors(logger):
                 logger.log_metrics(numbers, step)
+
+
+def take_placed(session: Session, placed: Placed) -> None:
+    """Take the module as the strategy has placed it, and begin to watch its replicas."""
+    state, action = session.state, session.settings.check_replicas
+    choice = " Trainer(check_replicas='warn') trains on with a warning."
+    session.placed = placed
+    session.replicas = ReplicaGuard(placed, lambda: state.global_step, action, choice)

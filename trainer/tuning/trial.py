@@ -17,7 +17,7 @@ from ..metrics.metrics import Metrics
 from ..module.hooks import ModuleHooks
 from ..session.interruption import Interruption
 from ..session.profiler import PassThroughProfiler
-from ..session.session import Session
+from ..session.session import Session, take_placed
 from .kept import kept
 
 Enter = Callable[[Session], AbstractContextManager[None]]
@@ -123,7 +123,7 @@ def _trial_of(session: Session, callback: Callback, num_steps: int) -> Session:
         optimizers=session.optimizers,
         is_built=True,
     )
-    trial.take_placed(session.placed)
+    take_placed(trial, session.placed)
     trial.metrics.position = state.global_step
     trial.progress.accumulate_grad_batches = session.progress.accumulate_grad_batches
     trial.progress.stage = "train"

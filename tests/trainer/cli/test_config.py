@@ -302,8 +302,8 @@ def test_an_override_cannot_bring_in_a_class_of_another_package(config: Path, ke
     [
         ("torch.package.PackageImporter", r"must be a module, optimizer, scheduler, dataset or sampler of torch"),
         ("echelon.trainer.cli.config.Path", r"is a class of 'pathlib', from which an override cannot choose"),
-        ("echelon.strategies.strategy.partial", r"is a class of Python's own library"),
-        ("echelon.strategies.strategy.Tensor", r"must be a module, optimizer"),
+        ("echelon.strategies.placed.placed.partial", r"is a class of Python's own library"),
+        ("echelon.strategies.placed.placed.Tensor", r"must be a module, optimizer"),
     ],
 )
 def test_an_override_gets_no_class_around_the_packages(config: Path, path: str, message: str) -> None:
