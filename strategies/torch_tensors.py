@@ -43,6 +43,11 @@ def takes_data_of(tensor: Tensor, other: Tensor) -> bool:
     return bool(torch._has_compatible_shallow_copy_type(tensor, other))  # noqa: SLF001
 
 
+def with_shard_elsewhere(dtensor: Any, shard: Tensor) -> Any:
+    """Return a DTensor with the layout of one (`_spec`) and a shard that need not be on the mesh's type of device."""
+    return type(dtensor)(shard, dtensor._spec, requires_grad=False)  # noqa: SLF001
+
+
 def is_view(tensor: Tensor) -> bool:
     """Return whether autograd takes a tensor for a view of another one (`_is_view`)."""
     return tensor._is_view()  # noqa: SLF001

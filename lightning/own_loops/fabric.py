@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ...callbacks.run import Logger
 from ...common.errors import ConfigError, RunError
 from ...strategies import Strategy
+from ...strategies.devices.moves import move_module
 from ...strategies.distributed.nested import map_tensors
 from ...strategies.module.compiled_calls import compile_calls
 from ...strategies.torch_tensors import compiled_from
@@ -246,7 +247,10 @@ class Fabric(Engine):
     def to_device(self, obj: Any) -> Any:
         """Return tensors on the device of this process; a module is moved itself."""
         self._connect()
-        return obj.to(self.device) if isinstance(obj, nn.Module) else super().to_device(obj)
+        if isinstance(obj, nn.Module):
+            move_module(obj, self.device)
+            return obj
+        return super().to_device(obj)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Stack tensors and numbers over the ranks in a new first dimension; on one rank they stay as they are."""

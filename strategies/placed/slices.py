@@ -6,8 +6,6 @@ import threading
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import chain
-from types import MethodType
 from typing import Any
 
 import torch
@@ -16,8 +14,8 @@ from torch import Tensor, nn
 from ...common.errors import ModuleError
 from ..distributed.nested import to_device
 from ..module.precision import Precision
+from ..module.replicas import replicate
 from ..parallel.batch_split import combine, split
-from ..torch_tensors import buffers_by_name, children_by_name, copy_without_parameters, parameters_by_name
 from .placed import Placed, Site
 
 
@@ -47,7 +45,7 @@ class PlacedSlices(Placed):
             if len(sizes) == 1:
                 return getattr(self.module, step_name)(*args)
             devices = self._devices[: len(sizes)]
-            modules = _replicate(self.module, devices)
+            modules = replicate(self.module, devices)
             steps = [
                 _SliceStep(module, device, f"slice {index + 1} of {len(sizes)}", self.precision, self._device_of_thread)
                 for index, (module, device) in enumerate(zip(modules, devices, strict=True))
@@ -64,35 +62,6 @@ class PlacedSlices(Placed):
             return _in_a_thread(combine, outputs, sizes, step_name) if has_graph else combine(outputs, sizes, step_name)
 
 
-def _replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
-    """Return the module, followed by a replica of it for every other device."""
-    if devices[0].type == "cpu":
-        replicas = [_replicate_on_cpu(module) for _ in devices[1:]]
-    else:
-        from torch.nn.parallel import replicate
-
-        replicas = replicate(module, devices, detach=not torch.is_grad_enabled())[1:]
-    for submodule in chain.from_iterable(replica.modules() for replica in replicas):
-        forward = vars(submodule).get("forward")
-        if isinstance(forward, MethodType):  # a forward set on the instance, such as a checkpointed one
-            vars(submodule)["forward"] = MethodType(forward.__func__, submodule)
-    return [module, *replicas]
-
-
-def _replicate_on_cpu(module: nn.Module) -> nn.Module:
-    """Return a replica that shares the parameters and has its own buffers, as `replicate` makes for GPUs."""
-    buffers = {buffer: buffer.clone() for buffer in module.buffers()}
-    replicas = {original: copy_without_parameters(original) for original in module.modules()}
-    for original, replica in replicas.items():
-        parameters_by_name(replica).update(parameters_by_name(original))
-        for name, buffer in buffers_by_name(original).items():
-            buffers_by_name(replica)[name] = None if buffer is None else buffers[buffer]
-        for name, child in children_by_name(original).items():
-            children_by_name(replica)[name] = None if child is None else replicas[child]
-    replica_of_module: nn.Module = replicas[module]
-    return replica_of_module
-
-
 def _apply(
     steps: Sequence[_SliceStep], inputs: Sequence[tuple[Any, ...]], devices: Sequence[torch.device]
 ) -> list[Any]:
@@ -100,7 +69,8 @@ def _apply(
     if devices[0].type != "cpu":
         from torch.nn.parallel import parallel_apply
 
-        return parallel_apply(steps, inputs, devices=devices)
+        # indices: torch (2.14) takes no torch.device here that is not CUDA's
+        return parallel_apply(steps, inputs, devices=[device.index for device in devices])
     return [_in_a_thread(step, *args) for step, args in zip(steps, inputs, strict=True)]
 
 

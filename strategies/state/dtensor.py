@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from ...common.errors import CheckpointError, ModuleError
 from ..distributed.collectives import Collectives
 from ..torch_internals import is_traceable_wrapper_subclass, is_without_memory, read_by_placements, strided_shard
-from ..torch_tensors import norms_of
+from ..torch_tensors import norms_of, with_shard_elsewhere
 from .lazy_tensor import Block, StoredTensor, read_block
 from .shards import Holders, cuts_of, pieces_of, shard_size
 
@@ -95,19 +95,23 @@ def with_local_shard(like: Any, local: Tensor) -> Tensor:
     """Return a tensor that is sharded like `like`, of which `local` is this rank's shard."""
     if not is_dtensor(like):
         return local
+    return _of_shard(local, like.device_mesh, like.placements, like.shape, like.stride())
+
+
+def _of_shard(local: Tensor, mesh: Any, placements: Any, shape: Any, stride: Any) -> Any:
+    """Return a DTensor with this very shard, wherever it is; torch (2.14) would move it to the mesh's devices."""
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    is_there = local.device.type in (mesh.device_type, "meta")
+    shard = local if is_there else torch.empty_like(local, device="meta")
+    made: Any = DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return made if is_there else with_shard_elsewhere(made, local)
 
 
 def with_even_shards(tensor: Any) -> Any:
     """Return zeros sharded like a DTensor, of its sizes or the next that all shards divide; another tensor as is."""
     if not is_dtensor(tensor):
         return tensor
-    from torch.distributed.tensor import DTensor
-
     local, whole = [], []
     for dim, size in enumerate(tensor.shape):
         cuts = cuts_of(tensor, dim)
@@ -118,7 +122,7 @@ def with_even_shards(tensor: Any) -> Any:
     zeros = torch.zeros(local, dtype=tensor.dtype, device=tensor.device)
     shape = torch.Size(whole)
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(zeros, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+    return _of_shard(zeros, tensor.device_mesh, tensor.placements, shape, stride)
 
 
 def shard_like(value: Any, like: Any) -> Any:

@@ -1,10 +1,14 @@
 """Processes whose torch has the simulated accelerator, or the real one that ECHELON_TEST_DEVICE names."""
 
 import os
+import sys
+from pathlib import Path
 
 import building
 import pytest
 from elsewhere import Elsewhere
+
+sys.path.append(str(Path(__file__).parents[1] / "equivalence"))  # for `matrix`
 
 REAL = os.environ.get("ECHELON_TEST_DEVICE")
 

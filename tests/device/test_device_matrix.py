@@ -8,5 +8,7 @@ import pytest
 def test_a_strategy_on_a_device_is_as_one_process_on_the_cpu(elsewhere, title):
     found = elsewhere.call(device_matrix.differences, title, timeout=200.0)
     assert found
-    assert {case: difference for case, difference in found.items() if max(difference[:2]) > 1e-12} == {}
-    assert {case: difference for case, difference in found.items() if difference[2] > 1e-6 or difference[3]} == {}
+    differences = [(case, *of_rank) for case, of_ranks in found.items() for of_rank in of_ranks]
+    # written such that NaN is a difference; metrics for callbacks are in float32
+    assert [one for one in differences if not (one[1] <= 1e-12 and one[2] <= 1e-12 and one[3] <= 1e-6)] == []
+    assert [one for one in differences if one[4]] == []

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ...common.errors import CheckpointError, ConfigError, ModuleError
+from ...strategies.devices.moves import move_module
 from ...strategies.state.regular_file import read_regular
 from ...strategies.state.schema import shown
 from .. import checkpoint
@@ -118,7 +119,8 @@ def module_from(
     difference = checkpoint.load_into(module, weights, strict=is_strict)
     if difference:
         warnings.warn(f"Not all weights of {cls.__name__} were loaded (strict=False).\n{difference}", stacklevel=3)
-    return module.to(_device(map_location))
+    move_module(module, _device(map_location))
+    return module
 
 
 def load_datamodule(

@@ -36,6 +36,7 @@ struct Allocator final : c10::DeviceAllocator {
     initialize(device);
     auto stream = current_stream(device);
     auto size = rounded(bytes);
+    run(stream); // work that it was given before may still read what was freed
     std::unique_lock<std::mutex> lock(mutex_);
     auto* block = cached(device, stream, size);
     if (block == nullptr) {
