@@ -48,6 +48,7 @@ class LocalSGDStrategy(ReplicaStrategy):
     name: ClassVar[str] = "local_sgd"
     needs_trainer: ClassVar[bool] = True
     can_try_steps: bool = False
+    steps_alone: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -55,6 +55,9 @@ class Strategy(RankMethods, PlacedMethods):
     can_try_steps: bool = True
     """Whether a step can be undone: all that it changes is in the module, optimizers, loss scale and generators."""
 
+    steps_alone: ClassVar[bool] = False
+    """Whether ranks step with their own gradients and meet later, so that nothing is exchanged for a step."""
+
     has_stages: bool = False
     """Whether the module is divided into stages, through which a step's window runs; known after `validate`."""
 

@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 
 T = TypeVar("T", bound=Tensor)
 M = TypeVar("M", bound=nn.Module)
+_MEAN: Final = 1
+"""The number of ``reduction="mean"`` in torch's C++ (`torch.nn._reduction`)."""
 
 # --- tensors ---------------------------------------------------------------------------------------------------------
 
@@ -248,3 +250,47 @@ def step_own_part(zero: Any, closure: Callable[[], Any] | None) -> Any:
     """
     zero._is_trainable_mask = zero._get_is_trainable_mask()  # noqa: SLF001
     return zero._local_step(closure=closure)  # noqa: SLF001
+
+
+# --- the autograd graph ----------------------------------------------------------------------------------------------
+
+
+def counts_of_mean(node: Any) -> tuple[Tensor, int] | None:
+    """Return what a cross-entropy was divided by, and its number of targets (`_saved_total_weight`, `_saved_target`).
+
+    None for a sum (`_saved_reduction`), and where reading would compute the forward again, in a checkpoint.
+    """
+    if node._saved_reduction != _MEAN:  # noqa: SLF001
+        return None
+    hook = node._raw_saved_target.unpack_hook  # noqa: SLF001
+    if hook is not None and hook.__module__ == "torch.utils.checkpoint":
+        return None
+    total, target = node._saved_total_weight, node._saved_target  # noqa: SLF001
+    if total.dtype.itemsize < 4:  # not every whole number is one of these
+        ignored = node._saved_ignore_index  # noqa: SLF001
+        counts = target != (ignored - 2**64 if ignored >= 2**63 else ignored)
+        weight = node._saved_weight  # noqa: SLF001
+        total = counts.sum() if weight is None else (weight.double()[target.where(counts, 0)] * counts).sum()
+    return total, target.numel()
+
+
+def adds_as_it_is(node: Any) -> bool:
+    """Return whether a sum adds its second operand without a factor (`_saved_alpha`), and does not subtract it."""
+    return type(node).__name__ == "AddBackward0" and node._saved_alpha == 1  # noqa: SLF001
+
+
+def is_of_one_element(node: Any) -> bool:
+    """Return whether a sum or mean had a single element to reduce (`_saved_self_sym_sizes`)."""
+    return all(size == 1 for size in node._saved_self_sym_sizes)  # noqa: SLF001
+
+
+def has_compiled() -> bool:
+    """Return whether ``torch.compile`` has compiled anything in this process (`torch._dynamo.utils.counters`)."""
+    module: Any = sys.modules.get("torch._dynamo.utils")
+    return module is not None and bool(module.counters["frames"])
+
+
+def notes_of(node: Any) -> dict[str, Any]:
+    """Return the notes that an operation of a graph carries (`metadata`), which live as long as it."""
+    notes: dict[str, Any] = node.metadata
+    return notes

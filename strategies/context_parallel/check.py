@@ -14,6 +14,7 @@ from ...common.errors import EchelonError, ModuleError
 from ..distributed.collectives import Collectives
 from ..distributed.nested import iterate_tensors
 from ..module.untouched import trying_steps
+from ..state.noted_means import NotedMeans
 from .context import ContextParallel
 from .counted import Counted, log_difference, metric_difference
 from .sequence import SequenceLayout
@@ -177,9 +178,10 @@ def _observe(
             tolerance = max(_TOLERANCES.get(tensor.dtype, _LOW_PRECISION_TOLERANCE) for tensor in tensors)
             outputs.append(_Output(name, tuple(tuple(t.shape) for t in tensors), digests, tolerance))
 
-    with _hooked(module, observe):
+    with _hooked(module, observe), NotedMeans() as means:
         returned = step()
-    return outputs, _total_and_count(returned)
+    is_weighted = getattr(module, "automatic_optimization", True)  # by its targets
+    return outputs, _total_and_count(returned, means if is_weighted else NotedMeans())
 
 
 def _cut_like(whole: Tensor, shape: tuple[int, ...], cut: SequenceLayout) -> Tensor:
@@ -196,13 +198,17 @@ def _digest(tensor: Tensor) -> Tensor:
     return torch.stack([flat.norm(), flat @ weights]).cpu()
 
 
-def _total_and_count(returned: Any) -> Tensor:
-    """Return the loss of a step as a total and a count; a mean counts as one."""
+def _total_and_count(returned: Any, means: NotedMeans) -> Tensor:
+    """Return the loss of a step as a total and a count; a mean of anything but targets counts as one."""
     if isinstance(returned, dict):
         returned = returned.get("loss")
-    total, count = getattr(returned, "total", returned), getattr(returned, "count", 1.0)
+    total, count = getattr(returned, "total", returned), getattr(returned, "count", None)
     if not isinstance(total, Tensor):
         return torch.zeros(2, dtype=torch.double)
+    if count is None:
+        of_targets = means.count_of(total)
+        count = 1.0 if of_targets is None else of_targets
+        total = total * count if count else torch.zeros_like(total)  # the mean over nothing is not a number
     return torch.stack([total.detach().double().cpu(), torch.as_tensor(count).double().cpu()])
 
 

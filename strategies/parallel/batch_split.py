@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...common.errors import DataError, ModuleError
 from ..distributed.nested import iterate_tensors, rebuild_mapping
+from ..state.target_mean import TargetMean, note_target_mean, target_mean_of
 
 
 def split(batch: Any, num_slices: int) -> tuple[list[Any], list[int]]:
@@ -93,7 +94,33 @@ def _combine_tensors(results: Sequence[Tensor], sizes: Sequence[int], where: str
     if has_rows or any(result.shape != results[0].shape for result in results):
         raise _cannot(where, [f"shape {tuple(result.shape)}" for result in results])
     has_fraction = results[0].is_floating_point() or results[0].is_complex()
-    return reduce(torch.add, _weighted(results, sizes) if has_fraction else results)
+    if not has_fraction:
+        return sum(results[1:], results[0])
+    means = [target_mean_of(result) for result in results]
+    if any(means):
+        # a slice without targets may have returned 0
+        given = [mean or _of_nothing(result) for mean, result in zip(means, results, strict=True)]
+        of_targets = [mean for mean in given if mean is not None]
+        if len(of_targets) == len(results):
+            return _mean_over_targets(results, of_targets)
+    combined: Tensor = reduce(torch.add, _weighted(results, sizes))
+    return combined
+
+
+def _of_nothing(result: Tensor) -> TargetMean | None:
+    return None if result.item() else TargetMean(result.detach(), 0)
+
+
+def _mean_over_targets(results: Sequence[Tensor], means: Sequence[TargetMean]) -> Tensor:
+    """Return the mean over the targets of all slices, of which some may have none."""
+    counts = [mean.count.to(result.device) for result, mean in zip(results, means, strict=True)]
+    total = sum(counts[1:], counts[0])
+    shares = [
+        torch.where(count > 0, result, 0.0) * (count / total) for result, count in zip(results, counts, strict=True)
+    ]
+    combined: Tensor = reduce(torch.add, shares)
+    note_target_mean(combined, TargetMean(total, sum(mean.number for mean in means)))
+    return combined
 
 
 def _combine_others(results: Sequence[Any], sizes: Sequence[int], where: str) -> Any:

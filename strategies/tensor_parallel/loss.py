@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..state.dtensor import is_dtensor
+from ..state.target_mean import TargetMean, note_target_mean
 from .exchanges import TensorGroup
 
 _SIGNATURE: Final = inspect.signature(F.cross_entropy)
@@ -77,7 +78,12 @@ def _cross_entropy(
     losses = losses.masked_fill(is_ignored, 0.0)
     if reduction == "none":
         return losses
-    return losses.sum() / counts.masked_fill(is_ignored, 0.0).sum() if reduction == "mean" else losses.sum()
+    if reduction == "sum":
+        return losses.sum()
+    count = counts.masked_fill(is_ignored, 0.0).sum()
+    mean = losses.sum() / count
+    note_target_mean(mean, TargetMean(count.detach(), target.numel()))
+    return mean
 
 
 def _losses(

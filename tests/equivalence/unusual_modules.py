@@ -403,6 +403,18 @@ class TargetNetwork(Plain):
                 own.lerp_(followed, 0.5)
 
 
+class TargetTokens(Plain):
+    """Returns the mean over target tokens, whose number differs from sample to sample."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y, tasks = batch
+        scores = self.head(self.hidden(x, int(tasks[0])))
+        labels = (y > 0).long().masked_fill(x[..., :1] > 0.5, -100).flatten()
+        loss = nn.functional.cross_entropy(torch.cat([scores, -scores], 2).flatten(0, 1), labels)
+        self.log("loss", loss, on_step=False, on_epoch=True, batch_size=int((labels >= 0).sum()))
+        return loss
+
+
 MODULES: dict[str, type[Plain]] = {
     "plain": Plain,
     "heads by task": HeadsByTask,
@@ -427,6 +439,7 @@ MODULES: dict[str, type[Plain]] = {
     "clamped weights": Clamped,
     "weight norm": Normalized,
     "target network": TargetNetwork,
+    "target tokens": TargetTokens,
 }
 
 

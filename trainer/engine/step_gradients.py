@@ -18,6 +18,7 @@ from ...strategies.placed.placed import Placed
 from ...strategies.state.dtensor import local_shard, multiply_all
 from ..data.micro_batch import MicroBatch, Window
 from ..loop.loss_weights import Weights
+from ..loop.target_weights import TargetWeights
 from ..module.loss import Loss
 from ..session.replica_guard import ReplicaGuard
 
@@ -73,6 +74,7 @@ class StepGradients:
         self._weights: Weights | None = None
         self._correction: Tensor | float | None = None
         self._corrected: set[Optimizer] = set()
+        self._targets = TargetWeights("an Engine does not know what else the loop adds", is_shown=not strategy.rank)
         self._unseen: dict[nn.Module, Traceless] = {}
         """The modules that have run on a stand-in batch since the last update, and what they were before."""
 
@@ -202,6 +204,8 @@ class StepGradients:
         self._has_met = self.syncs
         if not isinstance(loss, Loss):
             batch = self._batch
+            if batch.weights is not None:
+                self._targets.mean_of(loss, batch.size)
             return loss if batch.weights is None else batch.weights.weigh_samples(loss, batch.size)
         if self._weights is None:
             self._weights = Weights(self._window_of_units(), self._sharing(), is_whole=False)
@@ -253,7 +257,7 @@ class StepGradients:
         if self._weights is None or optimizer in self._corrected:
             return
         if not self._corrected:
-            self._correction = self._weights.correction(counts_units=True)
+            self._correction = self._weights.correction("Loss")
         self._corrected.add(optimizer)
         if self._correction is not None:
             held = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

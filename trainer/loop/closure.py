@@ -14,7 +14,7 @@ from ..data.micro_batch import Window
 from ..module.optimizers import ManagedOptimizer
 from ..module.train_module import TrainModule
 from ..session.train_state import TrainState
-from .loss_weights import Weights
+from .loss_weights import Unit, Weights
 
 
 class ClosedStep(Protocol):
@@ -39,8 +39,8 @@ class ClosedStep(Protocol):
     def complete(self, window: Window) -> None:
         """Complete the gradients of a window once its micro-batches have run. Collective with several ranks."""
 
-    def counts_units(self, weights: Weights) -> bool:
-        """Return whether the losses of the step are `Loss`."""
+    def unit_of(self, weights: Weights) -> Unit:
+        """Return what the losses of the step are weighted by. Collective with several ranks."""
 
 
 class Closure:
@@ -87,7 +87,7 @@ class Closure:
         weights = step.weights
         assert weights is not None
         is_none = not weights.losses and not step.has_gradients
-        self._loss = None if is_none else weights.total(counts_units=step.counts_units(weights))
+        self._loss = None if is_none else weights.total(step.unit_of(weights))
 
 
 def update_in_closure(step: ClosedStep, window: Window) -> tuple[bool, bool]:

@@ -141,7 +141,7 @@ def _evaluate_loader(session: Session, name: str, dataloader_idx: int, limit: fl
             hook(batch, batch_idx, dataloader_idx)
         lent = batch, batch_idx
         beside_idle = nullcontext() if all(busy) else session.placed.beside_idle(action, busy, lent)
-        with session.profiler.profile(action), beside_idle, session.streams:
+        with session.profiler.profile(action), beside_idle, session.streams, metrics.means:
             output = session.placed.run(action, *(batch, batch_idx, dataloader_idx)[:num_args])
         if session.progress.predictions is not None:
             copy.finish()  # the previous batch's copy, which ran alongside this batch

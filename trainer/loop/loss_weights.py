@@ -1,14 +1,21 @@
-"""Weights of the micro-batches of an optimizer step, by samples or by the units of `Loss`."""
+"""Weights of the micro-batches of an optimizer step, by samples, by targets or by the units of `Loss`."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ...common.errors import ModuleError
 from ...strategies import Strategy
+from ...strategies.state.target_mean import TargetMean
 from ..data.micro_batch import Window
 from ..module.loss import Loss, as_tensor, mean_of, nonzero
+from .target_weights import TargetWeights, cannot_mix
+
+Unit = Literal["samples", "targets", "Loss"]
+"""What the losses of a step are weighted by; with targets, a tensor that has none still weighs by its samples."""
 
 
 class Weights:
@@ -16,30 +23,42 @@ class Weights:
 
     With `Loss` the unit is whatever the user counts: the gradient is that of the sum of totals divided by the sum of
     counts. The latter is known only after the last micro-batch, so gradients are first divided by an estimate, and
-    corrected at the end.
+    corrected at the end. So it is with a tensor that is the mean over its targets: the unit is the target.
 
     Args:
         window: the micro-batches of this rank, with the samples of all ranks if there are several.
         strategy: the strategy if several ranks share a step; they average their gradients.
+        targets: finds the losses that are means over targets; None to weigh all tensors by samples.
         is_whole: whether one loss is the whole step; by default, whether one micro-batch is.
     """
 
     __slots__ = (
         "_count",
         "_divisor",
+        "_has_many",
         "_is_whole",
         "_planned",
         "_ranks",
         "_sharers",
         "_strategy",
+        "_targets",
         "_used",
+        "_without_targets",
         "came",
+        "has_targets",
         "has_units",
         "losses",
     )
 
-    def __init__(self, window: Window, strategy: Strategy | None = None, *, is_whole: bool | None = None) -> None:
-        self._strategy = strategy
+    def __init__(
+        self,
+        window: Window,
+        strategy: Strategy | None = None,
+        targets: TargetWeights | None = None,
+        *,
+        is_whole: bool | None = None,
+    ) -> None:
+        self._strategy, self._targets = strategy, targets
         self._planned = window.size if strategy is None else window.total_size
         self._is_whole = len(window) == 1 and strategy is None if is_whole is None else is_whole
         # tensors are weighted by the samples of their data rank, and each `Loss` by its share of all counts
@@ -53,6 +72,10 @@ class Weights:
         """The samples of all ranks that came, if a hook ended the window early and there are several ranks."""
         self.has_units = False
         """Whether the losses are `Loss`."""
+        self.has_targets = self._has_many = False
+        """Whether there are means over targets, and any with several targets a sample."""
+        self._without_targets: list[tuple[Tensor, int]] = []
+        """The weighted tensors that are no means over targets, and their samples."""
         self.losses: list[Tensor] = []
 
     def weigh(self, loss: Tensor | Loss, size: int) -> Tensor:
@@ -77,49 +100,96 @@ class Weights:
             weighed = loss.total / self._divisor
         else:
             self._used += size
-            weighed = self.weigh_samples(loss, size)
+            mean = None if self._targets is None else self._targets.mean_of(loss, size)
+            if mean is None:
+                weighed = self.weigh_samples(loss, size)
+                self._without_targets.append((weighed, size))
+            else:
+                weighed = self._weigh_targets(loss, mean, size)
         self.losses.append(weighed)
         return weighed
+
+    @property
+    def unit(self) -> Unit:
+        """What the losses of this rank are weighted by."""
+        return "Loss" if self.has_units else "targets" if self.has_targets else "samples"
 
     def weigh_samples(self, loss: Tensor, size: int) -> Tensor:
         """Return the mean loss of `size` samples, weighted by their number."""
         weight = self._ranks * size / self._planned
         return loss if weight == 1.0 else loss * weight
 
-    def correction(self, *, counts_units: bool) -> Tensor | float | None:
+    def _weigh_targets(self, loss: Tensor, mean: TargetMean, size: int) -> Tensor:
+        """Return a mean over targets, weighted by their number as by as many samples; without targets, 0."""
+        self.has_targets, self._has_many = True, self._has_many or mean.number > size
+        if loss.device.type == "cpu":
+            number = mean.count.item()
+            self._count = self._count + number
+            if not number:  # the mean is not a number, but nothing flows back from it
+                return loss.nan_to_num(nan=0.0) * 0.0
+            weight = self._sharers * number / self._planned
+            return loss if weight == 1.0 else loss * weight
+        count = mean.count.to(torch.float32)
+        self._count = self._count + as_tensor(count, loss)
+        return torch.where(count > 0, loss, 0.0) * (count * (self._sharers / self._planned))
+
+    def correction(self, unit: Unit) -> Tensor | float | None:
         """Return the factor by which to multiply all gradients; None for no change. Collective: every rank calls it.
 
-        With `counts_units` the ranks return `Loss`, which a rank without samples cannot know by itself.
+        `unit` is that of all ranks, which a rank without samples cannot know by itself.
+
+        Raises:
+            ModuleError: if means over many targets meet tensors without targets.
         """
         if self._is_whole:
             return None
-        if not counts_units:
+        if unit == "samples":
             # of a pipeline only the last stage has used any; with several ranks, no loss may be None
             used = self._used if self._ranks == 1 else self.came or 0
             return self._planned / used if used not in (0, self._planned) else None
+        own = self._without_zeros() * self._ranks / self._sharers
+        if own and self._has_many:
+            raise cannot_mix()
+        count = self._count + own
         if self._strategy is None:
-            like = self.losses[0]
-            if like.device.type != "cpu" and not isinstance(self._count, Tensor):  # no wait for two numbers
-                return self._divisor / nonzero(self._count)
-            return as_tensor(self._divisor, like) / nonzero(as_tensor(self._count, like))
+            return self._correction_alone(count, unit)
         like = self._like(self._strategy)
         if like.device.type != "cpu":
             # plain numbers are sent with gloo, alongside the device's work; tensor counts are only on the device
-            is_tensor = isinstance(self._count, Tensor)
-            numbers = [0.0 if is_tensor else float(self._count), float(is_tensor)]
+            is_tensor = isinstance(count, Tensor)
+            numbers = [0.0 if is_tensor else float(count), float(is_tensor)]
             number, num_tensors = self._strategy.ranks.count.all_reduce(numbers)
             if not num_tensors:
                 return float(self._planned / nonzero(number))
-        count = self._strategy.ranks.count.all_reduce(as_tensor(self._count, like))
+        elif unit == "targets":
+            numbers = [float(count), own, float(self._has_many)]
+            number, others, has_many = self._strategy.ranks.count.all_reduce(numbers)
+            if others and has_many:
+                raise cannot_mix()
+            return None if number == self._planned else self._planned / nonzero(number)
+        count = self._strategy.ranks.count.all_reduce(as_tensor(count, like))
         return self._planned / nonzero(count)
+
+    def _correction_alone(self, count: Tensor | float, unit: Unit) -> Tensor | float | None:
+        like = self.losses[0]
+        if unit == "targets":
+            is_as_planned = not isinstance(count, Tensor) and count == self._planned
+            return None if is_as_planned else self._planned / nonzero(count)
+        if like.device.type != "cpu" and not isinstance(count, Tensor):  # no wait for two numbers
+            return self._divisor / nonzero(count)
+        return as_tensor(self._divisor, like) / nonzero(as_tensor(count, like))
+
+    def _without_zeros(self) -> int:
+        """Return the samples of the tensors that are no means over targets; one that is 0 stands for none."""
+        return sum(size for loss, size in self._without_targets if loss.item())
 
     def _like(self, strategy: Strategy) -> Tensor:
         return self.losses[0] if self.losses else torch.zeros((), device=strategy.device)
 
-    def total(self, *, counts_units: bool) -> Tensor:
+    def total(self, unit: Unit) -> Tensor:
         """Return the loss of the step, detached, for an optimizer that evaluates it itself. Collective.
 
-        As in `correction`, with `counts_units` the ranks return `Loss`.
+        As in `correction`, `unit` is that of all ranks.
         """
         if self._strategy is None:
             total = torch.stack([loss.detach().reshape(()) for loss in self.losses]).sum()
@@ -128,5 +198,5 @@ class Weights:
             # in one dtype, also on a rank without a loss
             own = sum((as_tensor(loss, like) for loss in self.losses), as_tensor(0.0, like))
             total = self._strategy.ranks.count.all_reduce(own) / self._sharers
-        correction = self.correction(counts_units=counts_units)
+        correction = self.correction(unit)
         return total if correction is None else total * correction

@@ -16,7 +16,7 @@ from ..data.micro_batch import MicroBatch, Window
 from ..data.sample_checks import gather_numbers, last_batch_of_any
 from ..module.loss import loss_of, mean_of
 from ..session.session import Session
-from .loss_weights import Weights
+from .loss_weights import Unit, Weights
 from .step import Step
 
 
@@ -27,7 +27,7 @@ class SharedStep(Step):
     """
 
     __slots__ = (
-        "_counts_units", "_from_others", "_has_come", "_has_spare", "_is_collective", "_manual_weight", "_spare_batch",
+        "_from_others", "_has_come", "_has_spare", "_is_collective", "_manual_weight", "_spare_batch", "_unit",
     )  # fmt: skip
 
     def __init__(self, session: Session) -> None:
@@ -35,8 +35,8 @@ class SharedStep(Step):
         self._is_collective = session.strategy.forward_is_collective
         self._has_spare, self._spare_batch = False, None
         """A batch for steps in which this rank has none: an earlier one, or in the first step another rank's."""
-        self._counts_units: bool | None = None
-        """Whether training steps return `Loss`, on all ranks; None before the first one."""
+        self._unit: Unit | None = None
+        """What losses are weighted by, on all ranks; None before the first step."""
         self._manual_weight = 1.0
         """The factor of this window's losses in manual optimization."""
         self._has_come = False
@@ -197,7 +197,7 @@ class SharedStep(Step):
             self._manual_weight = self.strategy.data_size * window.size / window.total_size
         if not self._is_collective:  # else ranks without samples are lent a batch if they need one
             self._keep_spare(window)
-        return Weights(window, self.strategy)
+        return Weights(window, self.strategy, self.targets)
 
     def _keep_spare(self, window: Window) -> None:
         """Keep a batch for steps without samples. Collective if a rank has none in the first step, or in a resumed."""
@@ -207,28 +207,38 @@ class SharedStep(Step):
             self._spare_batch = window[-1].batch
         self._has_spare = True
 
-    def counts_units(self, weights: Weights) -> bool:
-        """Return whether the losses of a step are `Loss`; the ranks agree on it in the first step. Collective.
+    def unit_of(self, weights: Weights) -> Unit:
+        """Return what the losses of a step are weighted by; the ranks agree on it in the first step. Collective.
 
         Raises:
             ModuleError: if some ranks return `Loss` and others do not.
         """
-        if self._counts_units is None:
-            kinds = self.strategy.ranks.all.all_gather_object(weights.has_units if weights.losses else None)
-            known = {rank: has_units for rank, has_units in enumerate(kinds) if has_units is not None}
-            if len(set(known.values())) > 1:
-                raise ModuleError(
-                    f"training_step returned a Loss on ranks {[r for r, has in known.items() if has]} and a tensor on "
-                    f"ranks {[r for r, has in known.items() if not has]}; return a Loss on all ranks, or on none."
-                )
-            self._counts_units = any(known.values())
-        if weights.losses and weights.has_units != self._counts_units:
+        if self._unit is None:
+            self._unit = self._agree_on_unit(weights)
+        if weights.losses and weights.has_units != (self._unit == "Loss"):
             kind = "a Loss" if weights.has_units else "a tensor"
             raise ModuleError(
                 f"training_step returned {kind} on rank {self.strategy.rank}, after another kind of loss in earlier "
                 "steps; return a Loss always, or never."
             )
-        return self._counts_units
+        return self._unit
+
+    def _agree_on_unit(self, weights: Weights) -> Unit:
+        own = (weights.unit if weights.losses else None, self.targets.ratio)
+        found = self.strategy.ranks.all.all_gather_object(own)
+        known: dict[int, Unit] = {rank: unit for rank, (unit, _) in enumerate(found) if unit is not None}
+        units = set(known.values())
+        if "Loss" in units and len(units) > 1:
+            raise ModuleError(
+                f"training_step returned a Loss on ranks {[r for r, unit in known.items() if unit == 'Loss']} and a "
+                f"tensor on ranks {[r for r, unit in known.items() if unit != 'Loss']}; return a Loss on all ranks, or "
+                "on none."
+            )
+        self.targets.compare_ranks([ratio for _, ratio in found if ratio is not None])
+        if "targets" in units:
+            return "targets"
+        self.targets.give_up("no loss of the first step was a mean over targets")  # nobody expects counts later
+        return "Loss" if units == {"Loss"} else "samples"
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         weight = self._manual_weight

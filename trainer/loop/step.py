@@ -25,9 +25,10 @@ from ..module.optimizers import ManagedOptimizer, step_of, zero_grad_of
 from ..module.train_module import TrainModule
 from ..session.session import Session
 from .closure import update_in_closure
-from .loss_weights import Weights
+from .loss_weights import Unit, Weights
 from .manual_calls import ManualCalls
 from .schedule import step_schedulers
+from .target_weights import TargetWeights
 
 
 class Step(ABC):
@@ -45,7 +46,7 @@ class Step(ABC):
         "_plain_backward", "_update_fns", "_updates_directly", "backward", "batch", "first_batch_idx", "forward",
         "has_gradients", "hooks", "is_automatic", "is_updating", "left", "managed_optimizers", "metrics", "module",
         "optimizers", "output", "passes_closure", "placed", "progress", "schedulers", "session", "set_grad_sync",
-        "state", "strategy", "transfer", "weights", "writer", "zero_grads",
+        "state", "strategy", "targets", "transfer", "weights", "writer", "zero_grads",
     )  # fmt: skip
 
     def __init__(self, session: Session) -> None:
@@ -57,7 +58,7 @@ class Step(ABC):
         self.optimizers, self.schedulers = session.optimizers, session.schedulers
         self.is_automatic = session.module.automatic_optimization
         """Whether the trainer, not the module, makes the optimizer steps."""
-        self.set_grad_sync = session.placed.set_grad_sync
+        self.set_grad_sync, self.targets = session.placed.set_grad_sync, TargetWeights.of(session.strategy)
         self._on_batch_start, self._on_batch_end = hooks.on_train_batch_start, hooks.on_train_batch_end
         self._may_leave = overrides(session.module, "on_train_batch_start", ModuleHooks)
         """Whether the last hook is the module's, which may end the epoch; return values of callbacks are ignored."""
@@ -260,15 +261,15 @@ class Step(ABC):
 
     def make_weights(self, window: Window) -> Weights:
         """Return the weights of a window's losses."""
-        return Weights(window)
+        return Weights(window, targets=self.targets)
 
-    def counts_units(self, weights: Weights) -> bool:
-        """Return whether the losses of the step are `Loss`."""
-        return weights.has_units
+    def unit_of(self, weights: Weights) -> Unit:
+        """Return what the losses of the step are weighted by. Collective with several ranks."""
+        return weights.unit
 
     def correct_gradients(self, weights: Weights) -> None:
         """Multiply the gradients by the factor known since the last micro-batch. Collective with several ranks."""
-        correction = weights.correction(counts_units=self.counts_units(weights))
+        correction = weights.correction(self.unit_of(weights))
         if correction is not None:
             self.placed.scale_gradients(correction)
 

@@ -92,6 +92,8 @@ class Accumulator:
             return
         values = _stack(self._values)
         if self.reduce == "mean":
+            if not all(self._weights):  # a mean over nothing is not a number, and counts nothing
+                values = torch.where(_numbers_on(values.device, self._weights, values.dtype) > 0, values, 0.0)
             folded = torch.dot(values, _numbers_on(values.device, self._weights, values.dtype))
         elif callable(self.reduce):
             folded = values

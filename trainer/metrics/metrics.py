@@ -17,6 +17,7 @@ from .accumulator import to_numbers
 from .entry import Entry, Moment, Scope, two_ways
 from .gathering import gather_once
 from .kept_objects import load_objects, objects_state, refuse_another, warn_if_shared
+from .logged_means import LoggedMeans
 from .reduction import ComputedMetric, Line, Reduction
 from .sample_guard import SampleGuard
 
@@ -36,7 +37,7 @@ class Metrics:
     __slots__ = (
         *("_batches", "_computed_at", "_entries", "_in_bar", "_is_alone", "_latest", "_module", "_reductions"),
         *("_resumed", "_stages", "_strategy", "batch", "batch_size", "dataloader_idx", "guard", "in_batch"),
-        *("logged", "position", "stage"),
+        *("logged", "means", "position", "stage"),
     )
 
     def __init__(self, strategy: Strategy, module: nn.Module | None = None) -> None:
@@ -59,6 +60,7 @@ class Metrics:
         self.batch = 0
         """The number of the loader's batches evaluated in this run, including this one; 0 in training."""
         self.guard = SampleGuard(strategy)
+        self.means = LoggedMeans(is_shown=not strategy.rank)
         self.stage: Stage = "train"
         self.enter("train")
 
@@ -104,6 +106,8 @@ class Metrics:
             raise two_ways(entry, Scope(*options), self.stage)
         if isinstance(value, Tensor):
             value = gathered(value)
+            if batch_size is None and entry.epoch is not None:
+                self.means.note(name, value, self.batch_size)
             if value.numel() != 1:
                 raise ModuleError(
                     f"self.log({name!r}, ...) must get one number, got a tensor of shape {tuple(value.shape)}; "

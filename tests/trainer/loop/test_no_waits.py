@@ -63,7 +63,7 @@ def test_counts_that_are_numbers_are_reduced_on_the_host(ranks):
         for count in (3, 5):
             total = weights.weigh(Loss(torch.ones((), device=gpu, requires_grad=True), count), 4)
             assert total.device == gpu
-        factor = weights.correction(counts_units=True)
+        factor = weights.correction("Loss")
         assert isinstance(factor, float)
         multiply_all([torch.ones(3, device=gpu)], factor)
     assert factor == (16 / 16 if ranks == 2 else 3 / 8)
@@ -76,7 +76,7 @@ def test_counts_that_are_tensors_stay_on_the_device():
         weights = Weights(window(4, 16), strategy)
         count = torch.full((), 3, device=gpu)
         weights.weigh(Loss(torch.ones((), device=gpu, requires_grad=True), count), 4)
-        factor = weights.correction(counts_units=True)
+        factor = weights.correction("Loss")
         assert factor.device == gpu
         gradients = [torch.ones(3, device=gpu), torch.ones(2, device=gpu, dtype=torch.bfloat16)]
         multiply_all(gradients, factor)

@@ -1,0 +1,41 @@
+"""NotedMeans: the mean cross-entropies that a step computes without gradients, where no graph tells their targets."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Final
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ..torch_internals import is_without_memory
+
+_SIGNATURE: Final = inspect.signature(F.cross_entropy)
+
+
+class NotedMeans(TorchFunctionMode):
+    """Notes what ``F.cross_entropy`` divides by: the number of targets, or the sum of their classes' weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._found: list[tuple[Tensor, Tensor]] = []
+
+    def count_of(self, value: Tensor) -> Tensor | None:
+        """Return what a mean was divided by; None for any other value."""
+        if not self._found:
+            return None
+        address = value.data_ptr()
+        return next((count for mean, count in self._found if mean is value or mean.data_ptr() == address), None)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is F.cross_entropy and not is_without_memory(result):
+            call = _SIGNATURE.bind(*args, **(kwargs or {}))
+            call.apply_defaults()
+            target, weight, ignored = (call.arguments[name] for name in ("target", "weight", "ignore_index"))
+            if call.arguments["reduction"] == "mean" and not target.is_floating_point():
+                counts = target != ignored
+                own = counts.double() if weight is None else weight.double()[target.where(counts, 0)] * counts
+                self._found.append((result, own.sum()))
+        return result
