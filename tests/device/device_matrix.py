@@ -14,12 +14,12 @@ DEVICE = os.environ.get("ECHELON_TEST_DEVICE", "sim")
 OF_DEVICE = {
     line.title: line
     for line in (
-        Line("single", takes=lambda case: case.precision == "64-true"),
-        Line("dp", devices=2, takes=is_hard),
-        Line("device_map", devices=2, make=lambda: DeviceMapStrategy(MAP), takes=is_hard),
-        Line("ddp", 2, takes=is_hard),
+        Line("single", takes=is_hard),
+        Line("dp", devices=2, takes=is_harder),
+        Line("device_map", devices=2, make=lambda: DeviceMapStrategy(MAP), takes=is_harder),
+        Line("ddp", 2, takes=is_harder),
         Line("zero", 2, takes=is_harder),
-        Line("fsdp", 2, takes=is_hard),
+        Line("fsdp", 2, takes=is_harder),
         Line("fsdp", 2, note=", offload", make=lambda: FSDPStrategy(cpu_offload=True), takes=is_harder),
         Line("hsdp", 4, takes=is_hardest),
         Line("local_sgd", 2, note=", warm-up", make=lambda: LocalSGDStrategy(warmup_steps=100), takes=is_harder),
