@@ -8,6 +8,7 @@ from dataclasses import astuple
 from matrix import ALONE, Line, attention, by_case, compare, is_hard, is_harder, is_hardest, stages, train
 
 from echelon import DeviceMapStrategy, FSDPStrategy, LocalSGDStrategy
+from echelon.strategies.devices.kinds import num_devices
 from echelon.testing import run_ranks
 
 DEVICE = os.environ.get("ECHELON_TEST_DEVICE", "sim")
@@ -39,6 +40,12 @@ MAP = {"net.2": f"{DEVICE}:1", "net.4": f"{DEVICE}:0", "": f"{DEVICE}:0"}
 def alone(network, case):
     """Return the result of one process on the CPU."""
     return train(case, ALONE[network], devices=1)
+
+
+def num_missing(title):
+    """Return how many devices a line needs beyond those that are here."""
+    line = OF_DEVICE[title]
+    return max(line.processes, line.devices) - num_devices(DEVICE)
 
 
 def differences(title):
