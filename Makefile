@@ -49,9 +49,12 @@ soak: $(call installed,test)
 tour: $(call installed,test)
 	$(BIN)/python tests/trainer/tour/around_fit/go_around.py
 
-# what one GPU can show takes about ten minutes; where there are more, what several can show as well
+# what one GPU can show takes about ten minutes; where there are more, what several can show as well. With
+# ECHELON_TEST_DEVICE=xpu, say, what the tests of devices show on Intel's
+ECHELON_TEST_DEVICE ?= cuda
 test-gpu: $(call installed,test)
 	$(BIN)/pytest tests -m gpu
+	ECHELON_TEST_DEVICE=$(ECHELON_TEST_DEVICE) $(BIN)/pytest tests/device
 
 # libraries built on Lightning, in environments of their own, which take 8 GB each; some need older packages than others
 test-libraries: .libraries/.installed .libraries-older/.installed

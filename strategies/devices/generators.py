@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
 from .kinds import CPU
 from .queries import current, module_of
+
+_FUNCTIONS: Final = ("get_rng_state", "set_rng_state", "manual_seed")
 
 
 class DeviceGenerator(Protocol):
@@ -58,7 +60,7 @@ def device_generators(devices: Iterable[torch.device]) -> list[DeviceGenerator]:
             if hasattr(module, "init"):
                 module.init()  # they are made then
             found.append(module.default_generators[device.index or 0])
-        elif hasattr(module, "get_rng_state"):
+        elif all(hasattr(module, name) for name in _FUNCTIONS):  # else it draws from the CPU's, as far as we can see
             found.append(_ByModule(device))
     return found
 

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from .kinds import CPU, device_module
 from .queries import module_of
@@ -38,6 +39,12 @@ def _can_pin(device_type: str) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def numbers_on(device: torch.device, numbers: list[float], dtype: torch.dtype | None) -> Tensor:
+    """Return numbers as a tensor on a device, without waiting for the work queued there."""
+    tensor = torch.tensor(numbers, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if pins_memory(device) else tensor.to(device)
 
 
 def new_stream(device: torch.device) -> Any:

@@ -95,8 +95,8 @@ def with_local_shard(like: Any, local: Tensor) -> Tensor:
     """Return a tensor that is sharded like `like`, of which `local` is this rank's shard."""
     if not is_dtensor(like):
         return local
-    whole: Tensor = _of_shard(local, like.device_mesh, like.placements, like.shape, like.stride())
-    return whole
+    shard: Tensor = _of_shard(local, like.device_mesh, like.placements, like.shape, like.stride())
+    return shard
 
 
 def _of_shard(local: Tensor, mesh: Any, placements: Any, shape: Any, stride: Any) -> Any:

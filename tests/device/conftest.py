@@ -35,6 +35,16 @@ def elsewhere(tmp_path_factory):
     process.close()
 
 
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory):
+    """A process whose torch has an accelerator of another name, without streams or generators for programs."""
+    if REAL:
+        pytest.skip("the accelerator is a real one")
+    process = start(tmp_path_factory.mktemp("device"), "toy", "=plain")
+    yield process
+    process.close()
+
+
 @pytest.fixture
 def simulated(elsewhere):
     """The same, for tests of the simulated accelerator itself."""

@@ -123,8 +123,8 @@ def _module(name: str, library: Any) -> types.ModuleType:
         library.default_generator(index_of()).manual_seed(seed)
 
     def manual_seed_all(seed: int) -> None:
-        for generator in module.default_generators:
-            generator.manual_seed(seed)
+        for index in range(library.device_count()):
+            library.default_generator(index).manual_seed(seed)
 
     def get_rng_state(device: Any = None) -> Any:
         return library.default_generator(index_of(device)).get_state()

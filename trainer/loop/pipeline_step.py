@@ -13,6 +13,7 @@ from torch import Tensor
 from ...callbacks.dispatch import overrides
 from ...common.errors import ModuleError
 from ...strategies import ActivationCheckpointing
+from ...strategies.devices.streams import numbers_on
 from ...strategies.pipeline.spec import signature_of
 from ..data.micro_batch import MicroBatch, Window
 from ..module.arguments import num_step_arguments
@@ -130,8 +131,8 @@ class PipelineStep(SharedStep):
         is_double = any(loss.dtype == torch.float64 for loss in self.weights.losses) if self.weights else False
         *losses, num_double = self.strategy.ranks.stage.all_reduce([*self._losses, float(is_double)])
         dtype = torch.float64 if num_double else None
-        for index, loss in enumerate(losses):
-            self._outputs.setdefault(index, torch.tensor(loss, dtype=dtype, device=self.strategy.device))
+        for index, loss in enumerate(numbers_on(self.strategy.device, losses, dtype).unbind()):
+            self._outputs.setdefault(index, loss)
 
     def _show(self, index: int) -> None:
         """Make a micro-batch the current one, for its end hooks."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...strategies.devices.abilities import widest_float
-from ...strategies.devices.streams import pins_memory
+from ...strategies.devices.streams import numbers_on, pins_memory
 
 Reduce = Literal["mean", "sum", "min", "max"] | Callable[[Tensor], Tensor]
 REDUCTIONS: Final = ("mean", "sum", "min", "max")
@@ -93,8 +93,8 @@ class Accumulator:
         values = _stack(self._values)
         if self.reduce == "mean":
             if not all(self._weights):  # a mean over nothing is not a number, and counts nothing
-                values = torch.where(_numbers_on(values.device, self._weights, values.dtype) > 0, values, 0.0)
-            folded = torch.dot(values, _numbers_on(values.device, self._weights, values.dtype))
+                values = torch.where(numbers_on(values.device, self._weights, values.dtype) > 0, values, 0.0)
+            folded = torch.dot(values, numbers_on(values.device, self._weights, values.dtype))
         elif callable(self.reduce):
             folded = values
         else:
@@ -117,14 +117,8 @@ def _stack(values: list[Tensor | float]) -> Tensor:
     if not any(isinstance(value, Tensor) for value in values):
         return torch.tensor(values, dtype=dtype)
     if pins_memory(device):
-        values = [value if isinstance(value, Tensor) else _numbers_on(device, [value], dtype) for value in values]
+        values = [value if isinstance(value, Tensor) else numbers_on(device, [value], dtype) for value in values]
     return torch.stack([torch.as_tensor(value, device=device).reshape(()).to(dtype) for value in values])
-
-
-def _numbers_on(device: torch.device, numbers: list[float], dtype: torch.dtype) -> Tensor:
-    """Return numbers as a tensor on a device, without waiting for the work queued there."""
-    tensor = torch.tensor(numbers, dtype=dtype)
-    return tensor.pin_memory().to(device, non_blocking=True) if pins_memory(device) else tensor.to(device)
 
 
 def to_numbers(values: Mapping[str, Tensor | float]) -> dict[str, float]:

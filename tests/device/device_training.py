@@ -1,0 +1,225 @@
+"""Training on a device beyond the matrix: names, launching, checkpoints, precisions, and copies to the host."""
+
+import os
+import warnings
+from functools import partial
+
+import torch
+from device_matrix import DEVICE
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from echelon import (
+    ActivationCheckpointing,
+    Callback,
+    ConfigError,
+    EMAWeightAveraging,
+    Trainer,
+    TrainModule,
+    seed_everything,
+)
+from echelon.strategies.devices.kinds import available_types, device_type_of
+from echelon.strategies.devices.moves import move_module, move_tensor
+
+
+class Net(TrainModule):
+    """Blocks with tied weights and, by choice, dropout."""
+
+    def __init__(self, dropout=0.0, width=16, ties=True):
+        super().__init__()
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(dropout)) for _ in range(3))
+        )
+        if ties:
+            self.blocks[1][0].weight = self.blocks[0][0].weight
+
+    def forward(self, x):
+        return self.blocks(x)
+
+    def training_step(self, batch, batch_idx):
+        loss = self(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+
+class Plain(Net):
+    """The same, trained by SGD."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def loader(number=48, **options):
+    data = torch.randn(number, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return DataLoader(TensorDataset(data.to(options.pop("dtype", torch.float64))), 8, **options)
+
+
+def trainer_on(accelerator, **settings):
+    quiet = {
+        "strategy": "single",
+        "devices": 1,
+        "precision": "64-true",
+        "max_steps": 6,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return Trainer(accelerator=accelerator, **{**quiet, **settings})
+
+
+def weights_of(module):
+    return torch.cat([p.detach().flatten().double().cpu() for p in module.parameters()])
+
+
+def fitted(accelerator, data=None, make=Net, ckpt_path=None, **settings):
+    warnings.simplefilter("ignore")
+    seed_everything(3, verbose=False)
+    module = make()
+    trainer = trainer_on(accelerator, **settings)
+    trainer.fit(module, data or loader(), ckpt_path=ckpt_path)
+    return trainer, module
+
+
+def far(module, other):
+    return (weights_of(module) - weights_of(other)).abs().max().item()
+
+
+def names():
+    """Return what accelerators mean here, and the errors of those that are not here."""
+    said = {}
+    for name in ("xpu", "sym"):
+        try:
+            device_type_of(name)
+        except ConfigError as error:
+            said[name] = str(error)
+    taken = {name: device_type_of(name) for name in ("auto", "cpu", DEVICE)}
+    return taken, said, available_types(), str(trainer_on("auto").strategy)
+
+
+def moves():
+    """Return whether parameters of modules and tensors are the same objects after a move, and what is tied."""
+    module = Net()
+    weight = module.blocks[0][0].weight
+    other = nn.Parameter(torch.ones(3))
+    move_module(module, torch.device(DEVICE, 0))
+    move_tensor(other, torch.device(DEVICE, 0))
+    held = Net()
+    weakly = {each: __import__("weakref").ref(each) for each in [held.blocks[0][0].weight]}
+    move_module(held, torch.device(DEVICE, 0))
+    return {
+        "the same": weight is module.blocks[0][0].weight and weight.device.type == DEVICE,
+        "tied": module.blocks[1][0].weight is weight,
+        "tensor": other.device.type == DEVICE and other.is_leaf and other.requires_grad,
+        "tied where one is held": held.blocks[1][0].weight is held.blocks[0][0].weight and len(weakly) == 1,
+        "moved where one is held": all(p.device.type == DEVICE for p in held.parameters()),
+    }
+
+
+def launched(strategy):
+    """Return how far the weights are that `fit` brings back from two processes that it starts itself."""
+    make = partial(Net, ties=strategy != "fsdp")  # not between its units
+    _, alone = fitted("cpu", make=make)
+    _, module = fitted(DEVICE, make=make, strategy=strategy, devices=2, global_batch_size=8)
+    return far(module, alone)
+
+
+def checkpoints(folder):
+    """Return how far runs are that go on elsewhere: from the device on the CPU, and back."""
+    _, whole = fitted("cpu")
+    found = {}
+    for first, second in ((DEVICE, "cpu"), ("cpu", DEVICE), (DEVICE, DEVICE)):
+        path = os.path.join(folder, f"{first}-{second}")
+        trainer, _ = fitted(first, max_steps=3)
+        trainer.save_checkpoint(path)
+        _, resumed = fitted(second, ckpt_path=path)
+        found[first == DEVICE, second == DEVICE] = far(resumed, whole)
+    return found
+
+
+def resumed_with_dropout(folder):
+    """Return how far a resumed run with dropout is from one that never stopped, and from one on the CPU."""
+    path = os.path.join(folder, "dropout")
+    _, whole = fitted(DEVICE, make=partial(Net, dropout=0.5))
+    trainer, _ = fitted(DEVICE, make=partial(Net, dropout=0.5), max_steps=3)
+    trainer.save_checkpoint(path)
+    seed_everything(99, verbose=False)
+    module = Net(dropout=0.5)
+    trainer_on(DEVICE).fit(module, loader(), ckpt_path=path)
+    _, without = fitted(DEVICE)
+    return far(module, whole), far(module, without)
+
+
+def precisions():
+    """Return how far each precision is from the same on the CPU; fp16 is scaled."""
+    found = {}
+    for precision in ("32-true", "bf16-mixed", "16-mixed", "bf16-true"):
+        data = loader(dtype=torch.float32)  # by SGD: Adam scales up the noise of gradients near zero
+        ends = [fitted(place, data, Plain, precision=precision, max_steps=4)[1] for place in (DEVICE, "cpu")]
+        found[precision] = far(*ends)
+    return found
+
+
+def refused_precision():
+    module = torch.get_device_module(DEVICE)
+    before, module.get_amp_supported_dtype = module.get_amp_supported_dtype, lambda: [torch.bfloat16]
+    try:
+        trainer_on(DEVICE, precision="16-mixed")
+    except ConfigError as error:
+        return str(error)
+    finally:
+        module.get_amp_supported_dtype = before
+    return ""
+
+
+def parts(folder):
+    """Return how far runs with each part are from those on the CPU."""
+    cases = {
+        "activation offload": lambda: {"activation_checkpointing": ActivationCheckpointing(offload=True)},
+        "averaging": lambda: {"callbacks": [EMAWeightAveraging()]},
+        "averaging on the CPU": lambda: {"callbacks": [EMAWeightAveraging(device="cpu")]},
+        "accumulation": lambda: {"accumulate_grad_batches": 2, "max_steps": 3},
+        "clipping": lambda: {"gradient_clip_val": 0.01},
+        "clipping by value": lambda: {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    }
+    found = {}
+    for name, settings in cases.items():
+        (_, here), (_, there) = fitted("cpu", **settings()), fitted(DEVICE, **settings())
+        found[name] = far(here, there)
+    workers = fitted(DEVICE, data=loader(num_workers=1))[1]
+    found["pinned by a worker"] = far(workers, fitted("cpu")[1])
+    return found
+
+
+def saved_while_training(folder):
+    """Return how far each checkpoint that was written beside the steps is from the weights of its step."""
+
+    class Keeping(Callback):
+        def __init__(self):
+            self.kept = {}
+
+        def on_train_step_end(self, trainer, module):
+            self.kept[trainer.global_step] = weights_of(module)
+            trainer.save_checkpoint(os.path.join(folder, str(trainer.global_step)))
+
+    keeping = Keeping()
+    fitted(DEVICE, callbacks=[keeping])
+    found = []
+    for step, weights in keeping.kept.items():
+        loaded = Net.load_from_checkpoint(os.path.join(folder, str(step)), map_location="cpu")
+        found.append((weights_of(loaded) - weights.float()).abs().max().item())
+    return found
+
+
+def predictions():
+    """Return how far predictions are from the CPU's, and where they are."""
+    seed_everything(3, verbose=False)
+    module = Net().double()
+    ends = [torch.cat(trainer_on(place).predict(module, loader())) for place in ("cpu", DEVICE)]
+    return (ends[0] - ends[1].cpu()).abs().max().item(), {end.device.type for end in ends}
