@@ -32,6 +32,7 @@ from .pipeline.pipeline import Pipeline
 from .pipeline.state import gather_all, here, marked, own_entries, whole_of_stages, without_elsewhere
 from .pipeline.timeline import WindowRecorder
 from .state.dtensor import clip_by_norm, gather_whole, is_dtensor, local_shard, multiply_all, shard_like
+from .state.optimizer_state import agree_on_wrapped
 from .state.random_shards import draw_whole
 from .state.sendable import check_sendable, check_shardable_dtypes
 from .state.shards import Holders
@@ -350,6 +351,8 @@ class ShardedStrategy(Strategy):
         if self._sharded is not None:
             self._sharded.reshard()
         state = super().optimizer_state(optimizer)
+        if self._sharded is not None:
+            state = agree_on_wrapped(state, self.ranks.all)
         if self._pipeline is None:
             return state
         return own_entries(self._pipeline, state, self.ranks.peers)
