@@ -66,6 +66,7 @@ from .strategies import (
 )
 from .strategies.cluster.version import VERSION
 from .strategies.distributed.rank_zero import rank_zero_first, rank_zero_only
+from .strategies.state.wrapped import register_tensor_class
 from .trainer.checkpoint import export, load_weights
 from .trainer.data.combined_loader import CombinedLoader
 from .trainer.data.seed import seed_everything
@@ -157,6 +158,7 @@ __all__ = [
     "load_weights",
     "rank_zero_first",
     "rank_zero_only",
+    "register_tensor_class",
     "seed_everything",
     "strategies",
 ]

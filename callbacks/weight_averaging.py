@@ -178,10 +178,10 @@ class WeightAveraging(Callback):
 
 
 def _check_weights(module: nn.Module) -> None:
-    """Check that all weights are here, as dense tensors, which can be averaged.
+    """Check that all trained weights are here, as dense tensors, which can be averaged.
 
     Raises:
-        ConfigError: for a table on a server, or a weight that wraps other tensors.
+        ConfigError: for a table on a server, or a trained weight that wraps other tensors.
     """
     for name, part in module.named_modules():
         if isinstance(part, RemoteEmbedding) and part.is_remote:
@@ -190,10 +190,10 @@ def _check_weights(module: nn.Module) -> None:
                 "server; leave out dense='ddp', or the callback."
             )
     for name, parameter in module.named_parameters():
-        if is_wrapper(parameter):
+        if parameter.requires_grad and is_wrapper(parameter):
             raise ConfigError(
-                f"Weight averaging needs dense weights, got {name}, which is {unfit(parameter)}; leave out the "
-                "callback, or keep an average of the other weights in a callback of your own."
+                f"Weight averaging needs dense weights, got {name}, which is trained and {unfit(parameter)}; leave out "
+                "the callback, freeze that weight, or keep an average of the others in a callback of your own."
             )
 
 

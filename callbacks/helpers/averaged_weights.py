@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 from ...common.errors import CheckpointError
 from ...strategies import Strategy
 from ...strategies.distributed.nested import can_copy_later
-from ...strategies.state.dtensor import local_shard, shard_like, with_local_shard
+from ...strategies.state.dtensor import is_wrapper, local_shard, shard_like, with_local_shard
 from ...strategies.state.optimizer_state import Elsewhere
 
 AverageOne = Callable[[Tensor, Tensor, Tensor | int], Tensor]
@@ -43,7 +43,7 @@ class AveragedWeights:
     """torch's ``AveragedModel`` over a module's tensors, without a copy of the module or of its other attributes.
 
     It averages the parameters, and with `use_buffers` the floating-point buffers in the module's state; all other
-    buffers are the module's.
+    buffers are the module's, and so are frozen weights that wrap other tensors, such as quantized ones.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class _Live(nn.Module):
     def __init__(self, module: nn.Module, use_buffers: bool) -> None:
         super().__init__()
         self._of = (module,)  # in a tuple, so that it is not a submodule
-        self.parameters_of = dict(module.named_parameters())
+        self.parameters_of = {name: p for name, p in module.named_parameters() if not is_wrapper(p)}
         saved = module.state_dict().keys() if use_buffers else ()
         self._averaged: dict[str, tuple[nn.Module, str]] = {}
         self._copied: list[tuple[nn.Module, str]] = []
@@ -151,7 +151,7 @@ class _Live(nn.Module):
         """Return all names of the averaged tensors, each mapped to its tensor's first name."""
         first = {id(parameter): name for name, parameter in self.parameters_of.items()}
         named = self._of[0].named_parameters(remove_duplicate=False)
-        return {name: first[id(parameter)] for name, parameter in named} | {name: name for name in self._averaged}
+        return {name: first[id(p)] for name, p in named if id(p) in first} | {name: name for name in self._averaged}
 
     def whole(self, name: str, part: Tensor) -> Tensor:
         """Return a tensor of `parameters` as a shard of its parameter, or as it is."""

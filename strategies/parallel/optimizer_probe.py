@@ -10,13 +10,15 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.compiler import set_stance
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ...common.errors import ConfigError
 from ..devices.generators import fork_generators
 from ..distributed.collectives import Collectives
-from ..state.dtensor import is_dtensor, local_shard, shard_like, with_even_shards
+from ..distributed.nested import iterate_tensors
+from ..state.dtensor import is_dtensor, is_wrapper, local_shard, shard_like, with_even_shards
 from ..state.optimizer_state import attributes_of, needs_closure, remake
 from ..torch_internals import TorchDispatchMode, tree_leaves
 from .shard_update import ELEMENTWISE
@@ -57,6 +59,9 @@ class OptimizerProbe:
         """What the last step that failed said."""
         self._operations: _Operations | None = None
         self._has_other_state = False
+        self._state: list[dict[str, Any]] = []
+        self.is_quantized = type(optimizer).__module__.startswith("torchao.optim")
+        """Whether the state is kept in few bits, as the class or a step has shown."""
         self._together: dict[float, list[tuple[Tensor, Tensor]] | None] = {}
         """The updates of whole parameters, by the size of the gradients: each is tried once."""
 
@@ -98,6 +103,16 @@ class OptimizerProbe:
             if whole is None or not operations.are_elementwise or self.draws or self._has_other_state:
                 return False
         return bool(self._chosen) and not self._differs(_plain_shard, self._chosen)
+
+    def first_state(self) -> list[tuple[Parameter, dict[str, Any]]]:
+        """Return the state that some steps make for imitations of parameters, with these; empty if they fail."""
+        self._updated(self._chosen, 1.0, _same)
+        return [(parameter, state) for (_, parameter), state in zip(self._chosen, self._state, strict=False)]
+
+    def fails_on_plain_shards(self) -> bool:
+        """Return whether steps fail on this rank's shards as plain tensors, though not on whole parameters."""
+        whole = self._updated_whole(self._chosen, 1.0)
+        return whole is not None and self._updated(self._chosen, 1.0, _plain_shard) is None
 
     def _differs(self, shard: Callable[[Tensor, Any], Tensor], chosen: Sequence[tuple[int, Any]]) -> bool:
         differs = False
@@ -153,11 +168,13 @@ class OptimizerProbe:
         for step in range(len(_OF_STEPS)):
             for parameter, gradients in pairs:
                 parameter.grad = gradients[step].clone()
-            with self._operations or nullcontext():
+            with self._operations or nullcontext(), set_stance("force_eager"):  # compiling would take seconds a shape
                 type(optimizer).step(twin)
         self.draws |= not torch.equal(drawn, torch.get_rng_state())
         states = ((value, parameter) for parameter, state in twin.state.items() for value in state.values())
         self._has_other_state |= any(_is_other(value, parameter.shape) for value, parameter in states)
+        self._state = [dict(twin.state[parameter]) for parameter, _ in pairs]
+        self.is_quantized |= any(is_wrapper(leaf) for leaf in iterate_tensors(self._state))
 
 
 def check_can_be_dealt(probe: OptimizerProbe, strategy: str, collectives: Collectives) -> None:
@@ -198,7 +215,10 @@ def check_can_be_sharded(probe: OptimizerProbe, strategy: str, collectives: Coll
     optimizer, kind = probe.optimizer, type(probe.optimizer).__name__
     if type(optimizer) in ELEMENTWISE or needs_closure(optimizer) or collectives.is_rehearsed:
         return False
-    if not probe.differs_if_sharded(collectives):
+    differs = not probe.is_quantized and probe.differs_if_sharded(collectives)
+    if collectives.all_reduce(float(probe.is_quantized), "max"):
+        return _check_quantized(probe, strategy, collectives)
+    if not differs:
         return False
     failure = next(filter(None, collectives.all_gather_object(probe.failure)), "")
     if not collectives.all_reduce(float(not probe.is_elementwise()), "max"):
@@ -208,6 +228,25 @@ def check_can_be_sharded(probe: OptimizerProbe, strategy: str, collectives: Coll
         + (f"fails on shards ({failure})" if failure else "updates shards otherwise than whole parameters")
         + "; use strategy='zero' or 'ddp', or an optimizer whose operations know DTensors."
     )
+
+
+def _check_quantized(probe: OptimizerProbe, strategy: str, collectives: Collectives) -> bool:
+    """Check that an optimizer whose state has few bits updates the shards of this rank as plain tensors. Collective.
+
+    It quantizes each shard in blocks of its own, so that the updates differ from those of whole parameters by the
+    rounding of its bits where a shard ends inside a block, or is too small to be quantized.
+
+    Raises:
+        ConfigError: if it fails on them.
+    """
+    fails = probe.fails_on_plain_shards()
+    failure = next(filter(None, collectives.all_gather_object(probe.failure if fails else "")), "")
+    if failure:
+        raise ConfigError(
+            f"strategy={strategy!r} shards parameters, but {type(probe.optimizer).__name__} fails on shards "
+            f"({failure}); use strategy='zero' or 'ddp', or another optimizer."
+        )
+    return True
 
 
 def attribute_with_parameters(optimizer: Optimizer) -> str | None:

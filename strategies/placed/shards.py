@@ -26,6 +26,7 @@ from ..parallel.shard_update import note_use_of_shards, on_shards, step_on_shard
 from ..parallel.sharded_module import ShardedModule
 from ..parallel.sharding_policy import ShardingOptions
 from ..state.dtensor import clip_by_norm, gather_whole, is_dtensor, local_shard, multiply_all, shard_like
+from ..state.optimizer_state import agree_on_wrapped
 from ..state.random_shards import draw_whole
 from ..state.shards import Holders
 from ..state.tied_names import as_tied
@@ -265,7 +266,7 @@ class PlacedShards(Placed):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self._sharded.reshard()
-        return super().optimizer_state(optimizer)
+        return agree_on_wrapped(super().optimizer_state(optimizer), self.ranks.all)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         own = dict(self.module.named_parameters())

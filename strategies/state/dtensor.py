@@ -17,7 +17,7 @@ from ...common.errors import CheckpointError, ModuleError
 from ..distributed.collectives import Collectives
 from ..torch_internals import is_traceable_wrapper_subclass, is_without_memory, read_by_placements, strided_shard
 from ..torch_tensors import norms_of, with_shard_elsewhere
-from .lazy_tensor import Block, StoredTensor, read_block
+from .lazy_tensor import Block, StoredTensor, own_copy, read_block
 from .shards import Holders, cuts_of, pieces_of, shard_size
 
 
@@ -131,6 +131,8 @@ def shard_like(value: Any, like: Any) -> Any:
 
     Only this rank's shard is read, which matters if the whole tensor is in a memory-mapped file.
     """
+    if isinstance(value, StoredTensor) and value.is_wrapped and not is_dtensor(like):
+        return value.whole()
     if not is_dtensor(like) or not isinstance(value, Tensor) or value.shape != like.shape:
         return value
     if is_dtensor(value):
@@ -148,6 +150,11 @@ def _read_shard(value: Tensor, like: Any) -> Tensor:
     for piece in pieces:
         shard[piece.here] = read_block(value, piece.offsets, piece.shape)
     return shard
+
+
+def own_copy_of(tensor: Tensor) -> Tensor:
+    """Return a copy of any tensor, also of a DTensor whose shard is of a class that cannot be copied by torch."""
+    return with_local_shard(tensor, own_copy(held_as(tensor))) if is_wrapper(tensor) else tensor.clone()
 
 
 # --- all shards ------------------------------------------------------------------------------------------------------
@@ -277,16 +284,30 @@ def own_blocks(tensor: Any, path: str) -> list[Block]:
     Raises:
         CheckpointError: for a tensor whose ranks hold partial sums instead of blocks; `path` names it.
     """
-    if any(placement.is_partial() for placement in tensor.placements):
-        raise CheckpointError(
-            f"{path} is a DTensor with placements {tensor.placements}; call its redistribute() before saving."
-        )
+    _check_placed(tensor, path)
     shard = local_shard(tensor)
     if not tensor.numel():
         return [Block.whole(torch.empty(tensor.shape, dtype=tensor.dtype))]
     if tensor.device_mesh.get_coordinate() is None:
         return [Block.whole(shard)]
     return [Block(shard[piece.here], piece.offsets) for piece in pieces_of(tensor)]
+
+
+def own_wrapped_blocks(tensor: Any, path: str) -> list[Block]:
+    """Return the blocks of a DTensor, whose shards wrap other tensors, that this rank holds; as `own_blocks`."""
+    local = held_as(tensor).detach()
+    _check_placed(tensor, path)
+    pieces = pieces_of(tensor)
+    if len(pieces) == 1:
+        return [Block(local, pieces[0].offsets)]
+    return [Block(read_block(local, [at.start for at in one.here], one.shape), one.offsets) for one in pieces]
+
+
+def _check_placed(tensor: Any, path: str) -> None:
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise CheckpointError(
+            f"{path} is a DTensor with placements {tensor.placements}; call its redistribute() before saving."
+        )
 
 
 def writes(tensor: Any, key: str, holders: Holders) -> bool:

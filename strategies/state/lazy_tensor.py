@@ -12,6 +12,8 @@ from ...common.errors import CheckpointError
 from ..distributed.nested import map_tensors
 from ..torch_internals import DisableTorchFunctionSubclass
 from ..torch_tensors import as_instance
+from .wrapped import copied, dequantized, is_here, is_wrapped
+from .wrapped_blocks import join_wrapped
 
 OUTLINE: Final = ".outline"
 """File name suffix for tensors of which only the header is stored here; their elements are on another node."""
@@ -37,7 +39,8 @@ class StoredTensor(Tensor):
     plain CPU tensor: the tensor is then read as a whole, once, and stays in memory with any changes made to it.
 
     Args:
-        blocks: blocks that cover the tensor without overlaps or gaps; they are never written to.
+        blocks: blocks that cover the tensor without overlaps or gaps; they are never written to. Those of a quantized
+            tensor are quantized themselves; a part of it is, too, if it cuts none of the blocks of quantization.
     """
 
     def __new__(cls, blocks: Sequence[Block]) -> StoredTensor:
@@ -49,6 +52,8 @@ class StoredTensor(Tensor):
     def __init__(self, blocks: Sequence[Block]) -> None:
         self._blocks = blocks
         self._whole: Tensor | None = None
+        self.was_dequantized = False
+        """Whether a part was read whose elements are not quantized any more."""
 
     @classmethod
     def __torch_function__(
@@ -68,26 +73,37 @@ class StoredTensor(Tensor):
                 return read_block(first, [0] * first.dim(), first.shape)
         elif func is Tensor.copy_ and len(args) > 1 and isinstance(args[1], StoredTensor):
             target, source = args[:2]
-            if target.shape == source.shape:
+            if target.shape == source.shape and not source.is_wrapped:
                 source.copy_to(target, [0] * target.dim())
                 return target
         return func(*map_tensors(_plain, tuple(args)), **map_tensors(_plain, dict(kwargs or {})))
 
     def copy_to(self, target: Tensor, offsets: Sequence[int]) -> None:
         """Copy the block that begins at `offsets` and has the shape of `target` into `target`."""
-        for block, begin in self._blocks if self._whole is None else [(self._whole, [0] * len(offsets))]:
+        for block, begin in self.blocks:
             spans = [
                 (max(offset, at), min(offset + size, at + there))
                 for offset, size, at, there in zip(offsets, target.shape, begin, block.shape, strict=True)
             ]
             if all(start < stop for start, stop in spans):
-                if block.is_meta:
-                    raise CheckpointError(
-                        f"A block of {list(block.shape)} at {list(begin)} of a stored tensor is on another node: from "
-                        "a snapshot in memory each rank can read only the part that it has trained; read that, or "
-                        "start from a checkpoint on disk."
-                    )
+                check_here(block, begin)
+                if is_wrapped(block):
+                    block, self.was_dequantized = dequantized(block), True
                 target[_slices(spans, offsets)].copy_(block[_slices(spans, begin)])
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        """The blocks that cover the tensor."""
+        return self._blocks if self._whole is None else (Block.whole(self._whole),)
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether blocks of it keep their elements in other tensors, as quantized ones do."""
+        return any(is_wrapped(block) for block, _ in self.blocks)
+
+    def uncopied(self) -> Tensor:
+        """Return the plain tensor; if it is stored in one block, that block."""
+        return self.blocks[0].tensor if len(self.blocks) == 1 else self.whole()
 
     def whole(self) -> Tensor:
         """Return the plain tensor; every call returns the same one."""
@@ -99,13 +115,45 @@ class StoredTensor(Tensor):
 def read_block(
     tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int], device: torch.device | str | None = None
 ) -> Tensor:
-    """Return a copy of a block of any tensor, on `device`; if it is a `StoredTensor`, only that block is read."""
+    """Return a copy of a block of any tensor, on `device`; if it is a `StoredTensor`, only that block is read.
+
+    It is quantized as the tensor is, unless it cuts what is quantized together.
+    """
+    if is_wrapped(tensor):
+        tensor = StoredTensor([Block.whole(tensor)])
+    if isinstance(tensor, StoredTensor) and tensor.is_wrapped:
+        for held, begin in tensor.blocks:
+            ends = zip(offsets, sizes, begin, held.shape, strict=True)
+            if all(max(o, b) < min(o + n, b + m) for o, n, b, m in ends):
+                check_here(held, begin)
+        joined = join_wrapped(tensor.blocks, offsets, sizes, device)
+        if joined is not None:
+            return joined
     block = torch.empty(tuple(sizes), dtype=tensor.dtype, device=device or tensor.device)
     if isinstance(tensor, StoredTensor):
         tensor.copy_to(block, offsets)
     else:
         block.copy_(tensor[_slices([(o, o + n) for o, n in zip(offsets, sizes, strict=True)], [0] * len(sizes))])
     return block
+
+
+def check_here(block: Tensor, begin: Sequence[int]) -> None:
+    """Check that the elements of a block are on this node.
+
+    Raises:
+        CheckpointError: if they are not.
+    """
+    if block.is_meta or (is_wrapped(block) and not is_here(block)):
+        raise CheckpointError(
+            f"A block of {list(block.shape)} at {list(begin)} of a stored tensor is on another node: from a snapshot "
+            "in memory each rank can read only the part that it has trained; read that, or start from a checkpoint on "
+            "disk."
+        )
+
+
+def own_copy(tensor: Tensor) -> Tensor:
+    """Return a copy of any tensor; of a `StoredTensor`, what it holds."""
+    return copied(tensor) if is_wrapped(tensor) else tensor.clone()
 
 
 def _ends(block: Block) -> list[int]:

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...common.errors import CheckpointError
-from ..distributed.nested import map_tensors, rebuild_mapping
+from ..distributed.collectives import Collectives
+from ..distributed.nested import map_tensors, named_leaves, rebuild_mapping
+from .dtensor import is_dtensor, is_wrapper, own_copy_of
 from .optimizer_groups import UNNAMED, Sources, match_groups, taken_over
 from .schema import TEXT, check, shown
 
@@ -43,7 +45,7 @@ def state_by_name(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
         "param_groups": [
             {**group, "params": [names[position] for position in group["params"]]} for group in state["param_groups"]
         ],
-        "dtypes": {name: p.dtype for name, p in zip(names, _parameters_of(optimizer), strict=True)},
+        "dtypes": {name: p.dtype for name, p in zip(names, optimizer_parameters(optimizer), strict=True)},
         **({"shared": shared} if shared else {}),
     }
 
@@ -61,7 +63,7 @@ def load_by_name(optimizer: Optimizer, module: nn.Module, state: Mapping[str, An
     by_position = _state_by_position(optimizer, module, state)
     optimizer.load_state_dict(by_position)
     dtypes, names = state.get("dtypes", {}), parameter_names(optimizer, module)
-    for position, parameter in enumerate(_parameters_of(optimizer)):
+    for position, parameter in enumerate(optimizer_parameters(optimizer)):
         saved, loaded = by_position["state"].get(position, {}), optimizer.state.get(parameter)
         if isinstance(loaded, dict):
             changed = dtypes.get(names[position], parameter.dtype), parameter.dtype
@@ -112,7 +114,7 @@ def _state_by_position(optimizer: Optimizer, module: nn.Module, state: Mapping[s
     entries = {position[name]: value for name, value in state["state"].items()} | dict(state.get("shared", {}))
     return {
         # cloned, since tensors of a checkpoint may be views of its file
-        "state": map_tensors(Tensor.clone, entries),
+        "state": map_tensors(own_copy_of, entries),
         "param_groups": groups,
     }
 
@@ -168,16 +170,17 @@ def _check_entries(state: Mapping[str, Any], names: Sequence[str]) -> None:
 def parameter_names(optimizer: Optimizer, module: nn.Module) -> list[str]:
     """Return the names in `module` of an optimizer's parameters, in the optimizer's order; ``unnamed.0`` of others."""
     known: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
-    return [known.get(p, f"{UNNAMED}{index}") for index, p in enumerate(_parameters_of(optimizer))]
+    return [known.get(p, f"{UNNAMED}{index}") for index, p in enumerate(optimizer_parameters(optimizer))]
 
 
 def shapes_of_others(optimizer: Optimizer, module: nn.Module) -> list[tuple[int, ...]]:
     """Return the shapes of the trained parameters of an optimizer that are not the module's."""
     own = set(module.parameters())
-    return [tuple(p.shape) for p in _parameters_of(optimizer) if p not in own and p.requires_grad]
+    return [tuple(p.shape) for p in optimizer_parameters(optimizer) if p not in own and p.requires_grad]
 
 
-def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+def optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of all groups, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -224,6 +227,31 @@ class Sharded(dict[str, Any]):
     """Whether this rank writes the names of the entries and everything in them that is not a DTensor."""
     sources: Collection[int] = ()
     """The ranks that write what this one holds, besides itself and those that hold the same shards."""
+
+
+@dataclass(frozen=True, eq=False)
+class BlockByBlock:
+    """A DTensor in an optimizer's state whose shards wrap others on some ranks only: each is written as it is."""
+
+    tensor: Tensor
+
+
+def agree_on_wrapped(state: Mapping[str, Any], collectives: Collectives) -> dict[str, Any]:
+    """Return an optimizer's state whose DTensors are marked if their shards wrap others on some ranks only. Collective.
+
+    torchao quantizes a shard only if it has enough elements, and a number of them that its blocks divide.
+    """
+    sharded = {name: is_wrapper(leaf) for name, leaf in named_leaves(dict(state)) if is_dtensor(leaf)}
+    if not collectives.all_reduce(float(any(sharded.values())), "max"):
+        return dict(state)
+    ranks = collectives.all_gather_object(sharded)
+    mixed = {name for one in ranks for name in one if len({rank[name] for rank in ranks if name in rank}) > 1}
+    names = (name for name, _ in named_leaves(dict(state)))
+
+    def mark(leaf: Any) -> Any:
+        return BlockByBlock(leaf) if next(names) in mixed else leaf
+
+    return dict(map_tensors(mark, dict(state), mark))
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from .dtensor import shard_like
+from .lazy_tensor import StoredTensor
+
 
 def with_tied_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state dict with the names that it lacks of a tensor that it has under another name.
@@ -16,7 +19,9 @@ def with_tied_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, An
     own = module.state_dict(keep_vars=True)
     known = {id(own[name]): name for name in state if name in own}
     lacking = {name: known[id(tensor)] for name, tensor in own.items() if name not in state and id(tensor) in known}
-    return {**state, **{name: state[other] for name, other in lacking.items()}}
+    stored = {name: value for name, value in state.items() if isinstance(value, StoredTensor)}
+    here = {**state, **{name: shard_like(value, own.get(name)) for name, value in stored.items()}}
+    return {**here, **{name: here[other] for name, other in lacking.items()}}
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:

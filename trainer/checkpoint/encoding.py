@@ -15,10 +15,20 @@ import torch
 from torch import Tensor
 
 from ...common.errors import CheckpointError
-from ...strategies.state.dtensor import is_dtensor, layout_of, local_shard, own_blocks, unfit, writes
+from ...strategies.state.dtensor import (
+    held_as,
+    is_dtensor,
+    layout_of,
+    local_shard,
+    own_blocks,
+    own_wrapped_blocks,
+    unfit,
+    writes,
+)
 from ...strategies.state.lazy_tensor import Block, StoredTensor
-from ...strategies.state.optimizer_state import Elsewhere, Sharded
+from ...strategies.state.optimizer_state import BlockByBlock, Elsewhere, Sharded
 from ...strategies.state.shards import Holders
+from ...strategies.state.wrapped import field_values, is_trusted, is_wrapped, take_apart, why_not_kept
 from ...strategies.torch_internals import is_without_memory
 from ...strategies.torch_tensors import memory_id
 from .tags import COLLECTIONS, SCALARS, name_of, named_member
@@ -84,6 +94,8 @@ class Encoder:
         """The degrees of parallelism of the DTensors, by axis of their mesh."""
         self._is_first = self._is_own = is_first
         self._is_in_sharded = False
+        self._context_of: type[Tensor] | None = None
+        """The class whose context is being encoded, which may hold dataclasses of its package."""
         self._holders = Holders()
         self._sources: set[int] = set()
         self._taken = {"__metadata__", ""}
@@ -110,9 +122,15 @@ class Encoder:
         if kind is float:
             return value if math.isfinite(value) else {"$float": str(value)}
         if isinstance(value, Tensor):
+            if isinstance(value, StoredTensor) and value.is_wrapped:
+                value = value.whole()
+            if is_wrapped(held_as(value)):
+                return self._wrapped(value, path, key)
             return {"$tensor": self._tensor(value, path, key), **_complex_mark(value)}
         if kind is Sharded:
             return self._sharded(value, path, key)
+        if kind is BlockByBlock:
+            return self._wrapped(value.tensor, path, key)
         if kind is Elsewhere:
             return {"$tensor": self._elsewhere(value, key), **({"complex": True} if value.dtype.is_complex else {})}
         if kind in (dict, OrderedDict):
@@ -185,6 +203,8 @@ class Encoder:
             named = zip(names, value, strict=True)
             items = [self._encode(item, f"{path}.{name}", _join(key, name)) for name, item in named]
             return {"$named_tuple": [name_of(kind), names, items]}
+        if self._context_of is not None and is_trusted(kind, self._context_of):
+            return {"$object": [name_of(kind), self._mapping(field_values(value), path, key)]}
         numpy: Any = sys.modules.get("numpy")
         if numpy is not None and (kind is numpy.ndarray or isinstance(value, numpy.generic)):
             return self._array(value, path, key, numpy)
@@ -201,6 +221,51 @@ class Encoder:
             ) from None
         tag = "$array" if type(value) is numpy.ndarray else "$number"
         return {tag: self._tensor(tensor, path, key), **_complex_mark(tensor)}
+
+    def _wrapped(self, tensor: Tensor, path: str, key: str) -> Any:
+        """Return a tensor that keeps its elements in others, in its blocks; of a DTensor, those of this rank."""
+        blocks: dict[str, Any] = {}
+        held = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), "blocks": blocks}
+        if not is_dtensor(tensor):
+            blocks[""] = self._wrapped_block(Block.whole(tensor), path, key)
+            return {"$wrapped": held}
+        if self._is_in_sharded:
+            raise CheckpointError(
+                f"{path} is a {type(held_as(tensor)).__name__} of a pipeline stage, which a checkpoint cannot hold; "
+                "use dp_shard or tp instead of pp, or a plain optimizer and plain weights."
+            )
+        self.is_distributed = True
+        self.layout |= layout_of(tensor)
+        self.entries[key] = blocks
+        if writes(tensor, key, self._holders):
+            for block in own_wrapped_blocks(tensor, path):
+                name = "_".join(map(str, block.offsets))
+                before = set(self.blocks)
+                blocks[name] = self._wrapped_block(block, path, _join(key, name), is_own=True)
+                self.own.update(set(self.blocks) - before)
+        return {"$wrapped": held}
+
+    def _wrapped_block(self, block: Block, path: str, key: str, *, is_own: bool = False) -> Any:
+        tensor, offsets = block
+        outer = self._is_own, self._context_of
+        self._is_own |= is_own
+        try:
+            place = {"offsets": list(offsets), "shape": list(tensor.shape)}
+            if not is_wrapped(tensor):
+                return {**place, "tensor": self._encode(tensor, path, key)}
+            reason = why_not_kept(tensor)
+            if reason:
+                raise CheckpointError(f"{path} is {reason}; or {_DENSE}.")
+            parts = take_apart(tensor)
+            names = {
+                name: self._encode(inner, f"{path}.{name}", _join(key, name)) for name, inner in parts.tensors.items()
+            }
+            self._context_of = parts.kind
+            context = self._encode(parts.context, f"the context of {path}", key)
+            made = {"class": name_of(parts.kind), "stride": [*parts.stride], "tensors": names, "context": context}
+            return {**place, **made}
+        finally:
+            self._is_own, self._context_of = outer
 
     def _tensor(self, tensor: Tensor, path: str, key: str) -> str:
         is_shard = is_dtensor(tensor)

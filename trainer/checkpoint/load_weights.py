@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from ...common.errors import CheckpointError
 from ...strategies.state.dtensor import shard_like
-from ...strategies.state.lazy_tensor import Block
+from ...strategies.state.lazy_tensor import Block, StoredTensor
 from ...strategies.state.regular_file import open_regular, read_regular
-from ...strategies.state.schema import TEXT, check, shown
+from ...strategies.state.schema import TEXT, check, parse_json, shown
 from .atomic_folder import sync
 from .encoding import encode
 from .files import MappedFile, explain
@@ -26,9 +26,12 @@ from .loading import load
 from .manifest import LARGEST_JSON, MANIFEST, is_checkpoint
 from .safetensors_file import read_tensors, write_tensors
 from .saving import MODEL
+from .tags import decode
 
 _INDEX: Final = "model.safetensors.index.json"
 _SINGLE: Final = "model.safetensors"
+_WRAPPED: Final = "echelon_wrapped"
+"""The name of the note on tensors that wrap others, as a checkpoint has them in ``state.json``."""
 _SHOWN: Final = 10
 _TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt")
 
@@ -134,6 +137,9 @@ def load_into(module: nn.Module, weights: Mapping[str, Tensor], *, strict: bool 
 def export(path: str | Path, destination: str | Path) -> Path:
     """Write the weights of a checkpoint as one ``model.safetensors``, for ``from_pretrained`` and the like.
 
+    Quantized weights are written as the tensors that they are made of (``0.weight.qdata``, ``0.weight.scale``), with a
+    note from which `load_weights` puts them together again.
+
     Args:
         path: Anything that `load_weights` reads.
         destination: A folder, or a file name ending in ``.safetensors``; an existing file is replaced atomically.
@@ -161,7 +167,10 @@ def export(path: str | Path, destination: str | Path) -> Path:
     weights = read_weights(Path(path), lazily=True)  # only one tensor at a time is in memory
     encoded, blocks = encode(weights, "weights", "")
     # as in safetensors.torch.save_model, a tied name is noted with the name that holds its tensor
-    tied = {name: value["$tensor"] for name, value in encoded.items() if value["$tensor"] != name}
+    tied = {name: value["$tensor"] for name, value in encoded.items() if value.get("$tensor", name) != name}
+    wrapped = {name: value for name, value in encoded.items() if "$wrapped" in value}
+    if wrapped:
+        tied[_WRAPPED] = json.dumps(wrapped)
     temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -225,6 +234,18 @@ def _read_folder(folder: Path) -> dict[str, Tensor]:
 def _plain(content: tuple[dict[str, Block], dict[str, str]]) -> dict[str, Tensor]:
     blocks, notes = content
     weights = {name: block.tensor for name, block in blocks.items()}
+    if _WRAPPED in notes:
+        place = f"The note {_WRAPPED!r} of the file"
+        encoded = parse_json(notes[_WRAPPED].encode(), place)
+        check(encoded, {TEXT: {"$wrapped": dict}}, place)
+        used: set[str] = set()
+
+        def inner(key: str) -> Tensor:
+            used.add(key)
+            return blocks[key].tensor
+
+        wrapped = decode(encoded, inner, as_stored=StoredTensor.uncopied)
+        weights = {name: tensor for name, tensor in weights.items() if name not in used} | wrapped
     # in the metadata, safetensors.torch.save_model maps each tied name to the name that holds its tensor
     weights.update({name: weights[kept] for name, kept in notes.items() if kept in weights and name not in weights})
     return weights

@@ -6,10 +6,10 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ...common.errors import CheckpointError, did_you_mean
-from ...strategies.state.lazy_tensor import OUTLINE, Block
+from ...strategies.state.lazy_tensor import OUTLINE, Block, StoredTensor
 from .files import FilePiece, FileRecord, MappedFile, digests, explain, is_one_file, while_it_stays
 from .manifest import LARGEST_JSON, STATE, TENSORS, Manifest, member, read_manifest
 from .safetensors_file import MALFORMED, block_of, collect, read_tensors
@@ -23,6 +23,7 @@ def load(
     lazy: Collection[str] = (),
     verify: bool = True,
     share: tuple[int, int] = (0, 1),
+    wrapped: Literal["whole", "stored", "opened"] = "whole",
 ) -> dict[str, Any]:
     """Return the state that was passed to `save`, or only some of its parts; tensors are on the CPU.
 
@@ -36,14 +37,27 @@ def load(
         verify: Compare the hash of every file that is read. False only for a checkpoint that was just verified.
         share: (i, n) to compare only every n-th file, from the i-th on, because other processes compare the rest.
 
+        wrapped: Return a tensor that wraps others whole; or as a `StoredTensor`, as in parts that are lazy; or opened,
+            as a dict of its blocks, with their inner tensors and the name of their class, which need not be here.
+
     Raises:
         CheckpointError: if the checkpoint is missing, damaged, not Echelon's, or has no such part.
     """
+    opened = {"wrapped": _same, "object": _same} if wrapped == "opened" else {}
     stored = read_stored(Path(path), parts=parts, lazy=lazy, verify=verify, share=share)
     return {
-        part: decode(stored.values.get(part), collect(blocks, lazily=part in lazy))
+        part: decode(
+            stored.values.get(part),
+            collect(blocks, lazily=part in lazy),
+            **({} if part in lazy or wrapped == "stored" else {"as_stored": StoredTensor.uncopied}),
+            **opened,
+        )
         for part, blocks in stored.blocks.items()
     }
+
+
+def _same(content: Any) -> Any:
+    return content
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,12 @@ class EncodedState:
         """
         for part, places in entries.items():
             for place, theirs in places.items():
-                ours = self.entries[part][place]
+                ours = self.entries[part].get(place)
+                if ours is None:
+                    raise CheckpointError(
+                        f"state[{part!r}] has {place!r} in blocks on rank {rank}, and otherwise on rank 0; let all "
+                        "ranks hold the same tensors."
+                    )
                 twice = sorted(ours.keys() & theirs.keys())
                 if twice:
                     raise CheckpointError(

@@ -325,6 +325,9 @@ def _plain(encoded: Any, part: str, references: _References) -> Any:
         return {name: _plain(item, part, references) for name, item in encoded.items()}
     if tag in TENSOR_TAGS:
         return references.of(part, encoded[tag], is_complex=bool(encoded.get("complex")))
+    if tag == "$wrapped":
+        blocks = dict(zip(map(str, range(len(held := encoded[tag]["blocks"]))), held.values(), strict=True))
+        return _plain({**encoded[tag], "blocks": blocks}, part, references)
     content = _plain(encoded[tag], part, references)
     if tag in ("$class", "$items"):
         return references.named(tag, content)

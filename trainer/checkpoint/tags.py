@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import math
 import sys
 from argparse import Namespace
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date, datetime, timedelta
 from enum import Enum
+from itertools import combinations
 from operator import attrgetter
 from pathlib import Path, PosixPath, WindowsPath
 from typing import Any, Final, TypeAlias
@@ -18,7 +20,16 @@ from torch import Tensor
 
 from ...common.errors import CheckpointError, MissingDependencyError
 from ...strategies.state.from_environment import FromEnvironment
-from ...strategies.state.schema import shown
+from ...strategies.state.lazy_tensor import Block, StoredTensor
+from ...strategies.state.schema import COUNT, TEXT, check, shown
+from ...strategies.state.wrapped import (
+    TensorParts,
+    class_beside,
+    is_trusted,
+    make_dataclass,
+    put_together,
+    tensor_class,
+)
 
 TENSOR_TAGS: Final = ("$tensor", "$array", "$number")
 """The tags of objects that refer to a tensor in the files."""
@@ -65,6 +76,11 @@ Readers: TypeAlias = Mapping[str, Callable[[Any], Any]]
 """For each tag, a function that makes a value from its contents."""
 
 
+AS_STORED: Final = "$as_stored"
+"""The reader of a tensor in blocks that wrap others; without one, it is left as a `StoredTensor`."""
+_WRAPPED: Final = {"shape": [COUNT], "dtype": TEXT, "blocks": {TEXT: dict}}
+
+
 def _no_tensor(key: str) -> Tensor:
     raise KeyError(key)
 
@@ -104,8 +120,65 @@ def _decode(encoded: Any, tensor: Callable[[str], Tensor], readers: Readers) -> 
         read = tensor(encoded[tag])
         read = torch.view_as_complex(read) if encoded.get("complex") else read
         return read if tag == "$tensor" else _to_numpy(read, is_scalar=tag == "$number")
+    if tag == "$wrapped" and tag not in readers:
+        return _wrapped(encoded[tag], tensor, readers)
     content = _decode(encoded[tag], tensor, readers)
     return deque(content, maxlen=encoded["maxlen"]) if tag == "$deque" else readers[tag](content)
+
+
+def _wrapped(encoded: Any, tensor: Callable[[str], Tensor], readers: Readers) -> Tensor:
+    """Return a tensor that keeps its elements in others; stored in several blocks, it is read where it is used."""
+    check(encoded, _WRAPPED, "A tensor that wraps others")
+    blocks = [_wrapped_block(one, tensor, readers) for one in encoded["blocks"].values()]
+    dtype = _dtype(encoded["dtype"])
+    _check_blocks(blocks, encoded["shape"])
+    if any(block.tensor.dtype != dtype for block in blocks):
+        blocks = [block if block.tensor.dtype == dtype else _as(block, dtype) for block in blocks]
+    stored = StoredTensor(blocks)
+    whole: Tensor = readers[AS_STORED](stored) if AS_STORED in readers else stored
+    return whole
+
+
+def _check_blocks(blocks: Sequence[Block], shape: Sequence[int]) -> None:
+    spans = [[(o, o + n) for o, n in zip(offsets, one.shape, strict=True)] for one, offsets in blocks if one.numel()]
+    overlap = any(all(a < d and c < b for (a, b), (c, d) in zip(*pair, strict=True)) for pair in combinations(spans, 2))
+    ends = all(stop <= size for span in spans for (_, stop), size in zip(span, shape, strict=True))
+    if not blocks or overlap or not ends or sum(block.tensor.numel() for block in blocks) != math.prod(shape):
+        raise ValueError(f"{len(blocks)} blocks do not add up to {shape!r:.80}")
+
+
+def _as(block: Block, dtype: torch.dtype) -> Block:
+    return Block(block.tensor.to(dtype), block.offsets)
+
+
+def _wrapped_block(encoded: Any, tensor: Callable[[str], Tensor], readers: Readers) -> Block:
+    check(encoded, {"offsets": [COUNT], "shape": [COUNT]}, "A block of a tensor that wraps others")
+    shape, offsets = tuple(encoded["shape"]), tuple(encoded["offsets"])
+    if len(offsets) != len(shape):
+        raise ValueError(f"a block of {shape!r:.80} at {offsets!r:.80}")
+    if "tensor" in encoded:
+        plain = _decode(encoded["tensor"], tensor, readers)
+        if not isinstance(plain, Tensor) or tuple(plain.shape) != shape:
+            raise ValueError(f"a block of {shape!r:.80} that is none")
+        return Block(plain, offsets)
+    check(encoded, {"class": TEXT, "stride": [COUNT], "tensors": {TEXT: object}}, "A tensor that wraps others")
+    kind = tensor_class(encoded["class"])
+
+    def make(content: list[Any]) -> Any:
+        found = imported_class(content[0]) or class_beside(content[0], kind)
+        if found is None or not is_trusted(found, kind):
+            raise CheckpointError(
+                f"The context of a {kind.__name__} holds {shown(content[0])}, which is not of its package; use another "
+                "checkpoint."
+            )
+        return make_dataclass(found, content[1])
+
+    inner = {name: _decode(value, tensor, readers) for name, value in encoded["tensors"].items()}
+    if not all(isinstance(one, Tensor) for one in inner.values()):
+        raise TypeError("an inner tensor that is none")
+    inner = {name: one.uncopied() if isinstance(one, StoredTensor) else one for name, one in inner.items()}
+    context = _decode(encoded["context"], _no_tensor, {**readers, "$object": make})
+    return Block(put_together(TensorParts(kind, inner, context, shape, tuple(encoded["stride"]))), offsets)
 
 
 def _to_numpy(tensor: Tensor, *, is_scalar: bool) -> Any:

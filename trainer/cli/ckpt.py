@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...common.errors import CheckpointError
+from ...strategies.state.wrapped import UnknownTensorError, is_wrapped, take_apart
 from ..checkpoint.atomic_folder import unfinished
 from ..checkpoint.finding import FoundCheckpoint, is_gone, list_checkpoints, resolve
 from ..checkpoint.load_weights import export
@@ -79,7 +80,7 @@ def show(path: str | Path) -> list[str]:
         f"{path}: saved {manifest.saved_at} {origin}",
         *(f"  {name:40} {_bytes(file.size):>10}" for name, file in manifest.files.items()),
     ]
-    for key, value in load(path, verify=False).items():
+    for key, value in _load(path, verify=False).items():
         lines += ["", f"{key}:", *(f"  {name}: {_describe(leaf)}" for name, leaf in _leaves(value))]
     return lines
 
@@ -103,7 +104,7 @@ def verify_all(paths: Sequence[str | Path]) -> tuple[list[str], bool]:
 
 def diff(first: str | Path, second: str | Path) -> tuple[list[str], bool]:
     """Return the differences between the values of two checkpoints, and whether they are the same."""
-    ours, theirs = (dict(_leaves(load(_checkpoint_at(path)))) for path in (first, second))
+    ours, theirs = (dict(_leaves(_load(_checkpoint_at(path)))) for path in (first, second))
     lines = [f"- {name}: {_describe(value)}" for name, value in ours.items() if name not in theirs]
     lines += [f"+ {name}: {_describe(value)}" for name, value in theirs.items() if name not in ours]
     changes = [(name, _change(value, theirs[name])) for name, value in ours.items() if name in theirs]
@@ -118,6 +119,14 @@ def _checkpoint_at(path: str | Path) -> Path:
     return Path(path) if found is None else found
 
 
+def _load(path: Path, *, verify: bool = True) -> dict[str, Any]:
+    """Return the state in a checkpoint; tensors that wrap others in their blocks, where their class is not here."""
+    try:
+        return load(path, verify=verify)
+    except UnknownTensorError:
+        return load(path, verify=verify, wrapped="opened")
+
+
 def _line(checkpoint: FoundCheckpoint) -> str:
     if checkpoint.manifest is None:
         return f"damaged     {checkpoint.path.name}: {checkpoint.fault}"
@@ -125,11 +134,24 @@ def _line(checkpoint: FoundCheckpoint) -> str:
     return f"{checkpoint.saved_at[:19]}  {size:>10}  {checkpoint.path.name}"
 
 
+class _Description(str):
+    """A text that is shown without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     numpy: Any = sys.modules.get("numpy")
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from _leaves(item, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, Tensor) and is_wrapped(value):
+        parts = take_apart(value)
+        yield name, _Description(f"{parts.kind.__name__}, {_describe(value)}, {parts.context!r}")
+        yield from _leaves(parts.tensors, name)
     elif isinstance(value, list | tuple) and not all(item is None or isinstance(item, _PLAIN) for item in value):
         for index, item in enumerate(value):
             yield from _leaves(item, f"{name}.{index}")
@@ -141,7 +163,7 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
         text = f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-        return f"{text} = {value.item()}" if value.dim() == 0 else text
+        return f"{text} = {value.item()}" if value.dim() == 0 and not is_wrapped(value) else text
     text = repr(value)
     return text if len(text) <= _WIDEST else f"{text[:_WIDEST]}..."
 

@@ -29,6 +29,7 @@ from ..module.train_module import TrainModule
 from ..session.session import Session
 from ..session.train_state import TrainState
 from .changed_settings import Winner, load_groups, load_scheduler
+from .dequantized import note_dequantized
 from .matching import changed_order, match_schedulers, optimizers_of_schedulers
 from .schedules import schedule_state
 
@@ -128,6 +129,7 @@ def load_weights(session: Session, saved: Mapping[str, Any]) -> None:
             f"The checkpoint's weights do not fit {type(session.module).__name__}; build the module as it was, "
             f"or set strict_loading = False on it.\n{difference(session.module, state['state_dict']) or error}"
         ) from error
+    note_dequantized(session, "model", state["state_dict"])
 
 
 def load_position(session: Session, state: Mapping[str, Any]) -> None:
@@ -229,6 +231,7 @@ def _load_optimizers(session: Session, state: Mapping[str, Any], winner: Winner)
             session.placed.load_optimizer_state(optimizer, saved)
             differences += load_groups(optimizer, before, optimizer in scheduled, winner)
             sources[optimizer] = changed_order(group_sources(optimizer, module, saved), len(saved["param_groups"]))
+    note_dequantized(session, "optimizers", state["optimizers"])
     configured = [getattr(config.scheduler, "total_steps", None) for config in session.schedulers]
     with reading("lr_schedulers"):
         for config, index in zip(session.schedulers, match_schedulers(session, state, order), strict=True):

@@ -8,8 +8,11 @@ from typing import Any
 from ...callbacks.callback import Callback
 from ...callbacks.dispatch import callback_states, overrides
 from ...callbacks.model_checkpoint import ModelCheckpoint
+from ...callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from ...common.errors import CheckpointError, EchelonError
-from ...strategies.state.dtensor import check_whole
+from ...strategies.parallel.optimizer_probe import OptimizerProbe
+from ...strategies.state.dtensor import check_whole, is_wrapper, unfit
+from ...strategies.state.optimizer_state import needs_closure, optimizer_parameters, parameter_names
 from ..checkpoint.encoding import Encoder
 from ..data.seed import isolated_rng
 from ..module.train_module import TrainModule
@@ -35,6 +38,8 @@ def check_savable(session: Session) -> None:
     saves_training = _saves(session, weights_only=False)
     if not (saves_training or _saves(session, weights_only=True)):
         return
+    if session.strategy.has_stages:
+        _check_stages(session)
     weights = session.placed.model_state()
     optimizers = [session.placed.optimizer_state(each) for each in session.optimizers] if saves_training else []
     collectives = session.strategy.ranks.all
@@ -48,12 +53,14 @@ def check_savable(session: Session) -> None:
             raise unfit
         if saves_training:
             _check_parts(session)
+            _check_first_states(session)
 
 
 def _check_parts(session: Session) -> None:
     parts: dict[str, Callable[[], Any]] = {
         "lr_schedulers": lambda: [schedule_state(config.scheduler) for config in session.schedulers],
         "callbacks": lambda: callback_states(session.callbacks),
+        "data": lambda: session.train_data.state_dict() if session.train_data is not None else [],
         "datamodule": lambda: session.datamodule.state_dict() if session.datamodule is not None else {},
     }
     for part, take in parts.items():
@@ -64,6 +71,30 @@ def _check_parts(session: Session) -> None:
         except Exception:  # noqa: BLE001 - it may not be ready before training begins: saving it will tell
             continue
         Encoder().encode(value, f"state[{part!r}]", part)
+
+
+def _check_first_states(session: Session) -> None:
+    """Encode what optimizers that have not stepped yet will keep, as far as steps on imitations show it."""
+    for index, optimizer in enumerate(session.optimizers):
+        if optimizer.state or type(optimizer).__module__.startswith("torch.optim") or needs_closure(optimizer):
+            continue
+        names = dict(zip(optimizer_parameters(optimizer), parameter_names(optimizer, session.module), strict=True))
+        for parameter, state in OptimizerProbe(optimizer).first_state():
+            Encoder().encode(state, f"state['optimizers'][{index}]['state'][{names[parameter]!r}]", "optimizers")
+
+
+def _check_stages(session: Session) -> None:
+    """Refuse weights that wrap other tensors in a pipeline, whose stages are written by different ranks.
+
+    Raises:
+        CheckpointError: naming one.
+    """
+    for name, parameter in session.module.named_parameters():
+        if is_wrapper(parameter):
+            raise CheckpointError(
+                f"state['model'][{name!r}] is {unfit(parameter)}, which no checkpoint of pipeline stages can hold; use "
+                "dp_shard or tp instead of pp, or a dense weight."
+            )
 
 
 def _fault(parts: dict[str, Any]) -> CheckpointError | None:
@@ -78,7 +109,8 @@ def _fault(parts: dict[str, Any]) -> CheckpointError | None:
 def _saves(session: Session, *, weights_only: bool) -> bool:
     savers = [each for each in session.callbacks if isinstance(each, ModelCheckpoint)]
     writes = any(each.save_weights_only is weights_only and (each.save_top_k or each.save_last) for each in savers)
-    return writes or (not weights_only and session.recovery is not None)
+    saves_errors = any(isinstance(each, OnExceptionCheckpoint) for each in session.callbacks)
+    return writes or (not weights_only and (saves_errors or session.recovery is not None))
 
 
 def _has_hooks(session: Session) -> bool:

@@ -13,7 +13,7 @@ import torch
 from small import Regression, loader, quiet
 from torch import nn
 
-from echelon.trainer.checkpoint import encoding, point, save, tags
+from echelon.trainer.checkpoint import encoding, load_weights, point, save, tags
 from echelon.trainer.checkpoint.manifest import read_manifest
 from echelon.trainer.checkpoint.single_file import SingleFile
 
@@ -32,9 +32,11 @@ def folder(tmp_path: Path) -> Path:
 
 def test_the_code_on_the_page_reads_a_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     snippets = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
-    assert len(snippets) == 3
+    (registering,) = [code for code in snippets if "register_tensor_class" in code]
+    readers = [code for code in snippets if code is not registering]
+    assert len(readers) == 3
     monkeypatch.chdir(folder)
-    for code in snippets:
+    for code in readers:
         (folder / "snippet.py").write_text(code)
         names = runpy.run_path(str(folder / "snippet.py"))
         weights, state = names["weights"], names["state"]
@@ -42,6 +44,10 @@ def test_the_code_on_the_page_reads_a_checkpoint(folder: Path, monkeypatch: pyte
         assert isinstance(state, dict)
         nn.Linear(3, 2).load_state_dict(weights)
         assert state["trainer"]["global_step"] == 400
+    exec(registering, names)  # noqa: S102 - the page's own text
+    scaled = names["Scaled"](torch.ones(4, 2, dtype=torch.int8), torch.rand(4, 1))
+    save(folder / "scaled.ckpt", {"model": {"w": scaled}})
+    assert torch.equal(load_weights(folder / "scaled.ckpt")["w"].scale, scaled.scale)
     nn.Linear(3, 2).load_state_dict(torch.load("model.pt", weights_only=True))
     with pytest.raises(IsADirectoryError):
         torch.load("last.ckpt", weights_only=True)

@@ -3,6 +3,7 @@
 import datetime
 import enum
 import zoneinfo
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -10,10 +11,16 @@ import torch.utils._pytree as pytree
 from as_rank import calm_down, double_trainer, world_size
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, StepLR
-from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from echelon import Callback, EMAWeightAveraging, ModelCheckpoint, TrainModule
+from echelon import (
+    Callback,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    TrainModule,
+    register_tensor_class,
+)
 from echelon.common.errors import CheckpointError, ConfigError, EchelonError, ModuleError
 from echelon.testing import run_ranks
 from echelon.trainer.checkpoint import load, save
@@ -44,7 +51,7 @@ class Wrapped(torch.Tensor):
             return out
         if func is torch.ops.aten.copy_.default:
             return args[0]
-        return pytree.tree_map_only(torch.Tensor, Wrapped, out)
+        return pytree.tree_map_only(torch.Tensor, cls, out)
 
     def fsdp_pre_all_gather(self, mesh):
         return (self.inner,), None
@@ -52,14 +59,35 @@ class Wrapped(torch.Tensor):
     def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
         if out is not None:
             return None
-        return Wrapped(outputs[0]), outputs
+        return type(self)(outputs[0]), outputs
+
+
+class Kept(Wrapped):
+    """The same, registered, and with a context of several kinds of values."""
+
+    def __tensor_flatten__(self):
+        return ["inner"], {"shape": self.shape, "how": Rounding("even", (1, 2))}
+
+    @staticmethod
+    def __tensor_unflatten__(inner, meta, size, stride):
+        assert meta == {"shape": size, "how": Rounding("even", (1, 2))}
+        return Kept(inner["inner"])
+
+
+@dataclass
+class Rounding:
+    to: str
+    digits: tuple[int, int]
+
+
+register_tensor_class(Kept)
 
 
 class Layer(nn.Module):
     def __init__(self, wraps):
         super().__init__()
         frozen = torch.randn(4, 4)
-        self.frozen = nn.Parameter(Wrapped(frozen) if wraps else frozen, requires_grad=False)
+        self.frozen = nn.Parameter(wraps(frozen) if wraps else frozen, requires_grad=False)
         self.adapter = nn.Linear(4, 4)
 
     def forward(self, x):
@@ -67,7 +95,7 @@ class Layer(nn.Module):
 
 
 class Net(TrainModule):
-    def __init__(self, wraps=True, schedule=None):
+    def __init__(self, wraps=Wrapped, schedule=None):
         super().__init__()
         torch.manual_seed(1)
         self.layers, self.schedule = nn.Sequential(Layer(wraps), Layer(wraps)), schedule
@@ -119,7 +147,7 @@ def wrapped_everywhere(folder):
         fit(resumed, f"{folder}/{strategy}", strategy=strategy, resumed="last")
         whole = WithoutFrozen()
         fit(whole, f"{folder}/{strategy}/whole", strategy=strategy)
-        plain = Net(wraps=False)
+        plain = Net(wraps=None)
         fit(plain, f"{folder}/{strategy}/plain", strategy=strategy)
         saved = [load(f"{folder}/{strategy}{part}/last.ckpt")["model"] for part in ("", "/whole", "/plain")]
         found[strategy] = str(raised.value), module.steps, saved
@@ -129,6 +157,7 @@ def wrapped_everywhere(folder):
 def assert_refused(found):
     for strategy, (error, steps, (resumed, whole, plain)) in found.items():
         assert "state['model']['layers.0.frozen'] is a Wrapped, which wraps other tensors" in error, strategy
+        assert "call echelon.register_tensor_class(Wrapped)" in error
         assert "on_save_checkpoint" in error
         assert "strict_loading = False" in error
         assert steps == 0
@@ -147,6 +176,41 @@ def test_wrapped_weights_are_refused_at_the_start_in_every_layout(memory_path):
         assert_refused(found)
 
 
+def kept(folder):
+    """Return, by strategy, what runs with registered weights have at the end: resumed, whole, and with plain ones."""
+    calm_down()
+    found = {}
+    for strategy in ("ddp", "zero", "fsdp") if world_size() > 1 else ("single",):
+        for name, wraps in (("", Kept), ("/plain", None)):
+            place = f"{folder}/{strategy}{name}"
+            fit(Net(wraps), place, EMAWeightAveraging(decay=0.5), strategy=strategy, max_epochs=1)
+            fit(Net(wraps), place, EMAWeightAveraging(decay=0.5), strategy=strategy, resumed="last")
+        fit(Net(Kept), f"{folder}/{strategy}/whole", strategy=strategy)
+        names = "", "/whole", "/plain"
+        found[strategy] = [load(f"{folder}/{strategy}{name}/last.ckpt") for name in names]
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_registered_weights_are_kept_and_averages_leave_them_alone(memory_path, ranks):
+    for found in [kept(str(memory_path))] if ranks == 1 else run_ranks(kept, ranks, str(memory_path)):
+        for resumed, whole, plain in found.values():
+            for name, value in whole["model"].items():
+                now = resumed["model"][name]
+                if name.endswith("frozen"):
+                    assert [type(now), type(value)] == [Kept, Kept]
+                    assert torch.equal(now.inner, plain["model"][name])
+                    assert torch.equal(value.inner, plain["model"][name])
+                else:
+                    torch.testing.assert_close(resumed["trained_weights"][name], value, rtol=0, atol=0)
+                    torch.testing.assert_close(now, plain["model"][name])
+
+
+def test_a_registered_class_has_what_it_takes():
+    with pytest.raises(ConfigError, match="register_tensor_class takes a subclass of torch.Tensor with __tensor_fl"):
+        register_tensor_class(nn.Parameter)
+
+
 def test_wrapped_shards_that_started_processes_could_not_return_are_refused_at_the_start(memory_path):
     with pytest.raises(ModuleError, match="layers.0.frozen is sharded, and a Wrapped.*torchrun"):
         fit(WithoutFrozen(), memory_path, strategy="fsdp", devices=2)
@@ -159,20 +223,22 @@ def test_a_run_without_checkpoints_trains_wrapped_weights(memory_path):
     assert module.steps == 4
 
 
-def test_an_average_of_wrapped_weights_is_refused_by_name(memory_path):
-    with pytest.raises(ConfigError, match="layers.0.frozen.*Wrapped, which wraps other tensors"):
-        fit(WithoutFrozen(), memory_path, EMAWeightAveraging())
+def test_an_average_of_trained_wrapped_weights_is_refused_by_name(memory_path):
+    module = Net(Kept)
+    module.layers[1].frozen.requires_grad_()
+    with pytest.raises(ConfigError, match="layers.1.frozen, which is trained and a Kept, which wraps other tensors"):
+        fit(module, memory_path, EMAWeightAveraging())
 
 
 def test_tensors_without_memory_are_never_taken_for_one_another(memory_path):
     states = {
-        "wrapper": lambda: TwoTensor(torch.ones(2), torch.zeros(2)),
+        "wrapper": lambda: Wrapped(torch.ones(2)),
         "meta": lambda: torch.empty(2, device="meta"),
         "sparse": lambda: torch.eye(2).to_sparse(),
         "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged),
     }
     for make in states.values():
-        with pytest.raises(CheckpointError, match=r"state\['part'\]\['a'\] is a .*; make it a dense tensor"):
+        with pytest.raises(CheckpointError, match=r"state\['part'\]\['a'\] is a .*; (or )?make it a dense tensor"):
             save(memory_path / "a.ckpt", {"part": {"a": make(), "b": make()}})
     empty = {"a": torch.zeros(0, 2), "b": torch.zeros(0, 2)}
     save(memory_path / "a.ckpt", {"part": empty})
@@ -199,21 +265,34 @@ class Wrapping(torch.optim.AdamW):
     def step(self, closure=None):
         loss = super().step(closure)
         for state in self.state.values():
-            state["exp_avg"] = TwoTensor(state["exp_avg"], state["exp_avg"])
+            state["exp_avg"] = Wrapped(state["exp_avg"])
+        return loss
+
+
+class WrappingLater(torch.optim.AdamW):
+    """Makes such state only for parameters that an imitation does not have."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for parameter, state in self.state.items():
+            if hasattr(parameter, "is_real"):
+                state["exp_avg"] = Wrapped(state["exp_avg"])
         return loss
 
 
 class WithOptimizer(Net):
     def __init__(self, kind):
-        super().__init__(wraps=False)
+        super().__init__(wraps=None)
         self.kind = kind
+        for parameter in self.parameters():
+            parameter.is_real = True
 
     def configure_optimizers(self):
         return self.kind(self.layers[0].adapter.parameters(), 0.1)
 
 
 def test_the_state_of_a_callback_is_checked_before_the_first_step(memory_path):
-    module = Net(wraps=False)
+    module = Net(wraps=None)
     with pytest.raises(CheckpointError, match=r"callbacks.*Odd.*value'\] is of type object"):
         fit(module, memory_path, Odd(object()))
     assert module.steps == 0
@@ -221,9 +300,17 @@ def test_the_state_of_a_callback_is_checked_before_the_first_step(memory_path):
     assert module.steps == 2
 
 
-def test_the_state_of_an_optimizer_is_checked_after_the_first_step(memory_path):
+@pytest.mark.parametrize("saver", [ModelCheckpoint, OnExceptionCheckpoint])
+def test_the_state_that_an_optimizer_will_have_is_checked_before_the_first_step(memory_path, saver):
     module = WithOptimizer(Wrapping)
-    with pytest.raises(CheckpointError, match=r"optimizers.*adapter.*exp_avg'\] is a TwoTensor"):
+    with pytest.raises(CheckpointError, match=r"optimizers.*adapter.*exp_avg'\] is a Wrapped"):
+        fit(module, memory_path, saver=saver(memory_path))
+    assert module.steps == 0
+
+
+def test_the_state_of_an_optimizer_is_checked_after_the_first_step(memory_path):
+    module = WithOptimizer(WrappingLater)
+    with pytest.raises(CheckpointError, match=r"optimizers.*adapter.*exp_avg'\] is a Wrapped"):
         fit(module, memory_path)
     assert module.steps == 1
 
@@ -239,7 +326,7 @@ class Unready(Callback):
 
 
 def test_a_state_that_exists_later_is_no_error(memory_path):
-    assert fit(Net(wraps=False), memory_path, Unready()).global_step == 4
+    assert fit(Net(wraps=None), memory_path, Unready()).global_step == 4
 
 
 # --- schedules that hold schedules, and functions
@@ -267,7 +354,7 @@ def test_a_schedule_that_holds_another_one_is_saved_and_resumed(memory_path, cap
     def schedule(optimizer):
         return {"scheduler": Warmup(optimizer, Warmup(optimizer, ExponentialLR(optimizer, 0.5), 1)), "interval": "step"}
 
-    whole, begun, resumed = (Net(False, schedule) for _ in range(3))
+    whole, begun, resumed = (Net(None, schedule) for _ in range(3))
     fit(whole, memory_path / "whole", max_epochs=4)
     fit(begun, memory_path, max_epochs=2)
     with caplog.at_level("WARNING"):
@@ -285,9 +372,9 @@ def test_a_schedule_that_held_another_one_is_refused_by_name(memory_path):
         return lambda optimizer: {"scheduler": Warmup(optimizer, make(optimizer)), "interval": "step"}
 
     before, after = schedule(lambda optimizer: {"a": StepLR(optimizer, 1)}), schedule(lambda o: StepLR(o, 1))
-    fit(Net(False, before), memory_path, max_epochs=1)
+    fit(Net(None, before), memory_path, max_epochs=1)
     with pytest.raises(CheckpointError, match="inside of Warmup.*holds schedules|after of Warmup"):
-        fit(Net(False, after), memory_path, max_epochs=4, resumed="last")
+        fit(Net(None, after), memory_path, max_epochs=4, resumed="last")
 
 
 # --- values that would come back as others
