@@ -129,7 +129,9 @@ def read_checkpoint(
     while True:
         try:
             with strategy.ranks.all.fail_together():
-                state = checkpoint.load(target or path, parts=parts, lazy=lazy, verify=verify, share=share, wrapped="stored")
+                state = checkpoint.load(
+                    target or path, parts=parts, lazy=lazy, verify=verify, share=share, wrapped="stored"
+                )
                 checked(state, str(path))
         except EchelonError:  # on every rank
             before, target = target, _follow(path, strategy)
