@@ -26,6 +26,7 @@ from .model_summary import ModelSummary as ModelSummary
 from .model_summary import Summary as Summary
 from .model_summary import summarize as summarize
 from .nan_guard import NaNGuard as NaNGuard
+from .omit_frozen_weights import OmitFrozenWeights as OmitFrozenWeights
 from .on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
 from .prediction_writer import BasePredictionWriter as BasePredictionWriter
 from .progress import TQDMProgressBar as TQDMProgressBar

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..callbacks.prediction_writer import BasePredictionWriter
 from ..strategies.module.activation_checkpointing import ActivationCheckpointing, checkpointed
+from ..strategies.state.omitted_weights import note_trained
 from .advice import advise_precision
 from .checkpoint.manifest import read_manifest
 from .first_look import look_at
@@ -65,6 +66,7 @@ def fit(session: Session, request: Request) -> None:
             if not session.is_restarted:  # otherwise it may be a snapshot, which the next one replaces
                 session.progress.last_checkpoint = session.resumed_from
         session.is_built = True
+        note_trained(session.module, session.optimizers)
         # a run that asked for its last checkpoint, but was killed before there was one, starts its curves again
         asks_to_resume = request.ckpt_path is not None or session.is_restarted
         session.strategy.ranks.all.on_first_rank(partial(introduce, session, is_resumed=asks_to_resume))
@@ -101,6 +103,7 @@ def fit(session: Session, request: Request) -> None:
                     *(session.settings.last_epoch, session.settings.max_steps),
                 )
             session.progress.stage = None
+        note_trained(session.module, session.optimizers)  # some may be unfrozen by now
         session.writer.close()
         warn_if_not_finite(session)
         session.hooks.call("on_fit_end")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 
 from ..strategies import Strategy
+from ..strategies.state.dtensor import is_wrapper
+from ..strategies.state.omitted_weights import note_changed
 from .module.train_module import TrainModule
 
 _MOST_NAMES: Final = 3
@@ -21,6 +24,7 @@ def load_trained(module: TrainModule, trained: Mapping[str, Any]) -> str:
     anything: nothing is lost by it.
     """
     module.unplaced_weights = {}
+    note_changed(module, _changed(nn.Module.state_dict(module), trained))
     raised = ""
     try:
         if module.state_dict().keys() != trained.keys():
@@ -43,6 +47,16 @@ def load_trained(module: TrainModule, trained: Mapping[str, Any]) -> str:
     if not (module.unplaced_weights or untrained):
         return ""
     return _loss(module, own, untrained, raised)
+
+
+def _changed(own: Mapping[str, Any], trained: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of the weights that the run has trained, or that only it has built."""
+    for name, value in trained.items():
+        here = own.get(name)
+        is_tensor = isinstance(here, Tensor) and isinstance(value, Tensor) and here.shape == value.shape
+        if is_tensor and not here.is_meta and not is_wrapper(here) and torch.equal(here.cpu(), value.cpu()):
+            continue
+        yield name
 
 
 def _fits(own: Any, trained: Any) -> bool:

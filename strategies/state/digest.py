@@ -1,8 +1,9 @@
-"""Digest of a tensor: a number that stands for all its bits, computed where the tensor is."""
+"""Digests of tensors: numbers that stand for all their bits, computed where they are, whole or for a part of one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import torch
@@ -13,6 +14,8 @@ _CHUNK: Final = {"cpu": 1 << 17}
 _LARGE_CHUNK: Final = 1 << 22
 _ODD: Final = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64))
 """Multipliers of splitmix64, as signed numbers."""
+_TABLE: Final = 1 << 16
+"""Words that share a factor of their weights in `part_digest`."""
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -98,3 +101,85 @@ def mixed(numbers: Tensor) -> Tensor:
     numbers = numbers * _ODD[0]
     numbers = (numbers ^ (numbers >> 29)) * _ODD[1]
     return numbers ^ (numbers >> 32)
+
+
+@torch.no_grad()
+def part_digest(part: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """Return an int64 scalar for a rectangular part of a tensor; those of all parts add up to that of the tensor.
+
+    So it is the same on every layout, modulo 2 ** 64: the sum of its words of 32 bits, each multiplied by a number that
+    depends on its place in the whole tensor.
+
+    Args:
+        part: The part.
+        offsets: Where it begins in the whole tensor.
+        shape: The shape of the whole tensor.
+    """
+    if part.is_complex():
+        part, offsets, shape = torch.view_as_real(part.resolve_conj()), (*offsets, 0), (*shape, 2)
+    size, bits, table = part.element_size(), bits_of(part), mixed(torch.arange(1, _TABLE + 1, device=part.device)) | 1
+    is_in_a_row = tuple(part.shape[1:]) == tuple(shape[1:])
+    begin = offsets[0] * math.prod(shape[1:]) * size if part.dim() else 0
+    if not is_in_a_row or begin % 4:
+        return _digest_of_elements(bits, part.shape, offsets, shape, table)
+    whole = len(bits) - len(bits) % max(1, 4 // size)
+    total, word = torch.zeros((), dtype=torch.int64, device=part.device), begin // 4
+    if bits.storage_offset() * size % 4:
+        bits = bits.clone()  # where a view as larger numbers can begin
+    words = bits[:whole].view(torch.int32)
+    step = 2 * _TABLE if part.device.type == "cpu" else 64 * _TABLE
+    while len(words):
+        rest = (_TABLE - word % _TABLE) % _TABLE or min(step, max(_TABLE, len(words) // _TABLE * _TABLE))
+        chunk, words = words[:rest].to(torch.int64) & 0xFFFFFFFF, words[rest:]
+        total = total + _weighed(chunk, word, table)
+        word += len(chunk)
+    if whole < len(bits):
+        at = torch.arange(begin // size + whole, begin // size + len(bits), device=part.device)
+        total = total + _weighed_elements(bits[whole:], at, table)
+    return total
+
+
+def _weighed(words: Tensor, first: int, table: Tensor) -> Tensor:
+    """Return the sum of words that follow each other, each multiplied by its weight."""
+    if first % _TABLE or len(words) % _TABLE:
+        cut = min(len(words), _TABLE - first % _TABLE)
+        sums = (words[:cut] * table[first % _TABLE :][:cut]).sum() * _factor(first // _TABLE, table)
+        return sums if cut == len(words) else sums + _weighed(words[cut:], first + cut, table)
+    rows = (words.view(-1, _TABLE) * table).sum(1)
+    factors = mixed(torch.arange(first // _TABLE, first // _TABLE + len(rows), device=words.device) + _TABLE) | 1
+    return (rows * factors).sum()
+
+
+def _factor(number: int, table: Tensor) -> Tensor:
+    return mixed(torch.tensor(number + _TABLE, device=table.device)) | 1
+
+
+def _digest_of_elements(
+    bits: Tensor, part: Sequence[int], offsets: Sequence[int], shape: Sequence[int], table: Tensor
+) -> Tensor:
+    """Return the digest of a part whose elements do not follow each other in the whole, or begin inside a word."""
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    step = _size_of_chunks(bits)
+    for start in range(0, len(bits), step):
+        chunk = bits[start : start + step]
+        here = torch.arange(start, start + len(chunk), device=bits.device)
+        at, stride = torch.zeros_like(here), 1
+        for size, offset, whole in reversed(list(zip(part, offsets, shape, strict=True))):
+            at += (here % size + offset) * stride
+            here, stride = here // size, stride * whole
+        total = total + _weighed_elements(chunk, at, table)
+    return total
+
+
+def _weighed_elements(bits: Tensor, at: Tensor, table: Tensor) -> Tensor:
+    """Return the sum of elements, each shifted to its place in its word and multiplied by the word's weight."""
+    size, values = bits.element_size(), bits.to(torch.int64)
+    if size == 8:
+        low, high = values & 0xFFFFFFFF, (values >> 32) & 0xFFFFFFFF
+        return _weighed_at(low, 2 * at, table) + _weighed_at(high, 2 * at + 1, table)
+    values = (values & ((1 << 8 * size) - 1)) << (at * size % 4 * 8)
+    return _weighed_at(values, at * size // 4, table)
+
+
+def _weighed_at(values: Tensor, words: Tensor, table: Tensor) -> Tensor:
+    return (values * table[words % _TABLE] * (mixed(words // _TABLE + _TABLE) | 1)).sum()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,21 +16,25 @@ import torch
 from torch import Tensor, nn
 
 from ...common.errors import CheckpointError
+from ...strategies.distributed.collectives import Collectives
 from ...strategies.state.dtensor import shard_like
 from ...strategies.state.lazy_tensor import Block, StoredTensor
+from ...strategies.state.omitted_weights import OMITTED, OMITTED_SCHEMA, completed
 from ...strategies.state.regular_file import open_regular, read_regular
 from ...strategies.state.schema import TEXT, check, parse_json, shown
 from .atomic_folder import sync
 from .encoding import encode
 from .files import MappedFile, explain
 from .loading import load
-from .manifest import LARGEST_JSON, MANIFEST, is_checkpoint
+from .manifest import LARGEST_JSON, MANIFEST, is_checkpoint, read_manifest
 from .safetensors_file import read_tensors, write_tensors
 from .saving import MODEL
 from .tags import decode
 
 _INDEX: Final = "model.safetensors.index.json"
 _SINGLE: Final = "model.safetensors"
+_log = logging.getLogger("echelon")
+
 _WRAPPED: Final = "echelon_wrapped"
 """The name of the note on tensors that wrap others, as a checkpoint has them in ``state.json``."""
 _SHOWN: Final = 10
@@ -84,6 +89,14 @@ def load_weights(
     """
     weights = read_weights(Path(path))
     chosen = {name: w for name, w in weights.items() if _matches(name, include) and not _matches(name, exclude)}
+    left_out = [name for name in omitted_of(Path(path)) if name not in weights and _matches(name, include)]
+    if left_out and not chosen:
+        raise CheckpointError(
+            f"include={include!r} names weights that {path} leaves out, as its base has them ({', '.join(left_out[:3])}"
+            "); load them from the base."
+        )
+    if left_out:
+        _log.info("%s leaves out %d frozen weights, which its base has", path, len(left_out))
     if weights and not chosen:
         raise CheckpointError(
             f"No weight of {path} matches include={include!r} and exclude={exclude!r}; it has "
@@ -134,7 +147,7 @@ def load_into(module: nn.Module, weights: Mapping[str, Tensor], *, strict: bool 
     return differences
 
 
-def export(path: str | Path, destination: str | Path) -> Path:
+def export(path: str | Path, destination: str | Path, *, base: str | Path | None = None, partial: bool = False) -> Path:
     """Write the weights of a checkpoint as one ``model.safetensors``, for ``from_pretrained`` and the like.
 
     Quantized weights are written as the tensors that they are made of (``0.weight.qdata``, ``0.weight.scale``), with a
@@ -143,13 +156,17 @@ def export(path: str | Path, destination: str | Path) -> Path:
     Args:
         path: Anything that `load_weights` reads.
         destination: A folder, or a file name ending in ``.safetensors``; an existing file is replaced atomically.
+        base: Anything that `load_weights` reads, with the weights that the checkpoint leaves out (`OmitFrozenWeights`)
+            under the same names, perhaps without a prefix. They are compared with the digests in the checkpoint.
+        partial: Write what the checkpoint holds, without the weights that it leaves out.
 
     Returns:
         The written file.
 
     Raises:
         CheckpointError: if the checkpoint cannot be read, the file cannot be written, or `destination` has a suffix of
-            ``torch.save``.
+            ``torch.save``; and for a checkpoint that leaves out weights, without `base` or `partial`, or with another
+            base.
 
     Example::
 
@@ -165,6 +182,8 @@ def export(path: str | Path, destination: str | Path) -> Path:
         )
     file = destination if destination.suffix == ".safetensors" else destination / _SINGLE
     weights = read_weights(Path(path), lazily=True)  # only one tensor at a time is in memory
+    if not partial:
+        weights = _with_base(Path(path), weights, None if base is None else Path(base))
     encoded, blocks = encode(weights, "weights", "")
     # as in safetensors.torch.save_model, a tied name is noted with the name that holds its tensor
     tied = {name: value["$tensor"] for name, value in encoded.items() if value.get("$tensor", name) != name}
@@ -182,6 +201,39 @@ def export(path: str | Path, destination: str | Path) -> Path:
     finally:
         temporary.unlink(missing_ok=True)
     return file
+
+
+def _with_base(path: Path, weights: Mapping[str, Tensor], base: Path | None) -> dict[str, Tensor]:
+    """Return the weights of a checkpoint with those that it leaves out, from its base."""
+    omitted = {name: entry for name, entry in omitted_of(path).items() if name not in weights}
+    if not omitted:
+        return dict(weights)
+    if base is None:
+        raise CheckpointError(
+            f"{path} leaves out {len(omitted)} frozen weights ({', '.join(list(omitted)[:3])}, ...), which its base "
+            "has; give the base as base= (--base), or write the others alone with partial=True (--partial)."
+        )
+    given = read_weights(base, lazily=True)
+    first = next(iter(omitted))
+    prefixes = sorted({first.removesuffix(name) for name in given if f".{first}".endswith(f".{name}")}, key=len)
+    prefix = next((one for one in prefixes if all(name.removeprefix(one) in given for name in omitted)), "")
+    held = {f"{prefix}{name}": tensor for name, tensor in given.items()}
+    whole = completed(weights, omitted, held, Collectives(None, torch.device("cpu")))
+    return {name: _as_dtype(whole[name], omitted[name]["dtype"]) if name in omitted else whole[name] for name in whole}
+
+
+def _as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in a dtype; itself, unread, if it has that."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def omitted_of(path: Path) -> dict[str, Any]:
+    """Return what a checkpoint says of the weights that it leaves out, by name; empty for any other file."""
+    if not is_checkpoint(path) or OMITTED not in read_manifest(path).parts:
+        return {}
+    omitted: dict[str, Any] = load(path, parts=[OMITTED])[OMITTED]
+    check(omitted, OMITTED_SCHEMA, f"The part {OMITTED!r} of {path}")
+    return omitted
 
 
 def _section(title: str, names: Sequence[str]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from ...common.errors import CheckpointError, EchelonError
+from ...strategies.state.omitted_weights import OMITTED, OMITTED_SCHEMA
 from ...strategies.state.schema import COUNT, INTEGER, NUMBER, TEXT, check, shown
 
 NAMES_FOR_HOOKS: Final = {"model": "state_dict", "optimizers": "optimizer_states"}
@@ -52,6 +53,7 @@ _OPTIONAL: Final = {
     "hyper_parameters_argument": (TEXT, None),
     "hyper_parameters_type": ("omegaconf", None),
     "omitted_hyper_parameters": ([TEXT], None),
+    OMITTED: OMITTED_SCHEMA,
     "datamodule_hyper_parameters": {TEXT: object},
     "datamodule_hyper_parameters_argument": (TEXT, None),
     "datamodule": dict,

@@ -34,24 +34,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the checkpoint commands."""
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(name: str, help: str, read: _Read, *arguments: str) -> None:
+    def add(name: str, help: str, read: _Read, *arguments: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=help, description=help)
         for argument in arguments:
             command.add_argument(argument.rstrip("+"), type=Path, nargs="+" if argument.endswith("+") else None)
         command.set_defaults(read=read)
+        return command
 
     add("ls", "List the checkpoints of a folder.", lambda given: (list_folder(given.folder), True), "folder")
     add("show", "Show what a checkpoint holds.", lambda given: (show(given.path), True), "path")
     add("verify", "Compare checkpoints with their hashes.", lambda given: verify_all(given.path), "path+")
     add("diff", "Show how two checkpoints differ.", lambda given: diff(given.first, given.second), "first", "second")
-    add(
-        "export",
-        "Write the weights as one model.safetensors.",
-        lambda given: ([f"Wrote {export(_checkpoint_at(given.path), given.destination)}."], True),
-        "path",
-        "destination",
-    )
+    written = add("export", "Write the weights as one model.safetensors.", _export, "path", "destination")
+    written.add_argument("--base", type=Path, help="where the weights are that the checkpoint leaves out")
+    written.add_argument("--partial", action="store_true", help="write only what the checkpoint holds of them")
     parser.epilog = _EPILOG
+
+
+def _export(given: argparse.Namespace) -> tuple[list[str], bool]:
+    file = export(_checkpoint_at(given.path), given.destination, base=given.base, partial=given.partial)
+    return [f"Wrote {file}."], True
 
 
 def run(options: argparse.Namespace) -> int:

@@ -17,6 +17,8 @@ from torch import nn
 
 from ...common.errors import CheckpointError, ConfigError, ModuleError
 from ...strategies.devices.moves import move_module
+from ...strategies.distributed.collectives import Collectives
+from ...strategies.state.omitted_weights import OMITTED, completed, note_changed
 from ...strategies.state.regular_file import read_regular
 from ...strategies.state.schema import shown
 from .. import checkpoint
@@ -54,6 +56,7 @@ else:
             return refuse
 
 
+_ALONE: Final = Collectives(None, torch.device("cpu"))
 _PARTS_OF_NAMES: Final = {"module.": "torch's DistributedDataParallel", "_orig_mod.": "torch.compile"}
 _LARGEST_HPARAMS: Final = 8 << 20
 """Bytes of an `hparams_file`."""
@@ -112,11 +115,15 @@ def module_from(
             f"strict must agree with {cls.__name__}.strict_loading={own}, got strict={strict}; set both to the same "
             "value."
         )
-    for prepare, arguments in (("configure_model", ()), ("on_load_checkpoint", (state,))):
-        getattr(module, prepare, lambda *_: None)(*arguments)
+    getattr(module, "configure_model", lambda: None)()
+    read = set(state["state_dict"])
+    if state.get(OMITTED):
+        state["state_dict"] = completed(state["state_dict"], state[OMITTED], module.state_dict(), _ALONE)
+    getattr(module, "on_load_checkpoint", lambda _: None)(state)
     is_strict = own if strict is None else strict
     weights = _without_compiled(module, state["state_dict"])
     difference = checkpoint.load_into(module, weights, strict=is_strict)
+    note_changed(module, read)
     if difference:
         warnings.warn(f"Not all weights of {cls.__name__} were loaded (strict=False).\n{difference}", stacklevel=3)
     move_module(module, _device(map_location))

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ...callbacks.dispatch import Hooks, callback_states, load_callback_states
 from ...common.errors import CheckpointError, EchelonError
 from ...strategies import Strategy
+from ...strategies.state.omitted_weights import OMITTED, completed, note_changed
 from ...strategies.state.optimizer_groups import Sources
 from ...strategies.state.optimizer_state import group_sources, match_optimizers
 from ..checkpoint import difference
@@ -121,6 +122,11 @@ def load_weights(session: Session, saved: Mapping[str, Any]) -> None:
         CheckpointError: if the weights do not fit the module.
     """
     state = as_hooks_see(saved)
+    read = set(state["state_dict"])
+    if state.get(OMITTED):
+        collectives, own = session.strategy.ranks.all, session.strategy.model_state()
+        with collectives.fail_together():
+            state["state_dict"] = completed(state["state_dict"], state[OMITTED], own, collectives)
     session.hooks.call("on_load_checkpoint", state)
     try:
         session.placed.load_model_state(state["state_dict"], strict=session.module.strict_loading)
@@ -129,6 +135,7 @@ def load_weights(session: Session, saved: Mapping[str, Any]) -> None:
             f"The checkpoint's weights do not fit {type(session.module).__name__}; build the module as it was, "
             f"or set strict_loading = False on it.\n{difference(session.module, state['state_dict']) or error}"
         ) from error
+    note_changed(session.module, read)
     note_dequantized(session, "model", state["state_dict"])
 
 

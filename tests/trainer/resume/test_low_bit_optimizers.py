@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 import warnings
 
 import pytest
@@ -38,10 +39,15 @@ class Net(TrainModule):
 
 
 class Killed(Callback):
-    """Kills its process after the first step of the second epoch, whose first epoch is saved."""
+    """Kills its process after the first step of the second epoch, once the checkpoint of the first is written."""
+
+    def __init__(self, folder):
+        self.folder = folder
 
     def on_train_step_end(self, trainer, module):
         if trainer.current_epoch == 1:
+            while not os.path.exists(f"{self.folder}/last.ckpt"):
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -115,7 +121,8 @@ def test_low_bit_state_is_kept_and_a_resumed_run_is_bitwise_the_same(memory_path
 
 
 def killed(base, strategy):
-    return fit(f"{base}/{strategy}", strategy, "AdamW8bit", 3, callbacks=[Killed()])
+    folder = f"{base}/{strategy}"
+    return fit(folder, strategy, "AdamW8bit", 3, callbacks=[Killed(folder)])
 
 
 def after_the_kill(base, strategy):
