@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ...strategies.devices.streams import recorded_event
+from ...strategies.devices.streams import has_events, recorded_event
 
 _Phase = Literal["none", "data", "other", "forward", "backward"]
 
@@ -27,7 +27,7 @@ class StepClock:
     """Sums the parts of steps; a step that was not started costs nothing and does not count.
 
     Where ranks may wait for each other, compute on a CPU is the processor time of this thread (gloo waits without
-    using any), and the rest is waiting. Other devices get an event at every mark, and the host never waits for them: a
+    using any), and the rest is waiting. Devices with events get one at every mark, and the host never waits for them: a
     step is summed, on the device's clock, once the device has finished it. There, one rank cannot separate compute from
     waiting, and both count as communication wait.
 
@@ -39,7 +39,7 @@ class StepClock:
 
     def __init__(self, device: torch.device, *, meets: bool, meets_in_forward: bool) -> None:
         self._device = device
-        self.is_exact = device.type == "cpu"
+        self.is_exact = not has_events(device)
         """Whether marks are cheap, steps are summed as they end, and compute is separated from waiting."""
         self._meets: set[_Phase] = {"forward", "backward"} if meets_in_forward else {"backward"}
         if not meets:

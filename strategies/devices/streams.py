@@ -26,6 +26,11 @@ def _has_streams(device_type: str) -> bool:
     return all(hasattr(module, name) for name in _NEEDED)
 
 
+def has_events(device: torch.device) -> bool:
+    """Return whether programs can note how far a device has come; MPS has events, but no streams."""
+    return device.type != CPU and hasattr(module_of(device), "Event")
+
+
 def pins_memory(device: torch.device) -> bool:
     """Return whether host memory can be pinned for a device, so that copies to it need not wait."""
     return has_streams(device) and _can_pin(device.type)

@@ -240,6 +240,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return false;
   });
   m.def("set_limit", &set_limit);
+  m.def("lose", &lose);
   m.def("count_waits", &count_waits);
   m.def("taken_waits", &taken_waits);
   register_collectives(m);

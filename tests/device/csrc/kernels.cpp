@@ -399,6 +399,7 @@ void on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     lowered.push_back(schema.arguments()[index].is_out() ? call.lower_output(value) : call.lower(value));
   }
   auto device = call.device.value_or(c10::Device(kType, current_device()));
+  initialize(device.index());
   auto stream = stream_for(device);
   kReads.count(schema.name()) > 0 ? synchronize(schema.name().c_str(), stream) : run(stream);
   torch::jit::drop(*stack, num_arguments);

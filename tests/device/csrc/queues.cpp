@@ -29,6 +29,7 @@ std::recursive_mutex mutex;
 std::atomic<int64_t> num_pending{0};
 std::atomic<int> next_stream[kDevices];
 std::atomic<bool> is_used[kDevices];
+std::atomic<bool> is_lost[kDevices];
 std::atomic<pid_t> owner{0};
 
 thread_local int device_of_thread = 0;
@@ -186,7 +187,12 @@ bool query(c10::Stream stream, uint64_t position) {
   return true;
 }
 
+void lose(int device) {
+  is_lost[device] = true;
+}
+
 void initialize(int device) {
+  TORCH_CHECK(!is_lost[device], "simulated device ", device, " was lost");
   if (is_used[device] && owner == getpid()) {
     return;
   }

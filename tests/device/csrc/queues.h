@@ -52,6 +52,7 @@ bool query(c10::Stream stream, uint64_t position = kAll);
 
 // Forking after the first use breaks the device in the child, as with CUDA.
 void initialize(int device);
+void lose(int device); // every use from now on fails, as that of a device which has fallen off its bus
 bool is_initialized(int device);
 
 void count_waits(bool enabled);
