@@ -115,8 +115,10 @@ def _pack_into(file: IO[bytes], value: Any, modules: set[str]) -> None:
                 # torch leaves hooks out; they are set last, since they may refer to the module
                 return (*obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[:2], hooks, None, None, _set_hooks)
             if isinstance(obj, torch.nn.Module) and is_parametrized(obj):
-                # torch refuses, because of the class that it has made for this module; cloudpickle can send that
-                return _new, (type(obj),), vars(obj)
+                # torch refuses, because of the class that it has made for this module; cloudpickle can send that. What
+                # the module's own class leaves out is left out, as the weak references of an LSTM
+                kind: Any = type(obj)
+                return _new, (kind,), super(kind, obj).__getstate__()
             if isinstance(obj, CodeType):
                 return _with_file_name(self.dispatch_table[CodeType](obj), obj.co_filename)
             if isinstance(obj, ModuleType):
