@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from . import callbacks, strategies
 from .callbacks import (
     BackboneFinetuning,
@@ -77,6 +79,9 @@ from .trainer.module.train_module import TrainModule
 from .trainer.session.detailed_profilers import AdvancedProfiler, PyTorchProfiler
 from .trainer.session.profiler import PassThroughProfiler, Profiler, SimpleProfiler
 from .trainer.trainer import Trainer
+
+if TYPE_CHECKING:
+    from .strategies.pretrained.load import load_pretrained
 
 __version__ = VERSION
 
@@ -154,9 +159,19 @@ __all__ = [
     "__version__",
     "callbacks",
     "export",
+    "load_pretrained",
     "load_weights",
     "rank_zero_first",
     "rank_zero_only",
     "seed_everything",
     "strategies",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what most programs do not use when it is first asked for."""
+    if name == "load_pretrained":
+        from .strategies.pretrained.load import load_pretrained
+
+        return load_pretrained
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

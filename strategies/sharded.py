@@ -31,6 +31,8 @@ from .parallel.sharding_policy import ShardingOptions, check_dimensions, check_g
 from .pipeline.pipeline import Pipeline
 from .pipeline.state import gather_all, here, marked, own_entries, whole_of_stages, without_elsewhere
 from .pipeline.timeline import WindowRecorder
+from .pretrained.plain_builds import recording
+from .pretrained.whole_builds import warn_of_whole_builds
 from .state.dtensor import clip_by_norm, gather_whole, is_dtensor, local_shard, multiply_all, shard_like
 from .state.random_shards import draw_whole
 from .state.sendable import check_sendable, check_shardable_dtypes
@@ -128,7 +130,7 @@ class ShardedStrategy(Strategy):
 
     def init_context(self) -> AbstractContextManager[object]:
         self._deferred = DeferredInit()
-        return self._deferred.recording() if self.deferred_init and self.ranks.group is not None else nullcontext()
+        return recording(self._deferred) if self.deferred_init and self.ranks.group is not None else nullcontext()
 
     def setup_module(self, module: nn.Module, *, is_manual: bool = False) -> None:
         if self.ranks.group is None:
@@ -168,6 +170,7 @@ class ShardedStrategy(Strategy):
             runs=runs,
         )
         follow_classes(module)
+        warn_of_whole_builds(module, self.name, self.ranks)
         self._sharded.fill(self._deferred, places)
         hooks.attach(module, self._sharded.roots, is_manual=is_manual)
         self._gradient_hooks = hooks

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...common.errors import ModuleError
-from ..state.sources import Source, copy_whole, fill_from
+from ..state.sources import TensorSource, copy_whole, fill_from
 from ..torch_internals import (
     DisableTorchFunction,
     OpOverload,
@@ -65,7 +65,8 @@ class DeferredInit:
         """
         self.generator = torch.get_rng_state()
         try:
-            with torch.device("meta"), _AsIfReal(self._operations), _Recorder(self._operations), _trunc_normal_as_one(self._operations):
+            operations = self._operations
+            with torch.device("meta"), _AsIfReal(operations), _Recorder(operations), _trunc_normal_as_one(operations):
                 yield
         except (NotImplementedError, RuntimeError, TypeError) as error:
             if isinstance(error, ModuleError) or "meta" not in str(error).lower():
@@ -92,7 +93,7 @@ class DeferredInit:
                 names.setdefault(outline.memory, []).append(name)
         return names
 
-    def replay(self, places: Places, take: Callable[[str, Tensor | Source], None]) -> None:
+    def replay(self, places: Places, take: Callable[[str, Tensor | TensorSource], None]) -> None:
         """Compute the tensors on the CPU, and call `take` with each name of a tensor as soon as it is complete.
 
         The random generator ends in the state in which building the module in one process would leave it, unless it has
@@ -128,7 +129,7 @@ class DeferredInit:
             torch.set_rng_state(now)
 
     def _take_given(
-        self, names: Sequence[str], operation: _Operation, take: Callable[[str, Tensor | Source], None]
+        self, names: Sequence[str], operation: _Operation, take: Callable[[str, Tensor | TensorSource], None]
     ) -> bool:
         """Call `take` with a source for each name of the tensor that it fills; return whether it fills all of them."""
         fits = all(self._outlines[name].is_like(operation.output) for name in names)
@@ -160,9 +161,9 @@ class _AsIfReal(TorchFunctionMode):
             return _CPU
         if kwargs.get("device") in (_META, "meta"):
             raise ModuleError(
-                "configure_model makes a tensor with device='meta', as from_pretrained of transformers does, which "
-                "deferred_init=True cannot replay; build from a config and load the weights afterwards "
-                "(load_state_dict, ckpt_path), or leave deferred_init out."
+                "configure_model makes a tensor with device='meta', as from_pretrained does if configure_model is the "
+                "first to import transformers, which deferred_init=True cannot replay; build from a config and load "
+                "the weights with echelon.load_pretrained, or import transformers before fit."
             )
         if func in _DEFERRED or (func is Tensor.to and _is_meta(args[0])):
             args, kwargs = tree_map(_deferred_device, (args, kwargs))
@@ -270,7 +271,7 @@ class _Outline:
 class _Fill(NamedTuple):
     """A function that fills a tensor from a source."""
 
-    source: Source
+    source: TensorSource
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """Fill the tensor, and return it."""

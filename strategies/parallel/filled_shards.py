@@ -11,7 +11,7 @@ from ...common.errors import ModuleError
 from ..distributed.collectives import Collectives
 from ..module.deferred_init import DeferredInit, Places
 from ..state.dtensor import is_dtensor, local_shard, shard_like
-from ..state.sources import Source, copy_to_shard
+from ..state.sources import TensorSource, copy_to_shard
 from ..torch_tensors import apply_to_tensors
 
 
@@ -60,7 +60,7 @@ class FilledShards:
         apply_to_tensors(root, self._allocated)
         own, read = dict(_named_tensors(module)), set[int]()
 
-        def take(name: str, value: Tensor | Source) -> None:
+        def take(name: str, value: Tensor | TensorSource) -> None:
             target = own[name]
             if target in self._elsewhere or id(target) in read:
                 return

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..state.sources import Source, copy_whole
+from ..state.sources import TensorSource, copy_whole
 
 
 class Joined:
     """Sources one after the other along a dimension."""
 
-    def __init__(self, parts: Sequence[Source], dim: int) -> None:
+    def __init__(self, parts: Sequence[TensorSource], dim: int) -> None:
         self._parts, self._dim = parts, dim % len(parts[0].shape)
         shape = list(parts[0].shape)
         shape[self._dim] = sum(part.shape[self._dim] for part in parts)
@@ -35,7 +35,7 @@ class Joined:
 class Row:
     """A source with a new dimension of size 1, to be stacked."""
 
-    def __init__(self, whole: Source, dim: int) -> None:
+    def __init__(self, whole: TensorSource, dim: int) -> None:
         self._whole, self._dim = whole, dim % (len(whole.shape) + 1)
         shape = list(whole.shape)
         shape.insert(self._dim, 1)
@@ -48,10 +48,10 @@ class Row:
         self._whole.copy_to(target.squeeze(self._dim), inner)
 
 
-class Part:
+class Portion:
     """A part of a source along a dimension; with `is_row`, without this dimension."""
 
-    def __init__(self, whole: Source, dim: int, start: int, length: int, *, is_row: bool = False) -> None:
+    def __init__(self, whole: TensorSource, dim: int, start: int, length: int, *, is_row: bool = False) -> None:
         self._whole, self._dim, self._start, self._is_row = whole, dim % len(whole.shape), start, is_row
         shape = list(whole.shape)
         shape[self._dim : self._dim + 1] = [] if is_row else [length]
@@ -71,7 +71,7 @@ class Part:
 class Transposed:
     """A source with two dimensions exchanged."""
 
-    def __init__(self, whole: Source, dim0: int, dim1: int) -> None:
+    def __init__(self, whole: TensorSource, dim0: int, dim1: int) -> None:
         self._whole, self._dims = whole, (dim0, dim1)
         self.shape, self.dtype = torch.Size(self._exchanged(whole.shape)), whole.dtype
 
@@ -97,7 +97,7 @@ class Computed:
         target.copy_(self._compute()[tuple(parts)])
 
 
-def read_whole(source: Source) -> Tensor:
+def read_whole(source: TensorSource) -> Tensor:
     """Return all values of a source."""
     whole = torch.empty(source.shape, dtype=source.dtype)
     copy_whole(source, whole)

@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from ...common.errors import CheckpointError, ConfigError, MissingDependencyError
 from ...common.local_path import local_path
 from ..state.regular_file import read_regular
-from ..state.sources import Source
+from ..state.sources import TensorSource
 from .tensor_file import TensorFile
 
 SINGLE: Final = "model.safetensors"
@@ -45,11 +47,11 @@ def find_folder(folder_or_id: str | Path) -> Path:
 def _from_hub(name: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     except ImportError:
         raise MissingDependencyError(
-            f"{name!r} is no folder here, and as the id of a model on the hub it needs huggingface_hub: "
-            "pip install huggingface_hub, or give a folder."
+            f"{name!r} is no folder here, and as the id of a model on the hub it needs huggingface_hub; "
+            "install it, or give a folder."
         ) from None
     try:
         return Path(snapshot_download(name, allow_patterns=_WANTED))
@@ -70,7 +72,7 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
-def open_sources(folder: Path) -> dict[str, Source]:
+def open_sources(folder: Path) -> dict[str, TensorSource]:
     """Return the tensors of a folder by their names in its files, of which only the headers are read.
 
     Raises:
@@ -82,15 +84,15 @@ def open_sources(folder: Path) -> dict[str, Source]:
         names = dict.fromkeys(TensorFile(folder / SINGLE).sources(), SINGLE)
     else:
         raise _without_weights(folder)
-    sources: dict[str, Source] = {}
+    sources: dict[str, TensorSource] = {}
     for file in sorted(set(names.values())):
         if not (folder / file).is_file():
-            raise CheckpointError(f"{folder} lacks {file}, which its {INDEX} names; get the folder again.")
+            raise CheckpointError(f"{folder} lacks {file}, which its {INDEX} names; copy the folder again.")
         sources |= TensorFile(folder / file).sources()
     lacking = [name for name in names if name not in sources]
     if lacking:
         raise CheckpointError(
-            f"No file of {folder} holds {', '.join(lacking[:3])}, which its {INDEX} names; get the folder again."
+            f"No file of {folder} holds {', '.join(lacking[:3])}, which its {INDEX} names; copy the folder again."
         )
     return sources
 
@@ -99,7 +101,7 @@ def _read_index(folder: Path) -> dict[str, str]:
     names = read_json(folder / INDEX).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(v, str) and Path(v).name == v for v in names.values()):
         raise CheckpointError(
-            f"{folder / INDEX} has no weight_map from names to files in its folder; get the folder again."
+            f"{folder / INDEX} has no weight_map from names to files in its folder; copy the folder again."
         )
     return names
 
@@ -130,11 +132,11 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(read_regular(path, _LARGEST_JSON))
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+        raise CheckpointError(f"{path} cannot be read ({error.strerror or error}); copy it again.") from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON ({error}); get it again.") from None
+        raise CheckpointError(f"{path} is not JSON ({error}); copy it again.") from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, not a JSON object; get it again.")
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not a JSON object; copy it again.")
     return content
 
 
@@ -143,16 +145,14 @@ def config_of(folder: Path) -> Mapping[str, Any]:
     return read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
 
 
-def check_dtype(dtype: object) -> Any:
+def check_dtype(dtype: object) -> torch.dtype | None:
     """Return a dtype given as such or by name, such as ``"bfloat16"``.
 
     Raises:
         ConfigError: if it is none of floating point.
     """
-    import torch
-
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if found is None and dtype is None:
+    if dtype is None:
         return None
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ConfigError(f"dtype must be a dtype of floating point such as torch.bfloat16, got {dtype!r}.")

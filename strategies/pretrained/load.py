@@ -6,17 +6,18 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
 
-from ...common.errors import CheckpointError, ConfigError
+from ...common.errors import ConfigError
 from ..state.sources import fill_from
 from ..torch_internals import DisableTorchFunction, without_dispatch_modes
 from .conversions import is_of_transformers, under_own_names
-from .find_folder import check_dtype, config_of, find_folder, open_sources
+from .find_folder import check_dtype, find_folder, open_sources
 from .matching import Match, match
+from .whole_builds import LOADED
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -40,7 +41,8 @@ def load_pretrained(
         model: the model, built from its config (``AutoModelForCausalLM.from_config(config)``).
         folder_or_id: a folder with ``model.safetensors``, or several files and their index; or the id of a model on the
             hub, which huggingface_hub then brings.
-        dtype: the dtype of the parameters; by default the one that they were built with.
+        dtype: the dtype of the parameters and loaded buffers; by default the one that they were built with, as by
+            ``from_config(config, dtype=torch.bfloat16)``.
         resize: patterns (``"*embed_tokens"``) of tensors that have another number of rows than in the folder, as for
             another vocabulary: the rows that both have are loaded, further ones keep their values.
         ignore: patterns (``"classifier"``) of tensors that keep their values, or that stay in the folder.
@@ -66,14 +68,14 @@ def load_pretrained(
         )
     if getattr(model, "hf_quantizer", None) is not None or hasattr(model, "peft_config"):
         raise ConfigError(
-            f"load_pretrained needs a plain model, got a {type(model).__name__} that is quantized or has adapters; load "
-            "the base first, then quantize it or add the adapters."
+            f"load_pretrained needs a plain model, got a {type(model).__name__} that is quantized or has adapters; "
+            "load the base first, then quantize it or add the adapters."
         )
-    found = check_dtype(dtype)
+    found, resized, ignored = check_dtype(dtype), _patterns(resize, "resize"), _patterns(ignore, "ignore")
     folder = find_folder(folder_or_id)
     with _without_modes():
         named = under_own_names(model, open_sources(folder))
-        matched = _matched(model, folder, named, _patterns(resize, "resize"), _patterns(ignore, "ignore"))
+        matched = match(model, named, resize=resized, ignore=ignored, folder=folder)
     if found is not None:
         _convert(model, found, matched)
     for name, source in matched.sources.items():
@@ -82,18 +84,8 @@ def load_pretrained(
             tensor = tensor[: min(tensor.shape[0], source.shape[0])]
         with torch.no_grad():
             fill_from(tensor.detach() if tensor.requires_grad else tensor, source)
-    vars(model)["echelon_pretrained"] = str(folder_or_id)
+    vars(model)[LOADED] = str(folder_or_id)
     return model
-
-
-def _matched(model: nn.Module, folder: Path, named: Any, resize: list[str], ignore: list[str]) -> Match:
-    try:
-        return match(model, named, resize=resize, ignore=ignore, where=str(folder))
-    except CheckpointError as error:
-        kind, own = config_of(folder).get("model_type"), getattr(getattr(model, "config", None), "model_type", None)
-        if kind and own and kind != own:
-            raise CheckpointError(f"{error}\nIts config.json is of a {kind!r} model, this one is a {own!r}.") from None
-        raise
 
 
 def _patterns(given: str | Iterable[str], name: str) -> list[str]:
@@ -112,13 +104,13 @@ def _without_modes() -> Iterator[None]:
         yield
 
 
-def _convert(model: Any, dtype: torch.dtype, matched: Match) -> None:
+def _convert(model: nn.Module, dtype: torch.dtype, matched: Match) -> None:
     """Convert the parameters, and the buffers that are loaded, but for those that a model keeps in float32."""
     kept: dict[str, torch.dtype] = {}
     if is_of_transformers(model):
         plan = getattr(model, "_get_dtype_plan", None)
         kept = plan(dtype) if plan is not None else {}
-        model.config.dtype = dtype
+        vars(model)["config"].dtype = dtype
     loaded = {id(tensor) for tensor in matched.tensors.values()}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_floating_point() and (isinstance(tensor, nn.Parameter) or id(tensor) in loaded):

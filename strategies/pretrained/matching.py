@@ -7,15 +7,17 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any, Final
+from pathlib import Path
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 
 from ...common.errors import CheckpointError
-from ..state.sources import Source
+from ..state.sources import TensorSource
 from .conversions import NamedSources, is_of_transformers
 from .derived_sources import read_whole
+from .find_folder import config_of
 
 _SHOWN: Final = 8
 
@@ -24,7 +26,7 @@ _SHOWN: Final = 8
 class Match:
     """The tensors of a model, each with its source."""
 
-    sources: Mapping[str, Source]
+    sources: Mapping[str, TensorSource]
     tensors: Mapping[str, Tensor]
     """Those of the model, by the same names; tied ones once."""
     resized: Collection[str] = ()
@@ -37,7 +39,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def match(
-    model: nn.Module, named: NamedSources, *, resize: Sequence[str], ignore: Sequence[str], where: str
+    model: nn.Module, named: NamedSources, *, resize: Sequence[str], ignore: Sequence[str], folder: Path
 ) -> Match:
     """Match sources with the tensors of a model's state.
 
@@ -46,14 +48,14 @@ def match(
         named: the sources by the model's names.
         resize: patterns of tensors that may have another number of rows.
         ignore: patterns of tensors that stay as they are, or that are left in the folder.
-        where: the folder, for the error.
+        folder: the folder, for the error.
 
     Raises:
         CheckpointError: naming all tensors that are missing, unexpected or of another shape.
     """
     state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     names = _names_of_each(state)
-    sources, tensors, resized = dict[str, Source](), dict[str, Tensor](), list[str]()
+    sources, tensors, resized = dict[str, TensorSource](), dict[str, Tensor](), list[str]()
     missing, mismatched = list[str](), list[str]()
     for group in names:
         name = next((name for name in group if name in named.found), None)
@@ -68,7 +70,6 @@ def match(
         if source.shape != tensor.shape and not is_resized:
             mismatched.append(f"{name}: {tuple(tensor.shape)} here, {tuple(source.shape)} in the folder")
             continue
-        _check_tied(group, named.found)
         sources[name], tensors[name] = source, tensor
         resized += [name] if is_resized else []
     unexpected = {
@@ -78,7 +79,9 @@ def match(
     }
     missing, unexpected = _without_harmless(model, missing, unexpected)
     if missing or unexpected or mismatched:
-        raise _error(model, named, missing, unexpected, mismatched, where)
+        raise _error(model, named, (missing, unexpected, mismatched), folder)
+    for group in names:
+        _check_tied([name for name in group if name in named.found], named.found)
     return Match(sources, tensors, resized)
 
 
@@ -94,9 +97,8 @@ def _differ_in_rows(one: torch.Size, other: torch.Size) -> bool:
     return bool(one) and bool(other) and one != other and one[1:] == other[1:]
 
 
-def _check_tied(group: Sequence[str], found: Mapping[str, Source]) -> None:
+def _check_tied(held: Sequence[str], found: Mapping[str, TensorSource]) -> None:
     """Check that a folder which has several names of a tied tensor has the same values under them."""
-    held = [name for name in group if name in found]
     for other in held[1:]:
         if not torch.equal(read_whole(found[held[0]]), read_whole(found[other])):
             raise CheckpointError(
@@ -106,7 +108,7 @@ def _check_tied(group: Sequence[str], found: Mapping[str, Source]) -> None:
 
 
 def _without_harmless(
-    model: Any, missing: list[str], unexpected: dict[str, str]
+    model: nn.Module, missing: list[str], unexpected: dict[str, str]
 ) -> tuple[list[str], dict[str, str]]:
     """Leave out what a model of transformers says may be missing, or may be left in a folder."""
     if not is_of_transformers(model):
@@ -125,32 +127,33 @@ def _without_harmless(
 def _error(
     model: nn.Module,
     named: NamedSources,
-    missing: Sequence[str],
-    unexpected: Mapping[str, str],
-    mismatched: Sequence[str],
-    where: str,
+    differences: tuple[Sequence[str], Mapping[str, str], Sequence[str]],
+    folder: Path,
 ) -> CheckpointError:
-    own = list(model.state_dict(keep_vars=True))
-    lines = [f"{where} does not fit {type(model).__name__}."]
+    own, (missing, unexpected, mismatched) = list(model.state_dict(keep_vars=True)), differences
+    lines = [f"{folder} does not fit {type(model).__name__}."]
     lines += _section("missing in the folder", [_nearest(name, unexpected, "it has") for name in missing])
     shown = [_nearest(name, missing or own, "the model has") for name in unexpected]
     lines += _section("not in the model", shown)
     lines += _section("of another shape", mismatched)
-    if len(missing) >= len(own) - 1 and not named.found:
-        lines.append("No name fits: it is the folder of another model; build the model from its config.json.")
+    if not named.found:
+        remedy = "No name fits: it is the folder of another model; build the model from its config.json."
     elif mismatched and not missing and not unexpected:
         name = mismatched[0].partition(":")[0]
-        lines.append(
+        remedy = (
             f"For another vocabulary give resize=[{name!r}, ...], which keeps the values that the model has in its "
             f"further rows; for a new head ignore=[{name!r}, ...]; else build the model from the folder's config.json."
         )
     else:
-        names = [name.rpartition(".")[0] or name for name in (*missing, *unexpected)][:1]
-        lines.append(
-            f"For a new head, or an old one that is not needed, give ignore={names}; else build the model that the "
+        first = [name.rpartition(".")[0] or name for name in (*missing, *unexpected)][:1]
+        remedy = (
+            f"For a new head, or an old one that is not needed, give ignore={first}; else build the model that the "
             "folder's config.json describes."
         )
-    return CheckpointError("\n".join(lines))
+    kind, here = config_of(folder).get("model_type"), getattr(getattr(model, "config", None), "model_type", None)
+    if kind and here and kind != here:
+        lines.append(f"Its config.json is of a {kind!r} model, this one is a {here!r}.")
+    return CheckpointError("\n".join([*lines, remedy]))
 
 
 def _section(title: str, lines: Sequence[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import mmap
@@ -69,7 +70,7 @@ class TensorFile:
             with open_regular(path) as file:
                 self._descriptor = os.dup(file.fileno())
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+            raise CheckpointError(f"{path} cannot be read ({error.strerror or error}); copy it again.") from error
         weakref.finalize(self, os.close, self._descriptor)
         size = os.fstat(self._descriptor).st_size
         try:
@@ -77,7 +78,7 @@ class TensorFile:
         except _MALFORMED as error:
             raise CheckpointError(
                 f"{path} is not a whole safetensors file ({error}): its writing or its download was cut short, or it "
-                "is of another format; get it again."
+                "is of another format; copy it again."
             ) from None
         self._pages = mmap.mmap(self._descriptor, 0, prot=mmap.PROT_READ)
         with warnings.catch_warnings():
@@ -103,7 +104,7 @@ class TensorFile:
 
     def read(self, target: Tensor, begin: int) -> None:
         """Read bytes from a place of the file into a contiguous tensor of bytes on the CPU."""
-        memory, done = memoryview(target.numpy()), 0
+        memory, done = memory_of(target), 0
         while done < len(memory):
             number = os.preadv(self._descriptor, [memory[done:]], begin + done)
             if not number:
@@ -121,7 +122,7 @@ class TensorFile:
 
 
 class StoredSource:
-    """The values of a tensor in a file; see `Source`."""
+    """The values of a tensor in a file; see `TensorSource`."""
 
     def __init__(self, file: TensorFile, entry: _Entry) -> None:
         self._file, self._entry = file, entry
@@ -179,3 +180,9 @@ def _entry(given: Any, begin: int, size: int) -> _Entry:
 
 def _num_bytes(entry: _Entry) -> int:
     return math.prod(entry.shape) * entry.dtype.itemsize
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU, which the caller keeps alive."""
+    size = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")

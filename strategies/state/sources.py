@@ -1,4 +1,4 @@
-"""Source: values that a tensor will have, of which each process reads only the blocks that it keeps."""
+"""TensorSource: values that a tensor will have, of which each process reads only the blocks that it keeps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .dtensor import is_dtensor, local_shard
 from .shards import pieces_of
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """Values of one tensor, that are somewhere else, such as in a file."""
 
     @property
@@ -29,7 +29,7 @@ class Source(Protocol):
         """Copy the block that begins at `offsets` and has the shape of `target` into `target`, in its dtype."""
 
 
-def fill_from(tensor: Tensor, source: Source) -> None:
+def fill_from(tensor: Tensor, source: TensorSource) -> None:
     """Give a tensor the values at the beginning of a source: at once, or where a `DeferredInit` records, when it fills.
 
     Args:
@@ -42,14 +42,14 @@ def fill_from(tensor: Tensor, source: Source) -> None:
         copy_whole(source, tensor)
 
 
-def copy_whole(source: Source, tensor: Tensor) -> None:
+def copy_whole(source: TensorSource, tensor: Tensor) -> None:
     """Copy the values at the beginning of a source into a plain tensor, unless it has no memory."""
     if not is_without_memory(tensor):
         with torch.no_grad():
             source.copy_to(tensor.detach(), (0,) * tensor.dim())
 
 
-def copy_to_shard(source: Source, target: Tensor) -> None:
+def copy_to_shard(source: TensorSource, target: Tensor) -> None:
     """Copy the blocks of a source that this rank holds into its shard of a DTensor, or all into a plain tensor."""
     if not is_dtensor(target):
         copy_whole(source, target)
