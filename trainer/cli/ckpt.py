@@ -11,10 +11,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ...common.errors import CheckpointError
+from ...common.errors import CheckpointError, ConfigError
+from ...strategies.pretrained.export_folder import export_folder
+from ...strategies.pretrained.find_folder import check_dtype
+from ...strategies.pretrained.save_folder import parse_size
+from ...strategies.pretrained.save_model import FolderSettings
 from ..checkpoint.atomic_folder import unfinished
 from ..checkpoint.finding import FoundCheckpoint, is_gone, list_checkpoints, resolve
-from ..checkpoint.load_weights import export
+from ..checkpoint.load_weights import export, read_weights
 from ..checkpoint.loading import load, verify
 from ..checkpoint.manifest import read_manifest
 from .output import printable
@@ -45,11 +49,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("diff", "Show how two checkpoints differ.", lambda given: diff(given.first, given.second), "first", "second")
     add(
         "export",
-        "Write the weights as one model.safetensors.",
-        lambda given: ([f"Wrote {export(_checkpoint_at(given.path), given.destination)}."], True),
+        "Write the weights as one model.safetensors, or with --hf as a Hugging Face folder.",
+        lambda given: ([f"Wrote {_export(given)}."], True),
         "path",
         "destination",
     )
+    exporting = commands.choices["export"]
+    exporting.add_argument("--hf", action="store_true", help="write a folder that from_pretrained reads")
+    exporting.add_argument("--base", metavar="DIR", help="folder with the config.json and tokenizer of the model")
+    exporting.add_argument("--dtype", help="dtype of the folder's weights, such as bfloat16")
+    exporting.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="most bytes of a file (5GB)")
     parser.epilog = _EPILOG
 
 
@@ -110,6 +119,21 @@ def diff(first: str | Path, second: str | Path) -> tuple[list[str], bool]:
     lines += [f"~ {name}: {change}" for name, change in changes if change]
     same = len(ours) - sum(line.startswith(("-", "~")) for line in lines)
     return [*lines, f"{same} of {len(ours)} values are the same."], not lines
+
+
+def _export(given: argparse.Namespace) -> Path:
+    path = _checkpoint_at(given.path)
+    if not given.hf:
+        if given.base or given.dtype:
+            raise ConfigError(f"--base={given.base} and --dtype={given.dtype} are for a folder; add --hf.")
+        return export(path, given.destination)
+    if given.base is None:
+        raise ConfigError(
+            f"--hf needs the config of the model in {path}, which a checkpoint does not hold; give --base=DIR, the "
+            "folder that it was trained from."
+        )
+    settings = FolderSettings(check_dtype(given.dtype), parse_size(given.max_shard_size))
+    return export_folder(path, read_weights(path, lazily=True), given.destination, given.base, settings)
 
 
 def _checkpoint_at(path: str | Path) -> Path:
