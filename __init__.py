@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from . import callbacks, strategies
 from .callbacks import (
     BackboneFinetuning,
@@ -15,6 +17,7 @@ from .callbacks import (
     EMAWeightAveraging,
     GoodputMonitor,
     GradientAccumulationScheduler,
+    HuggingFaceCheckpoint,
     LambdaCallback,
     LearningRateFinder,
     LearningRateMonitor,
@@ -80,6 +83,9 @@ from .trainer.session.detailed_profilers import AdvancedProfiler, PyTorchProfile
 from .trainer.session.profiler import PassThroughProfiler, Profiler, SimpleProfiler
 from .trainer.trainer import Trainer
 
+if TYPE_CHECKING:
+    from .strategies.pretrained.load import load_pretrained
+
 __version__ = VERSION
 
 __all__ = [
@@ -112,6 +118,7 @@ __all__ = [
     "FSDPStrategy",
     "GoodputMonitor",
     "GradientAccumulationScheduler",
+    "HuggingFaceCheckpoint",
     "LambdaCallback",
     "LearningRateFinder",
     "LearningRateMonitor",
@@ -157,6 +164,7 @@ __all__ = [
     "__version__",
     "callbacks",
     "export",
+    "load_pretrained",
     "load_weights",
     "rank_zero_first",
     "rank_zero_only",
@@ -164,3 +172,12 @@ __all__ = [
     "seed_everything",
     "strategies",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what most programs do not use when it is first asked for."""
+    if name == "load_pretrained":
+        from .strategies.pretrained.load import load_pretrained
+
+        return load_pretrained
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,6 +16,7 @@ from .finders.rate_curve import LearningRateCurve as LearningRateCurve
 from .finetuning import BackboneFinetuning as BackboneFinetuning
 from .finetuning import BaseFinetuning as BaseFinetuning
 from .goodput_monitor import GoodputMonitor as GoodputMonitor
+from .hugging_face_checkpoint import HuggingFaceCheckpoint as HuggingFaceCheckpoint
 from .lambda_callback import LambdaCallback as LambdaCallback
 from .learning_rate_finder import LearningRateFinder as LearningRateFinder
 from .learning_rate_monitor import LearningRateMonitor as LearningRateMonitor

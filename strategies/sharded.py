@@ -19,6 +19,7 @@ from .parallel.sharding_policy import ShardingOptions, check_dimensions, check_g
 from .placed.cuts import Cuts
 from .placed.placed import Placed
 from .placed.shards import PlacedShards, Sharding
+from .pretrained.plain_builds import recording
 from .state.dtensor import is_dtensor
 from .state.sendable import check_sendable, check_shardable_dtypes
 from .state.shared_memory import check_unshared
@@ -95,7 +96,7 @@ class ShardedStrategy(Strategy):
 
     def init_context(self) -> AbstractContextManager[object]:
         self._deferred = DeferredInit()
-        return self._deferred.recording() if self.deferred_init and self.ranks.group is not None else nullcontext()
+        return recording(self._deferred) if self.deferred_init and self.ranks.group is not None else nullcontext()
 
     def make_placed(self, module: nn.Module, *, is_manual: bool = False) -> Placed:
         if self.ranks.group is None:

@@ -19,7 +19,7 @@ LEVELS = (
     ("strategies.distributed",),
     ("strategies.launch", "strategies.state"),
     ("strategies.module", "strategies.snapshots", "strategies.units"),
-    ("strategies.context_parallel", "strategies.pipeline", "strategies.tensor_parallel"),
+    ("strategies.context_parallel", "strategies.pipeline", "strategies.pretrained", "strategies.tensor_parallel"),
     ("strategies.parallel", "strategies.resilience", "strategies.servers", "strategies.doctor"),
     ("strategies.placed",),
     ("strategies",),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...common.errors import ModuleError
+from ..state.sources import TensorSource, copy_whole, fill_from
 from ..torch_internals import (
     DisableTorchFunction,
     OpOverload,
@@ -64,7 +65,8 @@ class DeferredInit:
         """
         self.generator = torch.get_rng_state()
         try:
-            with torch.device("meta"), _AsIfReal(), _Recorder(self._operations), _trunc_normal_as_one(self._operations):
+            operations = self._operations
+            with torch.device("meta"), _AsIfReal(operations), _Recorder(operations), _trunc_normal_as_one(operations):
                 yield
         except (NotImplementedError, RuntimeError, TypeError) as error:
             if isinstance(error, ModuleError) or "meta" not in str(error).lower():
@@ -91,28 +93,49 @@ class DeferredInit:
                 names.setdefault(outline.memory, []).append(name)
         return names
 
-    def replay(self, places: Places, take: Callable[[str, Tensor], None]) -> None:
+    def replay(self, places: Places, take: Callable[[str, Tensor | TensorSource], None]) -> None:
         """Compute the tensors on the CPU, and call `take` with each name of a tensor as soon as it is complete.
 
         The random generator ends in the state in which building the module in one process would leave it, unless it has
-        been used since recording.
+        been used since recording. A tensor that was filled from a source, and not changed or read since, is taken as
+        the source, of which nothing has been read; then no numbers are drawn but those that other tensors keep.
         """
         needed = _needed(self._operations, set(places))
+        draws_all = not any(self._operations[at].fills_all for at in needed)
         last = {memory: at for at in sorted(needed) for memory in self._operations[at].touched()}
         now = torch.get_rng_state()
         torch.set_rng_state(self.generator)
         real: dict[int, torch.UntypedStorage] = {}
+        given: dict[int, _Operation] = {}
         for at, operation in enumerate(self._operations):
             if at not in needed:
-                if operation.is_random:
+                if operation.is_random and draws_all:
                     operation.perform({})  # to advance the random generator
                 continue
+            if operation.fills_all:
+                memory = operation.output.memory
+                if last[memory] > at:
+                    given[memory] = operation  # filled when the next operation needs it: all at once might not fit
+                    continue
+                if self._take_given(places.get(memory, ()), operation, take):
+                    continue
+            for memory in operation.touched() & given.keys():
+                given.pop(memory).perform(real)
             operation.perform(real)
             complete = {memory: real.pop(memory) for memory in operation.touched() if last[memory] == at}
             for name in (name for memory in complete for name in places.get(memory, ())):
                 take(name, self._outlines[name].real(complete))
         if not torch.equal(now, self.generator):
             torch.set_rng_state(now)
+
+    def _take_given(
+        self, names: Sequence[str], operation: _Operation, take: Callable[[str, Tensor | TensorSource], None]
+    ) -> bool:
+        """Call `take` with a source for each name of the tensor that it fills; return whether it fills all of them."""
+        fits = all(self._outlines[name].is_like(operation.output) for name in names)
+        for name in names if fits else ():
+            take(name, operation.function.source)
+        return fits
 
 
 class _AsIfReal(TorchFunctionMode):
@@ -122,17 +145,25 @@ class _AsIfReal(TorchFunctionMode):
     initialized if a new tensor is on the meta device (transformers 5).
     """
 
+    def __init__(self, operations: list[_Operation]) -> None:
+        super().__init__()
+        self._operations = operations
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func is fill_from and _is_meta(args[0]):
+            outline = _Outline.of(args[0])
+            self._operations.append(_Operation(_Fill(args[1]), (outline,), {}, outline))
+            return None
         if func == _IS_META:
             return False
         if func == _DEVICE:
             return _CPU
         if kwargs.get("device") in (_META, "meta"):
             raise ModuleError(
-                "configure_model makes a tensor with device='meta', as from_pretrained of transformers does, which "
-                "deferred_init=True cannot replay; build from a config and load the weights afterwards "
-                "(load_state_dict, ckpt_path), or leave deferred_init out."
+                "configure_model makes a tensor with device='meta', as from_pretrained does if configure_model is the "
+                "first to import transformers, which deferred_init=True cannot replay; build from a config and load "
+                "the weights with echelon.load_pretrained, or import transformers before fit."
             )
         if func in _DEFERRED or (func is Tensor.to and _is_meta(args[0])):
             args, kwargs = tree_map(_deferred_device, (args, kwargs))
@@ -223,12 +254,29 @@ class _Outline:
         """Whether the tensor fills its storage."""
         return self.shape.numel() * self.dtype.itemsize == self.storage.nbytes()
 
+    def is_like(self, other: _Outline) -> bool:
+        """Return whether another outline is of the same elements in the same layout."""
+        return (self.memory, self.dtype, self.shape, self.stride, self.offset) == (
+            other.memory, other.dtype, other.shape, other.stride, other.offset,
+        )  # fmt: skip
+
     def real(self, storages: dict[int, torch.UntypedStorage]) -> Tensor:
         """Return the tensor on the CPU, in the storage that replaces its own, which is allocated if missing."""
         if self.memory not in storages:
             storages[self.memory] = torch.UntypedStorage(self.storage.nbytes())
         empty = torch.empty(0, dtype=self.dtype)
         return empty.set_(storages[self.memory], self.offset, self.shape, self.stride)
+
+
+class _Fill(NamedTuple):
+    """A function that fills a tensor from a source."""
+
+    source: TensorSource
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Fill the tensor, and return it."""
+        copy_whole(self.source, tensor)
+        return tensor
 
 
 class _Operation(NamedTuple):
@@ -242,7 +290,14 @@ class _Operation(NamedTuple):
     @property
     def is_random(self) -> bool:
         """Whether the call draws random numbers."""
+        if isinstance(self.function, _Fill):
+            return False
         return not self._is_operator or torch.Tag.nondeterministic_seeded in self.function.tags
+
+    @property
+    def fills_all(self) -> bool:
+        """Whether it fills a whole tensor from a source."""
+        return isinstance(self.function, _Fill) and bool(self.output.is_all)
 
     @property
     def _is_operator(self) -> bool:

@@ -11,6 +11,7 @@ from ...common.errors import ModuleError
 from ..distributed.collectives import Collectives
 from ..module.deferred_init import DeferredInit, Places
 from ..state.dtensor import is_dtensor, local_shard, shard_like
+from ..state.sources import TensorSource, copy_to_shard
 from ..torch_tensors import apply_to_tensors
 
 
@@ -57,11 +58,15 @@ class FilledShards:
                 "has no values; build it in configure_model, without torch.device('meta'), and set deferred_init=True."
             )
         apply_to_tensors(root, self._allocated)
-        own = dict(_named_tensors(module))
+        own, read = dict(_named_tensors(module)), set[int]()
 
-        def take(name: str, value: Tensor) -> None:
+        def take(name: str, value: Tensor | TensorSource) -> None:
             target = own[name]
-            if target in self._elsewhere:
+            if target in self._elsewhere or id(target) in read:
+                return
+            if not isinstance(value, Tensor):
+                copy_to_shard(value, target)
+                read.add(id(target))  # tied tensors have several names, and are read once
                 return
             with torch.no_grad():
                 local_shard(target).copy_(local_shard(shard_like(value.to(target.dtype), target)))

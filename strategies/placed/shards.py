@@ -25,6 +25,7 @@ from ..parallel.replica_check import ReplicaCheck, ReplicaDifference
 from ..parallel.shard_update import note_use_of_shards, on_shards, step_on_shards
 from ..parallel.sharded_module import ShardedModule
 from ..parallel.sharding_policy import ShardingOptions
+from ..pretrained.whole_builds import warn_of_whole_builds
 from ..state.dtensor import clip_by_norm, gather_whole, is_dtensor, local_shard, multiply_all, shard_like
 from ..state.optimizer_state import agree_on_wrapped
 from ..state.random_shards import draw_whole
@@ -87,6 +88,7 @@ class PlacedShards(Placed):
             runs=runs,
         )
         follow_classes(module)
+        warn_of_whole_builds(module, site.name, self.ranks)
         self._sharded.fill(deferred, places)
         hooks.attach(module, self._sharded.roots, is_manual=is_manual)
         self._gradient_hooks = hooks

@@ -181,9 +181,8 @@ def export(path: str | Path, destination: str | Path, *, base: str | Path | None
             f"'.safetensors' file, or call torch.save(echelon.load_weights({str(path)!r}), {str(destination)!r})."
         )
     file = destination if destination.suffix == ".safetensors" else destination / _SINGLE
-    weights = read_weights(Path(path), lazily=True)  # only one tensor at a time is in memory
-    if not partial:
-        weights = _with_base(Path(path), weights, None if base is None else Path(base))
+    # only one tensor at a time is in memory
+    weights = read_weights(Path(path), lazily=True) if partial else weights_with_base(path, base)
     encoded, blocks = encode(weights, "weights", "")
     # as in safetensors.torch.save_model, a tied name is noted with the name that holds its tensor
     tied = {name: value["$tensor"] for name, value in encoded.items() if value.get("$tensor", name) != name}
@@ -203,17 +202,23 @@ def export(path: str | Path, destination: str | Path, *, base: str | Path | None
     return file
 
 
-def _with_base(path: Path, weights: Mapping[str, Tensor], base: Path | None) -> dict[str, Tensor]:
-    """Return the weights of a checkpoint with those that it leaves out, from its base."""
+def weights_with_base(path: str | Path, base: str | Path | None) -> dict[str, Tensor]:
+    """Return the weights of a checkpoint with those that it leaves out, from its base; none is read yet.
+
+    Raises:
+        CheckpointError: if it leaves out weights, and there is no base, or another one.
+    """
+    path = Path(path)
+    weights = read_weights(path, lazily=True)
     omitted = {name: entry for name, entry in omitted_of(path).items() if name not in weights}
     if not omitted:
-        return dict(weights)
+        return weights
     if base is None:
         raise CheckpointError(
             f"{path} leaves out {len(omitted)} frozen weights ({', '.join(list(omitted)[:3])}, ...), which its base "
             "has; give the base as base= (--base), or write the others alone with partial=True (--partial)."
         )
-    given = read_weights(base, lazily=True)
+    given = read_weights(Path(base), lazily=True)
     first = next(iter(omitted))
     prefixes = sorted({first.removesuffix(name) for name in given if f".{first}".endswith(f".{name}")}, key=len)
     prefix = next((one for one in prefixes if all(name.removeprefix(one) in given for name in omitted)), "")

@@ -11,11 +11,15 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ...common.errors import CheckpointError
+from ...common.errors import CheckpointError, ConfigError
+from ...strategies.pretrained.export_folder import export_folder
+from ...strategies.pretrained.find_folder import check_dtype
+from ...strategies.pretrained.save_folder import parse_size
+from ...strategies.pretrained.save_model import FolderSettings
 from ...strategies.state.wrapped import UnknownTensorError, is_wrapped, take_apart
 from ..checkpoint.atomic_folder import unfinished
 from ..checkpoint.finding import FoundCheckpoint, is_gone, list_checkpoints, resolve
-from ..checkpoint.load_weights import export
+from ..checkpoint.load_weights import export, weights_with_base
 from ..checkpoint.loading import load, verify
 from ..checkpoint.manifest import read_manifest
 from .output import printable
@@ -45,15 +49,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("show", "Show what a checkpoint holds.", lambda given: (show(given.path), True), "path")
     add("verify", "Compare checkpoints with their hashes.", lambda given: verify_all(given.path), "path+")
     add("diff", "Show how two checkpoints differ.", lambda given: diff(given.first, given.second), "first", "second")
-    written = add("export", "Write the weights as one model.safetensors.", _export, "path", "destination")
-    written.add_argument("--base", type=Path, help="where the weights are that the checkpoint leaves out")
-    written.add_argument("--partial", action="store_true", help="write only what the checkpoint holds of them")
+    exporting = add(
+        "export",
+        "Write the weights as one model.safetensors, or with --hf as a Hugging Face folder.",
+        lambda given: ([f"Wrote {_export(given)}."], True),
+        "path",
+        "destination",
+    )
+    exporting.add_argument("--hf", action="store_true", help="write a folder that from_pretrained reads")
+    exporting.add_argument("--base", metavar="DIR", help="folder with the config, and weights that are left out")
+    exporting.add_argument("--partial", action="store_true", help="write only the weights that the checkpoint holds")
+    exporting.add_argument("--dtype", help="dtype of the folder's weights, such as bfloat16")
+    exporting.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="most bytes of a file (5GB)")
     parser.epilog = _EPILOG
-
-
-def _export(given: argparse.Namespace) -> tuple[list[str], bool]:
-    file = export(_checkpoint_at(given.path), given.destination, base=given.base, partial=given.partial)
-    return [f"Wrote {file}."], True
 
 
 def run(options: argparse.Namespace) -> int:
@@ -113,6 +121,22 @@ def diff(first: str | Path, second: str | Path) -> tuple[list[str], bool]:
     lines += [f"~ {name}: {change}" for name, change in changes if change]
     same = len(ours) - sum(line.startswith(("-", "~")) for line in lines)
     return [*lines, f"{same} of {len(ours)} values are the same."], not lines
+
+
+def _export(given: argparse.Namespace) -> Path:
+    path = _checkpoint_at(given.path)
+    if not given.hf:
+        if given.dtype:
+            raise ConfigError(f"--dtype={given.dtype} is for a folder; add --hf.")
+        return export(path, given.destination, base=given.base, partial=given.partial)
+    if given.base is None or given.partial:
+        raise ConfigError(
+            f"--hf needs the config of the model in {path}, which a checkpoint does not hold, and all weights, got "
+            f"--base={given.base}{' and --partial' * given.partial}; give --base=DIR, the folder that it was trained "
+            "from."
+        )
+    settings = FolderSettings(check_dtype(given.dtype), parse_size(given.max_shard_size))
+    return export_folder(path, weights_with_base(path, given.base), given.destination, given.base, settings)
 
 
 def _checkpoint_at(path: str | Path) -> Path:

@@ -177,7 +177,7 @@ def test_values_that_are_read_while_building_are_refused(read):
 
 
 def test_a_meta_device_of_its_own_is_refused():
-    refused = pytest.raises(ModuleError, match="device='meta', as from_pretrained.*load the weights afterwards")
+    refused = pytest.raises(ModuleError, match="device='meta', as from_pretrained.*echelon.load_pretrained")
     with refused, DeferredInit().recording(), torch.device("meta"):
         nn.Linear(2, 2)
 

@@ -1,0 +1,159 @@
+"""Folder of a pretrained model: on this machine, or brought by huggingface_hub where an id is given."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from ...common.errors import CheckpointError, ConfigError, MissingDependencyError
+from ...common.local_path import local_path
+from ..state.regular_file import read_regular
+from ..state.sources import TensorSource
+from .tensor_file import TensorFile
+
+SINGLE: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+CONFIG: Final = "config.json"
+_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_LARGEST_JSON: Final = 100_000_000
+_PICKLED: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_WANTED: Final = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+
+
+def find_folder(folder_or_id: str | Path) -> Path:
+    """Return the folder with this path, or that of a model of the hub with this id, which is brought if needed.
+
+    Raises:
+        CheckpointError: if there is no such folder, or the hub does not have the model or cannot be reached.
+        MissingDependencyError: for an id, without huggingface_hub.
+    """
+    path = local_path("folder", folder_or_id)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{path} is a file; give the folder that holds it, with its {SINGLE} or {INDEX}.")
+    if isinstance(folder_or_id, Path) or not _ID.fullmatch(folder_or_id):
+        near = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
+        inside = f"; {path.parent} has {', '.join(sorted(near)[:5])}" if near else ""
+        raise CheckpointError(f"There is no folder {path}{inside}; give one that save_pretrained has written.")
+    return _from_hub(folder_or_id)
+
+
+def _from_hub(name: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    except ImportError:
+        raise MissingDependencyError(
+            f"{name!r} is no folder here, and as the id of a model on the hub it needs huggingface_hub; "
+            "install it, or give a folder."
+        ) from None
+    try:
+        return Path(snapshot_download(name, allow_patterns=_WANTED))
+    except LocalEntryNotFoundError as error:  # also without a network, and with HF_HUB_OFFLINE
+        raise CheckpointError(
+            f"{name!r} is no folder here, and as the id of a model on the hub it is not in this machine's cache, and "
+            f"the hub cannot be reached ({_first_line(error)}); download it where there is a network, and give the "
+            "folder."
+        ) from error
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise CheckpointError(
+            f"{name!r} is no folder here, and the hub does not hand out a model of this id ({_first_line(error)}); "
+            "correct it, or give a folder."
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def open_sources(folder: Path) -> dict[str, TensorSource]:
+    """Return the tensors of a folder by their names in its files, of which only the headers are read.
+
+    Raises:
+        CheckpointError: for a folder without whole safetensors files.
+    """
+    if (folder / INDEX).is_file():
+        names = _read_index(folder)
+    elif (folder / SINGLE).is_file():
+        names = dict.fromkeys(TensorFile(folder / SINGLE).sources(), SINGLE)
+    else:
+        raise _without_weights(folder)
+    sources: dict[str, TensorSource] = {}
+    for file in sorted(set(names.values())):
+        if not (folder / file).is_file():
+            raise CheckpointError(f"{folder} lacks {file}, which its {INDEX} names; copy the folder again.")
+        sources |= TensorFile(folder / file).sources()
+    lacking = [name for name in names if name not in sources]
+    if lacking:
+        raise CheckpointError(
+            f"No file of {folder} holds {', '.join(lacking[:3])}, which its {INDEX} names; copy the folder again."
+        )
+    return sources
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    names = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(v, str) and Path(v).name == v for v in names.values()):
+        raise CheckpointError(
+            f"{folder / INDEX} has no weight_map from names to files in its folder; copy the folder again."
+        )
+    return names
+
+
+def _without_weights(folder: Path) -> CheckpointError:
+    if any((folder / name).exists() for name in _PICKLED):
+        return CheckpointError(
+            f"{folder} holds {_PICKLED[0]}, a pickle, which may run code when it is read; convert it once with "
+            "from_pretrained(...) and save_pretrained(...), if you trust its author."
+        )
+    if (folder / "adapter_config.json").exists():
+        return CheckpointError(
+            f"{folder} holds an adapter, not a model; load the base model that its adapter_config.json names, and the "
+            "adapter with peft.PeftModel.from_pretrained."
+        )
+    inside = ", ".join(sorted(entry.name for entry in folder.iterdir())[:5]) or "nothing"
+    return CheckpointError(
+        f"{folder} holds neither {SINGLE} nor {INDEX}, but {inside}; give a folder that save_pretrained has written."
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file.
+
+    Raises:
+        CheckpointError: if it cannot be read, or is none.
+    """
+    try:
+        content = json.loads(read_regular(path, _LARGEST_JSON))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror or error}); copy it again.") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON ({error}); copy it again.") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not a JSON object; copy it again.")
+    return content
+
+
+def config_of(folder: Path) -> Mapping[str, Any]:
+    """Return the content of a folder's config.json; an empty mapping without one."""
+    return read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+
+
+def check_dtype(dtype: object) -> torch.dtype | None:
+    """Return a dtype given as such or by name, such as ``"bfloat16"``.
+
+    Raises:
+        ConfigError: if it is none of floating point.
+    """
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is None:
+        return None
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigError(f"dtype must be a dtype of floating point such as torch.bfloat16, got {dtype!r}.")
+    return found
