@@ -118,7 +118,7 @@ def _pack_into(file: IO[bytes], value: Any, modules: set[str]) -> None:
                 # torch refuses, because of the class that it has made for this module; cloudpickle can send that. What
                 # the module's own class leaves out is left out, as the weak references of an LSTM
                 kind: Any = type(obj)
-                return _new, (kind,), super(kind, obj).__getstate__()
+                return _new, (kind,), kind.__base__.__getstate__(obj)
             if isinstance(obj, CodeType):
                 return _with_file_name(self.dispatch_table[CodeType](obj), obj.co_filename)
             if isinstance(obj, ModuleType):
