@@ -5,7 +5,23 @@ import os
 import warnings
 from dataclasses import astuple
 
-from matrix import ALONE, Line, attention, by_case, compare, is_hard, is_harder, is_hardest, stages, train
+import simulated_device
+from device_waits import waits_of_steps
+from matrix import (
+    ALONE,
+    CASES,
+    Line,
+    attention,
+    by_case,
+    compare,
+    is_hard,
+    is_harder,
+    is_hardest,
+    largest,
+    stages,
+    train,
+    train_in_own_loop,
+)
 
 from echelon import DeviceMapStrategy, FSDPStrategy, LocalSGDStrategy
 from echelon.strategies.devices.kinds import num_devices
@@ -48,25 +64,49 @@ def num_missing(title):
     return max(line.processes, line.devices) - num_devices(DEVICE)
 
 
-def differences(title):
-    """Return, for each case that a line trains, how far each rank on a device is from one process on the CPU."""
+def results(title):
+    """Return how far each rank of a line on devices is from one process on the CPU, by case, and where each waited."""
     warnings.simplefilter("ignore")
     line = OF_DEVICE[title]
     cases = [case for case in line.cases if case.precision == "64-true"]
-    if line.processes == 1:
-        ends = by_case([train_there(line, cases)])
-    else:
-        ends = by_case(run_ranks(train_there, line.processes, line, cases, timeout=150))
-    return {
+    ranks = [there(line, cases)] if line.processes == 1 else run_ranks(there, line.processes, line, cases, timeout=150)
+    ends = by_case([ends for ends, _ in ranks])
+    differences = {
         case.title: [astuple(compare(end, alone(line.network, case))) for end in of_ranks]
         for case, of_ranks in ends.items()
     }
+    return differences, [waits for _, waits in ranks]
+
+
+def there(line, cases):
+    """Train cases on devices, and count the waits of another run, in one of the line's processes."""
+    return train_there(line, cases), waits_of_steps(line) if simulated_device.VARIABLE in os.environ else []
+
+
+def engine_differences(title):
+    """Return, for each case, how far the weights of a custom loop with an `Engine` are on each rank."""
+    line = OF_DEVICE[title]
+    cases = [case for case in CASES if is_harder(case) and case.precision == "64-true"][:2]
+    ends = [loop_there(line, cases)] if line.processes == 1 else run_ranks(loop_there, line.processes, line, cases)
+    wanted = [alone("dense", case).state for case in cases]
+    return [largest(end, state) for of_rank in ends for end, state in zip(of_rank, wanted, strict=True)]
+
+
+def loop_there(line, cases):
+    """Train cases by an `Engine` on devices, in one of the line's processes."""
+    warnings.simplefilter("ignore")
+    ends = [train_in_own_loop(case, line, **_where(line)) for case in cases]
+    return [{name: value.cpu() for name, value in end.items()} for end in ends]
+
+
+def _where(line):
+    return {"accelerator": DEVICE, "devices": line.devices if line.processes == 1 else "auto"}
 
 
 def train_there(line, cases):
     """Train cases on devices, in one of the line's processes."""
     warnings.simplefilter("ignore")
-    where = {"accelerator": DEVICE, "devices": line.devices if line.processes == 1 else "auto"}
+    where = _where(line)
     ends = {case: train(case, line, **where) for case in cases}
     for end in ends.values():
         assert end.state

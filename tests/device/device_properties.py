@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from echelon.strategies.devices.kinds import device_type_of
+from echelon.testing import run_ranks
 
 NAME = os.environ.get("ECHELON_TEST_DEVICE", "sim")
 
@@ -178,6 +179,25 @@ def autocast_dtypes():
     with torch.autocast("cpu", torch.bfloat16):
         others = module(x).dtype
     return [str(dtype) for dtype in (*own, others)]
+
+
+def communication():
+    """Return the sum over two ranks as seen without a wait for the collective, and after one."""
+    return run_ranks(_reduced, 2)
+
+
+def _reduced():
+    import torch.distributed as dist
+
+    torch.get_device_module(NAME).set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(f"cpu:gloo,{NAME}:{simulated_device.BACKEND}")
+    value = torch.full((3,), 1.0 + dist.get_rank(), device=NAME)
+    work = dist.all_reduce(value, async_op=True)
+    before = (value * 2).cpu().tolist()
+    work.wait()
+    after = (value * 2).cpu().tolist()
+    dist.destroy_process_group()
+    return before, after
 
 
 def memory():

@@ -13,13 +13,20 @@ from echelon import (
     ActivationCheckpointing,
     Callback,
     ConfigError,
+    DeviceStatsMonitor,
     EMAWeightAveraging,
+    LearningRateFinder,
+    LossSpikePolicy,
+    MemoryReport,
+    StragglerMonitor,
+    ThroughputMonitor,
     Trainer,
     TrainModule,
     seed_everything,
 )
 from echelon.strategies.devices.kinds import available_types, device_type_of
 from echelon.strategies.devices.moves import move_module, move_tensor
+from echelon.testing import run_ranks
 
 
 class Net(TrainModule):
@@ -143,6 +150,26 @@ def checkpoints(folder):
     return found
 
 
+def layouts(folder):
+    """Return how far runs are that were saved in one layout and go on in another: on the device, and on the CPU."""
+    make = partial(Net, ties=False)
+    _, whole = fitted("cpu", make=make)
+    found = {}
+    for saved, resumed in ((("fsdp", DEVICE), ("single", "cpu")), (("single", "cpu"), ("ddp", DEVICE))):
+        path = os.path.join(folder, saved[0])
+        run_ranks(_save, 2, path, *saved) if saved[0] != "single" else _save(path, *saved)
+        where = {} if resumed[0] == "single" else {"devices": 2, "strategy": resumed[0]}
+        _, module = fitted(resumed[1], make=make, ckpt_path=path, global_batch_size=8, **where)
+        found[saved[0], resumed[0]] = far(module, whole)
+    return found
+
+
+def _save(path, strategy, accelerator):
+    settings = {"global_batch_size": 8, **({} if strategy == "single" else {"devices": "auto"})}
+    trainer, _ = fitted(accelerator, make=partial(Net, ties=False), strategy=strategy, max_steps=3, **settings)
+    trainer.save_checkpoint(path)
+
+
 def resumed_with_dropout(folder):
     """Return how far a resumed run with dropout is from one that never stopped, and from one on the CPU."""
     path = os.path.join(folder, "dropout")
@@ -184,6 +211,10 @@ def parts(folder):
         "activation offload": lambda: {"activation_checkpointing": ActivationCheckpointing(offload=True)},
         "averaging": lambda: {"callbacks": [EMAWeightAveraging()]},
         "averaging on the CPU": lambda: {"callbacks": [EMAWeightAveraging(device="cpu")]},
+        "spikes": lambda: {"callbacks": [LossSpikePolicy(warmup=2)]},
+        "monitors": lambda: {"callbacks": [DeviceStatsMonitor(), StragglerMonitor(), ThroughputMonitor()]},
+        "memory": lambda: {"callbacks": [MemoryReport()]},
+        "a search for a rate": lambda: {"callbacks": [LearningRateFinder(num_training_steps=5, update_attr=False)]},
         "accumulation": lambda: {"accumulate_grad_batches": 2, "max_steps": 3},
         "clipping": lambda: {"gradient_clip_val": 0.01},
         "clipping by value": lambda: {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},

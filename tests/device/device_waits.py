@@ -1,85 +1,79 @@
 """Lines of this package that make the host wait for the device in the steps of a strategy with its defaults."""
 
+import os
 import warnings
 
 import simulated_device
-from device_matrix import DEVICE, OF_DEVICE
-from matrix import GLOBAL_BATCH, NETWORKS, Case, samples
+from matrix import GLOBAL_BATCH, NETWORKS, Case, Line, samples
 from torch.utils.data import DataLoader
 
 from echelon import Callback, Trainer, seed_everything
-from echelon.testing import run_ranks
 
 
 class Waits(Callback):
-    """Counts from the first step in which everything is known, the third, up to the last one."""
+    """Counts from the third step, when everything is known, to the fifth; after the last one, replicas are compared.
+
+    Not with hooks around batches: for one at their end, a pipeline reads each loss to show it on all stages.
+    """
 
     def __init__(self):
         self.found = []
         self.library = simulated_device.library()
 
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if batch_idx == 2:
+    def on_train_step_end(self, trainer, module):
+        if trainer.global_step == 2:
             self.library.taken_waits()
             self.library.count_waits(True)
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if batch_idx == 5:
+        if trainer.global_step == 5:
             self.library.count_waits(False)
             self.found = self.library.taken_waits()
 
 
-def waits_of_rank(line, settings, case):
-    """Train six steps, and return where the host has waited in the last four: what for, and the lines of the stack."""
+def waits_of_steps(line, network=None):
+    """Train six steps on devices, in one of the line's processes; return where the host has waited in three of them.
+
+    Each is what was waited for, and the innermost lines of the stack that are not torch's.
+    """
     warnings.simplefilter("ignore")
     seed_everything(1, verbose=False)
     waits = Waits()
     trainer = Trainer(
         strategy=line.build(),
-        accelerator=DEVICE,
+        accelerator=os.environ["ECHELON_TEST_DEVICE"],
         devices=line.devices if line.processes == 1 else "auto",
+        precision="64-true",
         max_steps=6,
+        accumulate_grad_batches=line.pieces,
+        gradient_clip_val=0.1,
         callbacks=[waits],
         log_every_n_steps=50,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{"precision": "64-true", **settings},
     )
-    size = GLOBAL_BATCH * line.sharing // line.processes
+    size = GLOBAL_BATCH * line.sharing // line.processes // line.pieces
     data = samples(6 * GLOBAL_BATCH, 1, line.network)
-    if settings.get("precision"):
-        data.tensors = tuple(t.float() if t.is_floating_point() else t for t in data.tensors)
-    trainer.fit(NETWORKS[line.network](case), DataLoader(data, size))
+    trainer.fit((network or NETWORKS[line.network])(Case()), DataLoader(data, size))
     assert trainer.global_step == 6
-    return waits.found
+    return [_innermost(wait) for wait in waits.found]
 
 
-def waits(title, settings, units=False):
-    """Return the waits of each rank, as the lines of the package that are innermost in the stack."""
-    line, case = OF_DEVICE[title], Case(units=units)
-    arguments = (line, settings, case)
-    found = [waits_of_rank(*arguments)] if line.processes == 1 else run_ranks(waits_of_rank, line.processes, *arguments)
-    return [[_innermost(wait) for wait in of_rank] for of_rank in found]
+class Reading(NETWORKS["dense"]):
+    """Reads its loss in each step."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        loss.item()
+        return loss
 
 
-def wait_on_purpose():
+def waits_on_purpose():
     """Return the waits of a network that reads its loss."""
-
-    class Reading(NETWORKS["dense"]):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            loss.item()
-            return loss
-
-    NETWORKS["reading"] = Reading
-    line = OF_DEVICE["single"]
-    found = waits_of_rank(line.__class__("single", network="reading"), {}, Case())
-    return [wait.partition(" ")[0] for wait in found], [__file__ in wait for wait in found]
+    return waits_of_steps(Line("single"), Reading)
 
 
 def _innermost(wait):
-    what, _, stack = wait.partition(" ")
-    lines = [line for line in stack.splitlines() if "/torch/" not in line and "<" not in line]
+    what, *stack = wait.splitlines()
+    lines = [line for line in stack if "/torch/" not in line and "<" not in line]
     return f"{what}: {' < '.join(reversed(lines[-3:]))}"

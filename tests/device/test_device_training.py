@@ -29,6 +29,12 @@ def test_a_run_goes_on_from_the_device_on_the_cpu_and_back(elsewhere, tmp_path):
     assert all(far <= 1e-12 for far in found.values()), found
 
 
+def test_a_run_goes_on_in_another_layout_elsewhere(elsewhere, tmp_path):
+    found = elsewhere.call(training.layouts, str(tmp_path))
+    assert len(found) == 2
+    assert all(far <= 1e-12 for far in found.values()), found
+
+
 def test_a_resumed_run_draws_what_it_would_have_drawn_on_its_device(elsewhere, tmp_path):
     from_whole, from_none = elsewhere.call(training.resumed_with_dropout, str(tmp_path))
     assert from_whole <= 1e-12

@@ -21,6 +21,12 @@ def test_a_missing_wait_between_streams_is_seen(simulated):
     assert ordered == [2.0, 2.0]
 
 
+def test_a_missing_wait_between_computation_and_communication_is_seen(simulated):
+    for before, after in simulated.call(properties.communication):
+        assert before != [6.0] * 3
+        assert after == [6.0] * 3
+
+
 def test_memory_that_is_freed_while_another_stream_uses_it_is_seen_unless_it_was_recorded(simulated):
     assert simulated.call(properties.freed_memory) == [False, True]
 

@@ -539,7 +539,7 @@ def train_all(line, cases):
 def train_in_own_loop(case, line, **where):
     """Train two epochs like `train`, in a custom loop with an `Engine`; return the weights."""
     seed_everything(5, verbose=False)
-    engine = Engine(strategy=line.build(), accelerator="cpu", precision=case.precision, **where)
+    engine = Engine(strategy=line.build(), precision=case.precision, **{"accelerator": "cpu", **where})
     net = Dense(case)
     data = DataLoader(samples(case.samples, 1), batch_size_of(case, line), shuffle=True)
     loader = engine.setup_dataloaders(data, **cutting_of(case, line))

@@ -99,7 +99,7 @@ void note(const std::string& what) {
   if (!counts) {
     return;
   }
-  std::string line = what + (where_of_now != nullptr ? " " + where_of_now() : "");
+  std::string line = what + (where_of_now != nullptr ? "\n" + where_of_now() : "");
   Taken taken;
   waits.push_back(std::move(line));
 }
