@@ -29,8 +29,8 @@ class BaseFinetuning(Callback):
 
     Override `freeze_before_training` and `finetune_function`. ``configure_optimizers`` gives the optimizer the
     remaining parameters: ``filter(lambda p: p.requires_grad, self.parameters())``. A resumed run has the groups and the
-    trainable parameters of the checkpoint. It trains in one process on one device: with several, gradients are reduced
-    in buckets that are laid out when the run begins.
+    trainable parameters of the checkpoint. On several ranks all of them unfreeze the same, and the weights are those of
+    one process. `OmitFrozenWeights` leaves a backbone out of checkpoints until it is unfrozen.
 
     Example::
 

@@ -52,14 +52,13 @@ def load_trained(module: TrainModule, trained: Mapping[str, Any]) -> str:
 def _changed(own: Mapping[str, Any], trained: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of the weights that the run has trained, or that only it has built."""
     for name, value in trained.items():
-        if not _is_equal(own.get(name), value):
+        here: Any = own.get(name)
+        if not isinstance(here, Tensor) or here.is_meta or is_wrapper(here) or not _is_same(here, value):
             yield name
 
 
-def _is_equal(here: Any, value: Any) -> bool:
-    if not (isinstance(here, Tensor) and isinstance(value, Tensor)) or here.shape != value.shape:
-        return False
-    return not here.is_meta and not is_wrapper(here) and torch.equal(here.cpu(), value.cpu())
+def _is_same(here: Tensor, value: Any) -> bool:
+    return isinstance(value, Tensor) and here.shape == value.shape and torch.equal(here.cpu(), value.cpu())
 
 
 def _fits(own: Any, trained: Any) -> bool:

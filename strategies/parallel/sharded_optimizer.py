@@ -45,6 +45,8 @@ class ShardedOptimizer:
 
     def owns(self, parameter: Any) -> bool:
         """Return whether this rank keeps the state of a parameter."""
+        if parameter not in owners_of(self._zero):
+            self._follow()  # a group was added since, as a resumed run does for layers that were unfrozen
         return bool(owners_of(self._zero)[parameter] == self._zero.rank)
 
     def _follow(self) -> None:

@@ -105,7 +105,7 @@ def register_tensor_class(kind: C, *, shared: Collection[str] = (), counted: Col
             def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
                 return func(*(a.codes * a.scale if isinstance(a, cls) else a for a in args), **(kwargs or {}))
 
-        echelon.register_tensor_class(Scaled)
+        register_tensor_class(Scaled)
     """
     if not (isinstance(kind, type) and issubclass(kind, Tensor) and _is_traceable(kind)):
         raise ConfigError(

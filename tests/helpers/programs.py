@@ -15,13 +15,17 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from forked_server import MARK, fork_in_advance, show
 
 from echelon.strategies.launch.fork_server import blank_main, preload
 
+_PLAIN: list[int] = []
+"""The process of the fork server that has imported nothing for other tests."""
 _TESTS = str(Path(__file__).parents[1])
 
 
@@ -66,7 +70,7 @@ class ForkedProgram:
         errors: Path | None = None,
         namespace: str | None = None,
     ) -> None:
-        preload(())
+        _have_a_plain_server()
         self.args = words
         path = [entry for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
         path += [entry for entry in sys.path if not entry.startswith(_TESTS)]
@@ -153,6 +157,19 @@ class WatchedProgram(ForkedProgram):
         for file in self._files:
             file.close()
         self._place.cleanup()
+
+
+def _have_a_plain_server() -> None:
+    """Have a fork server that has imported nothing for another test: a program would see it, and what it logs.
+
+    A server imports what the first function that is sent to it needs: transformers, say, which in a program makes
+    torchao log two lines to standard error as soon as something asks transformers for a name.
+    """
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_pid not in (None, *_PLAIN):
+        server._stop()
+    preload(())
+    _PLAIN[:] = [server._forkserver_pid]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from small import Regression, loader, quiet
 from torch import nn
 
-from echelon.trainer.checkpoint import encoding, load_weights, point, save, tags
+from echelon.trainer.checkpoint import encoding, load, load_weights, point, save, tags
 from echelon.trainer.checkpoint.manifest import read_manifest
 from echelon.trainer.checkpoint.single_file import SingleFile
 
@@ -33,7 +33,8 @@ def folder(tmp_path: Path) -> Path:
 def test_the_code_on_the_page_reads_a_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     snippets = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     (registering,) = [code for code in snippets if "register_tensor_class" in code]
-    readers = [code for code in snippets if code is not registering]
+    (omitting,) = [code for code in snippets if "OmitFrozenWeights" in code]
+    readers = [code for code in snippets if code not in (registering, omitting)]
     assert len(readers) == 3
     monkeypatch.chdir(folder)
     for code in readers:
@@ -44,6 +45,9 @@ def test_the_code_on_the_page_reads_a_checkpoint(folder: Path, monkeypatch: pyte
         assert isinstance(state, dict)
         nn.Linear(3, 2).load_state_dict(weights)
         assert state["trainer"]["global_step"] == 400
+    (folder / "omit.py").write_text(omitting)
+    runpy.run_path(str(folder / "omit.py"))
+    assert sorted(load(folder / "runs/adapted/last.ckpt")["omitted_weights"]) == ["base.bias", "base.weight"]
     exec(registering, names)  # noqa: S102 - the page's own text
     scaled = names["Scaled"](torch.ones(4, 2, dtype=torch.int8), torch.rand(4, 1))
     save(folder / "scaled.ckpt", {"model": {"w": scaled}})

@@ -1,6 +1,8 @@
 """Tensors that wrap others are kept as they are, whole, in blocks and by name, and nothing from a file runs code."""
 
 import json
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +12,12 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from echelon import export, load_weights
 from echelon.common.errors import CheckpointError
+from echelon.strategies.snapshots.snapshots import MemorySnapshots
+from echelon.strategies.state.dtensor import shard_like
 from echelon.strategies.state.lazy_tensor import Block, StoredTensor, read_block
 from echelon.strategies.state.wrapped import dequantized, take_apart
-from echelon.trainer.checkpoint import load, save
+from echelon.testing import run_ranks
+from echelon.trainer.checkpoint import MemoryWriter, load, save
 from echelon.trainer.checkpoint.encoding import encode
 from echelon.trainer.checkpoint.tags import decode
 from echelon.trainer.cli.ckpt import diff, show, verify_all
@@ -177,3 +182,41 @@ def test_a_class_that_is_not_here_is_named_and_the_rest_can_be_shown(tmp_path):
         decode(encoded, tensors.__getitem__)
     opened = decode(encoded, tensors.__getitem__, wrapped=dict, object=list)
     assert torch.equal(opened["w"]["blocks"][""]["tensors"]["a"], torch.ones(2, 2))
+
+
+@dataclass
+class Group:
+    """What snapshots ask of the processes of a run."""
+
+    rank: int
+    world_size: int
+    cpu_group: object
+    device_group: object = None
+
+
+def snapshot_of_shards(folder):
+    """Return whether each rank finds its shard in a snapshot in memory, quantized as it was, and a whole tensor."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    local = read_block(all_kinds()["8 bits"][0], [64 * rank, 0], [64, 64])
+    mesh = init_device_mesh("cpu", (2,))
+    shard = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=(128, 64), stride=(64, 1))
+    whole = TwoTensor(torch.arange(6.0), torch.ones(6))
+    group = Group(rank, 2, dist.group.WORLD)
+    writer = MemoryWriter(MemorySnapshots(Path(folder), 0, group, 0))
+    writer.save({"model": {"whole": whole}, "optimizers": [{"m": shard}], "loop": {}}, 1)
+    writer.close()
+    found = MemorySnapshots(Path(folder), 1, group, 0).agree()
+    state = load(found.path, lazy=("model", "optimizers"), verify=False)
+    mine = shard_like(state["optimizers"][0]["m"], shard).to_local()
+    same = is_same(mine, local) and is_same(state["model"]["whole"].whole(), whole)
+    dist.destroy_process_group()
+    return same
+
+
+def test_snapshots_in_memory_hold_quantized_shards(memory_path):
+    assert run_ranks(snapshot_of_shards, 2, str(memory_path / "node")) == [True, True]
