@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from . import callbacks, strategies
 from .callbacks import (
     BackboneFinetuning,
@@ -70,6 +68,7 @@ from .strategies import (
 )
 from .strategies.cluster.version import VERSION
 from .strategies.distributed.rank_zero import rank_zero_first, rank_zero_only
+from .strategies.pretrained.load import load_pretrained
 from .strategies.state.wrapped import register_tensor_class
 from .trainer.checkpoint import export, load_weights
 from .trainer.data.combined_loader import CombinedLoader
@@ -82,9 +81,6 @@ from .trainer.module.train_module import TrainModule
 from .trainer.session.detailed_profilers import AdvancedProfiler, PyTorchProfiler
 from .trainer.session.profiler import PassThroughProfiler, Profiler, SimpleProfiler
 from .trainer.trainer import Trainer
-
-if TYPE_CHECKING:
-    from .strategies.pretrained.load import load_pretrained
 
 __version__ = VERSION
 
@@ -172,12 +168,3 @@ __all__ = [
     "seed_everything",
     "strategies",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """Import what most programs do not use when it is first asked for."""
-    if name == "load_pretrained":
-        from .strategies.pretrained.load import load_pretrained
-
-        return load_pretrained
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -45,8 +45,7 @@ class HuggingFaceCheckpoint(Callback):
 
     Example::
 
-        saves = HuggingFaceCheckpoint("models/mine", dtype="bfloat16", tokenizer=tokenizer)
-        Trainer(max_epochs=1, callbacks=saves).fit(module, train_loader)
+        Trainer(callbacks=HuggingFaceCheckpoint("models/mine", every_n_epochs=1, dtype="bfloat16"))
     """
 
     path_attributes = ("dirpath",)

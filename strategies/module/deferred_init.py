@@ -33,6 +33,7 @@ _DEFERRED: Final = frozenset(
 )
 """Functions whose tensors are on the meta device even if the CPU is requested: it may be a parameter's ``device``."""
 _FROM_DATA: Final = (torch.tensor, torch.as_tensor)
+_INDEXING: Final = (Tensor.__getitem__, Tensor.__setitem__)
 _OVERWRITING: Final = {
     f"aten::{name}"
     for name in ("normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "bernoulli_", "exponential_")
@@ -165,6 +166,9 @@ class _AsIfReal(TorchFunctionMode):
                 "first to import transformers, which deferred_init=True cannot replay; build from a config and load "
                 "the weights with echelon.load_pretrained, or import transformers before fit."
             )
+        if func in _INDEXING and isinstance(args[1], list):
+            # torch would make a tensor of it on the meta device
+            args = (args[0], torch.tensor(args[1], device="cpu"), *args[2:])
         if func in _DEFERRED or (func is Tensor.to and _is_meta(args[0])):
             args, kwargs = tree_map(_deferred_device, (args, kwargs))
         if func not in _FROM_DATA or kwargs.get("device") is not None:

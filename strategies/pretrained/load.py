@@ -57,9 +57,11 @@ def load_pretrained(
 
     Example::
 
-        def configure_model(self):
-            config = AutoConfig.from_pretrained("models/llama")
-            self.model = echelon.load_pretrained(AutoModelForCausalLM.from_config(config), "models/llama")
+        class Finetuning(TrainModule):
+            def configure_model(self):
+                if self.lm is None:  # it is called again for an evaluation
+                    config = AutoConfig.from_pretrained("models/llama")
+                    self.lm = load_pretrained(AutoModelForCausalLM.from_config(config), "models/llama")
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(

@@ -5,7 +5,7 @@ import re
 from rooms import PAGE, page
 
 from echelon import Callback
-from echelon.strategies import SingleDeviceStrategy
+from echelon.strategies import Placed, SingleDeviceStrategy
 
 
 def section(title):
@@ -22,10 +22,11 @@ def test_the_table_of_rooms_is_that_of_the_layer_test():
 
 
 def test_the_seam_names_what_a_strategy_has():
-    names = names_in_first_column(section("The seam: Strategy"))
-    assert len(names) > 20
-    declared = set(dir(SingleDeviceStrategy()))
-    assert [name for name in names if name not in declared] == []
+    of_strategy, of_placed = section("The seam: Strategy and Placed").split("And of what it has placed")
+    for kind, text in ((SingleDeviceStrategy(), of_strategy), (Placed, of_placed)):
+        names = names_in_first_column(text)
+        assert len(names) > 10
+        assert [name for name in names if name not in dir(kind)] == []
 
 
 def test_the_loop_is_short_and_names_hooks_that_exist():

@@ -80,7 +80,7 @@ def namespace():
     net, optimizer = engine.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
     return {
         **public,
-        **{function.__name__: function for function in (*functions, echelon.seed_everything)},
+        **{function.__name__: function for function in (*functions, echelon.load_pretrained, echelon.seed_everything)},
         "torch": torch,
         "nn": nn,
         "Path": Path,

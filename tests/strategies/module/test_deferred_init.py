@@ -45,6 +45,14 @@ def changed_in_parts():
     return module
 
 
+def chosen_by_lists():
+    module = nn.Embedding(6, 3)
+    module.rows = nn.Parameter(module.weight[[4, 1]].detach().clone())
+    with torch.no_grad():
+        module.weight[[0, 5]] = module.weight[[True, False, False, True, False, False]]
+    return module
+
+
 def computed():
     module = nn.BatchNorm1d(3)
     module.position = nn.Parameter(torch.randn(5, 6) * 0.02)
@@ -110,6 +118,7 @@ def replayed(build):
         trunc_normal_by_an_older_name,
         orthogonal,
         changed_in_parts,
+        chosen_by_lists,
         computed,
         tied,
     ],
