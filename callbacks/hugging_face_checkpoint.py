@@ -110,7 +110,7 @@ class HuggingFaceCheckpoint(Callback):
         path = Path(folder) / f"step={trainer.global_step}"
         if str(path) == self.last_path:
             return
-        save_model(path, module, self.part, trainer.strategy, self.settings)
+        save_model(path, module, self.part, trainer.strategy.placed, self.settings)
         self.last_path = str(path)
         if self.push_to_hub is not None and trainer.is_global_zero:
             self._push(path)

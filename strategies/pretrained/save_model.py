@@ -34,7 +34,7 @@ class Tensors(Protocol):
 
 
 class Holder(Protocol):
-    """What holds a module's tensors, possibly as shards: a strategy."""
+    """What holds a module's tensors, possibly as shards: what a strategy has placed."""
 
     @property
     def ranks(self) -> Ranks:
