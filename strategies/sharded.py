@@ -33,7 +33,7 @@ from .pipeline.state import gather_all, here, marked, own_entries, whole_of_stag
 from .pipeline.timeline import WindowRecorder
 from .state.dtensor import clip_by_norm, gather_whole, is_dtensor, local_shard, multiply_all, shard_like
 from .state.random_shards import draw_whole
-from .state.sendable import check_sendable, check_shardable_dtypes
+from .state.sendable import check_sendable, check_shardable
 from .state.shards import Holders
 from .state.shared_memory import check_unshared
 from .state.tied_names import as_tied
@@ -93,7 +93,7 @@ class ShardedStrategy(Strategy):
             self._check_dimensions(module)
             check_gradients(module)
             check_sendable(module, self.name)
-            check_shardable_dtypes(module, self.name, self.hardware.device_type)
+            check_shardable(module, self.name, self.hardware.device_type)
             check_unshared(module, self.name, with_buffers=True)
 
     def _check_dimensions(self, module: nn.Module) -> None:
@@ -144,7 +144,7 @@ class ShardedStrategy(Strategy):
             return  # for example, when it is evaluated after it was trained
         self._check_dimensions(module)  # with what configure_model has built
         check_sendable(module, self.name)
-        check_shardable_dtypes(module, self.name, self.device.type)
+        check_shardable(module, self.name, self.device.type)
         check_unshared(module, self.name, with_buffers=True)
         self.module = module
         draw_whole()
@@ -291,7 +291,7 @@ class ShardedStrategy(Strategy):
                 "A pipeline stage has only its own part of a step's graph, so a step cannot compute a derivative "
                 "(torch.autograd.grad) through several stages; use dp_shard and tp instead of pp."
             )
-        note_use_of_shards(error)
+        note_use_of_shards(error, vars(self).get("module"))
 
     # --- state -------------------------------------------------------------------------------------------------------
 
