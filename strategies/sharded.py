@@ -21,7 +21,7 @@ from .placed.placed import Placed
 from .placed.shards import PlacedShards, Sharding
 from .pretrained.plain_builds import recording
 from .state.dtensor import is_dtensor
-from .state.sendable import check_sendable, check_shardable_dtypes
+from .state.sendable import check_sendable, check_shardable
 from .state.shared_memory import check_unshared
 from .strategy import Strategy
 
@@ -70,7 +70,7 @@ class ShardedStrategy(Strategy):
             self._check_dimensions(module)
             check_gradients(module)
             check_sendable(module, self.name)
-            check_shardable_dtypes(module, self.name, self.hardware.device_type)
+            check_shardable(module, self.name, self.hardware.device_type)
             check_unshared(module, self.name, with_buffers=True)
 
     def _check_dimensions(self, module: nn.Module) -> None:
@@ -112,7 +112,7 @@ class ShardedStrategy(Strategy):
             )
         self._check_dimensions(module)  # with what configure_model has built
         check_sendable(module, self.name)
-        check_shardable_dtypes(module, self.name, self.device.type)
+        check_shardable(module, self.name, self.device.type)
         check_unshared(module, self.name, with_buffers=True)
         sharding = Sharding(self._mesh, self.options, self._deferred, is_manual)
         self._deferred = DeferredInit()

@@ -17,7 +17,6 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import IO, Any, Final
 
 import torch
-from torch.nn.utils.parametrize import is_parametrized
 from torch.storage import TypedStorage
 
 from ...common.errors import ConfigError, ProcessError
@@ -114,11 +113,12 @@ def _pack_into(file: IO[bytes], value: Any, modules: set[str]) -> None:
             if isinstance(obj, torch.nn.Parameter) and (hooks := _hooks_of(obj)):
                 # torch leaves hooks out; they are set last, since they may refer to the module
                 return (*obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[:2], hooks, None, None, _set_hooks)
-            if isinstance(obj, torch.nn.Module) and is_parametrized(obj):
+            if isinstance(obj, torch.nn.Module) and "parametrizations" in vars(obj).get("_modules", ()):
                 # torch refuses, because of the class that it has made for this module; cloudpickle can send that. What
                 # the module's own class leaves out is left out, as the weak references of an LSTM
-                kind: Any = type(obj)
-                return _new, (kind,), kind.__base__.__getstate__(obj)
+                kind = type(obj)
+                state_of: Any = kind.__mro__[1].__getstate__
+                return _new, (kind,), state_of(obj)
             if isinstance(obj, CodeType):
                 return _with_file_name(self.dispatch_table[CodeType](obj), obj.co_filename)
             if isinstance(obj, ModuleType):

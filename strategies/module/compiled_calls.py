@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import Any, Final
@@ -9,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from ..torch_tensors import call_uncompiled, set_compiled_call
+from ..torch_tensors import call_uncompiled, compiled_call_of, set_compiled_call
 
 _CALLS: Final[WeakKeyDictionary[type[nn.Module], Callable[..., Any]]] = WeakKeyDictionary()
 """For each class `call_uncompiled` with code of its own, which all compiled modules of the class share."""
@@ -21,7 +22,32 @@ def compile_calls(module: nn.Module, compiler: Callable[..., Any]) -> None:
     torch 2.11 does not compile a ``forward`` of torch's own, such as that of ``nn.TransformerEncoderLayer``, unless
     another function calls it; hence `call_uncompiled`.
     """
-    set_compiled_call(module, compiler(MethodType(_call_of(type(module)), module)))
+    set_compiled_call(module, _FirstCall(module, compiler(MethodType(_call_of(type(module)), module))))
+
+
+class _FirstCall:
+    """The first call of a compiled module: later ones are the compiled function, without a detour."""
+
+    def __init__(self, module: nn.Module, compiled: Callable[..., Any]) -> None:
+        self.module, self.compiled = module, compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        set_compiled_call(self.module, self.compiled)
+        return self.compiled(*args, **kwargs)
+
+
+def warn_if_uncalled(module: nn.Module) -> None:
+    """Warn if none of the modules that were compiled has been called: nothing runs compiled."""
+    calls = {name: call for name, part in module.named_modules() if (call := compiled_call_of(part)) is not None}
+    if calls and all(isinstance(call, _FirstCall) for call in calls.values()):
+        own = type(module).__name__
+        compiled = f"{own}.forward" if "" in calls else f"{', '.join(list(calls)[:3])} of {own}"
+        warnings.warn(
+            f"compile=True has compiled nothing that training_step calls: it compiles {compiled}, which the first step "
+            "did not call. Call self(...) in training_step, or leave compile out and compile what it calls in "
+            "configure_model, such as self.net.compile().",
+            stacklevel=2,
+        )
 
 
 def _call_of(kind: type[nn.Module]) -> Callable[..., Any]:

@@ -185,7 +185,7 @@ class KeptObjects:
             self._put_backs.append(namespace_put_back(attributes, ["training"]))
             return
         self._put_backs.append(namespace_put_back(attributes))
-        is_metric = all(callable(getattr(module, name, None)) for name in _METRIC)
+        is_metric = all(callable(getattr(type(module), name, None)) for name in _METRIC)
         for name, value in attributes.items():
             if name.endswith("_hooks") and isinstance(value, dict):
                 self._put_backs.append(partial(_put_back_hooks, value, dict(value)))

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..state.dtensor import is_dtensor, with_local_shard
 from ..torch_tensors import has_step_hooks
+from ..units.outside_calls import outside_call
 
 ELEMENTWISE: Final = frozenset(
     getattr(torch.optim, name)
@@ -46,7 +47,7 @@ def step_on_shards(optimizer: Optimizer, step: Callable[[], Any]) -> None:
         step()
 
 
-def note_use_of_shards(error: BaseException) -> None:
+def note_use_of_shards(error: BaseException, module: nn.Module | None) -> None:
     """Add to torch's error about DTensors what to do, unless it is an optimizer's, which has a note."""
     if any(_STEPPED in note for note in getattr(error, "__notes__", ())):
         return
@@ -57,6 +58,8 @@ def note_use_of_shards(error: BaseException) -> None:
             "through its forward, or let policy make a larger submodule a unit (print strategy.plan(module)). Compute "
             "a penalty on weights in the forward of their layers, or use the optimizer's weight_decay."
         )
+        if module is not None and (found := outside_call(module, error)) is not None:
+            error.add_note(found)
     elif "Sharding propagation failed" in str(error) or "must have the same mesh" in str(error):
         error.add_note(
             "Parameters and their gradients are DTensors outside of the forward, as in hooks, and torch does not know "

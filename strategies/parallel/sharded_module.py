@@ -21,7 +21,7 @@ from ..module.precision import Precision
 from ..state.dtensor import is_dtensor
 from ..torch_internals import BatchNorm
 from ..units.large_layers import LargeLayers, LayerUnit
-from ..units.torch_units import reduce_sharded_gradients
+from ..units.torch_units import answer_for_torch, reduce_sharded_gradients
 from ..units.unit_runs import UnitRuns
 from ..units.whole_parameters import WholeParameters
 from .equal_ranks import make_equal, overrides
@@ -178,6 +178,7 @@ class ShardedModule:
             reshards = None  # torch's default for a root, which keeps the parameters that backward needs first
         elif isinstance(submodule, LayerUnit) and not submodule.frees_after_forward:
             reshards = False  # for the same reason
+        answer_for_torch(submodule)
         return fully_shard(
             submodule,
             mesh=self._dp_mesh,

@@ -41,7 +41,7 @@ class CountedOnce:
         reached = KeptObjects()
         reached.keep(module)  # a metric in a plain list or dict is not a submodule
         self._metrics: list[Any] = [
-            part for part in reached.modules if all(callable(getattr(part, name, None)) for name in _METHODS)
+            part for part in reached.modules if all(callable(getattr(type(part), name, None)) for name in _METHODS)
         ]
 
     @contextmanager

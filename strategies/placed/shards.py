@@ -146,7 +146,7 @@ class PlacedShards(Placed):
         return check_can_be_sharded(probe, self.site.name, self.ranks.all)
 
     def annotate(self, error: BaseException) -> None:
-        note_use_of_shards(error)
+        note_use_of_shards(error, self.module)
         self._cuts.annotate(error)
 
     def positions(self, length: int) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ...common.errors import ModuleError
+from ...common.foreign import is_equal_to_itself
 from .dtensor import is_dtensor
 
 _SENT: Final = frozenset(
@@ -42,12 +43,19 @@ def check_sendable(module: nn.Module, strategy: str) -> None:
             )
 
 
-def check_shardable_dtypes(module: nn.Module, strategy: str, device_type: str) -> None:
-    """Check that parameters have dtypes of which shards can be gathered.
+def check_shardable(module: nn.Module, strategy: str, device_type: str) -> None:
+    """Check that modules can be told apart, and that parameters have dtypes of which shards can be gathered.
 
     Raises:
         ModuleError: naming the others.
     """
+    for name, part in module.named_modules():
+        if not is_equal_to_itself(part):
+            raise ModuleError(
+                f"{name or 'the module'} ({type(part).__name__}) is not equal to itself, by its __eq__, and "
+                f"strategy={strategy!r} keeps what it knows of modules in dicts; leave __eq__ out, or use "
+                "strategy='ddp' or 'zero'."
+            )
     for name, parameter in module.named_parameters() if device_type == "cpu" else ():
         if not (is_lazy(parameter) or is_sent(parameter)):
             raise ModuleError(

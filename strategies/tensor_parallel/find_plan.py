@@ -9,6 +9,7 @@ from typing import Any, Final
 from torch import nn
 
 from ...common.errors import ConfigError, did_you_mean
+from ...common.foreign import attribute_of
 from ..module.blocks import repeated_blocks
 from .known_layers import KnownLayers, widths
 from .plan_table import generic_name
@@ -98,9 +99,9 @@ def _brought(module: nn.Module) -> dict[str, Any]:
 
 
 def _plans(part: nn.Module, name: str) -> Iterator[tuple[str, nn.Module, Plan]]:
-    config = getattr(part, "config", None)
+    config = attribute_of(part, "config")
     for holder, attribute in ((part, "tp_plan"), (part, "_tp_plan"), (config, "base_model_tp_plan")):
-        plan = getattr(holder, attribute, None)
+        plan = attribute_of(holder, attribute)
         if isinstance(plan, Mapping) and plan:
             yield name, part, plan
             return
@@ -110,7 +111,8 @@ def _plans(part: nn.Module, name: str) -> Iterator[tuple[str, nn.Module, Plan]]:
 
 def _is_brought(part: nn.Module) -> bool:
     """Return whether a plan comes with a transformers model, whose words may match nothing."""
-    return getattr(part, "_tp_plan", None) is not None or hasattr(getattr(part, "config", None), "base_model_tp_plan")
+    config = attribute_of(part, "config")
+    return attribute_of(part, "_tp_plan") is not None or attribute_of(config, "base_model_tp_plan") is not None
 
 
 def _head(module: nn.Module, words: Mapping[str, Any]) -> str:
@@ -143,7 +145,7 @@ def _tied(module: nn.Module, words: Mapping[str, Any]) -> dict[str, str]:
         if word in (*_GATHERED, "embedding_rowwise")
         and isinstance(module.get_submodule(name), nn.Linear | nn.Embedding)
     }
-    tied = {n: m for n, m in module.named_modules() if n not in words and getattr(m, "weight", None) in cut}
+    tied = {n: m for n, m in module.named_modules() if n not in words and attribute_of(m, "weight") in cut}
     return {
         name: "embedding_rowwise" if isinstance(layer, nn.Embedding) else "colwise_gather_output"
         for name, layer in tied.items()

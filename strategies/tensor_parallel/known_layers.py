@@ -8,6 +8,8 @@ from typing import Any, Final, TypeGuard
 
 from torch import nn
 
+from ...common.foreign import attribute_of
+
 _ATTENTIONS: Final = (
     (("q_proj", "k_proj", "v_proj"), ("o_proj", "out_proj", "c_proj", "proj")),
     (("wq", "wk", "wv"), ("wo",)),
@@ -92,7 +94,7 @@ def is_known_attention(module: nn.Module) -> TypeGuard[nn.MultiheadAttention]:
 def head_counts(holder: nn.Module) -> dict[str, int]:
     """Return the numbers of heads in the attributes of the module around attention projections, or of its config."""
     sources = [vars(holder)] + [
-        vars(config) for config in (getattr(holder, "config", None),) if hasattr(config, "__dict__")
+        vars(config) for config in (attribute_of(holder, "config"),) if hasattr(config, "__dict__")
     ]
     return {
         name: source[name] for source in sources[::-1] for name in (*_HEADS, *_KEY_HEADS) if _is_count(source.get(name))
@@ -170,7 +172,7 @@ def _norms_of_heads(holder: nn.Module, width: int) -> dict[str, str] | None:
     """Return the words for norms over the features of a head; None if there is a norm over those of all heads."""
     words = {}
     for name in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"):
-        weight = getattr(getattr(holder, name, None), "weight", None)
+        weight = attribute_of(attribute_of(holder, name), "weight")
         if weight is not None and weight.numel() >= width:
             return None
         if weight is not None:
@@ -191,5 +193,5 @@ def _is_count(value: object) -> bool:
 def _get(module: nn.Module, path: str) -> object:
     found: object = module
     for name in path.split("."):
-        found = getattr(found, name, None)
+        found = attribute_of(found, name)
     return found

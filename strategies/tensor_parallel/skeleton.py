@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from ...common.errors import ModuleError
 from ..distributed.nested import map_tensors
 from ..torch_tensors import buffers_by_name, parameters_by_name
 
@@ -26,14 +27,25 @@ class Skeleton:
         self._module = self._copy(module)
 
     def run(self, module: nn.Module, whole: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Run the copy with ``whole(parameter)`` for each parameter of the module now, and copies of its buffers."""
+        """Run the copy with ``whole(parameter)`` for each parameter of the module now, and copies of its buffers.
+
+        Raises:
+            ModuleError: if the module has exchanged its submodules since.
+        """
+        known = dict(self._module.named_modules())
         memory: dict[int, Tensor] = {}
 
         def filled(tensor: Tensor | None, make: Callable[[Tensor], Tensor]) -> Any:
             return None if tensor is None else memory.setdefault(id(tensor), make(tensor))
 
         for name, submodule in module.named_modules():
-            mine = self._module.get_submodule(name)
+            mine = known.get(name)
+            if mine is None:
+                raise ModuleError(
+                    f"{type(module).__name__} exchanges its submodules while it runs ({name}, a "
+                    f"{type(submodule).__name__}, was not there when it was cut), so its layers cannot be cut; build "
+                    "it as it runs (a BigBird with attention_type='original_full'), or leave its layers out of tp_plan."
+                )
             parameters_by_name(mine).update({key: filled(p, whole) for key, p in parameters_by_name(submodule).items()})
             buffers_by_name(mine).update({key: filled(b, _clone) for key, b in buffers_by_name(submodule).items()})
         return self._module(*args, **kwargs)

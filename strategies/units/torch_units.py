@@ -293,3 +293,12 @@ class TreeOfUnits:
             for one in (*self._states, *self._groups):
                 if one._training_state == TrainingState.PRE_BACKWARD:
                     one._training_state = TrainingState.IDLE
+
+
+def answer_for_torch(module: torch.nn.Module) -> None:
+    """Give modules whose own ``__getattr__`` may raise anything what ``fully_shard`` asks of each (`REGISTRY_KEY`)."""
+    with names_of_torch:
+        from torch.distributed._composable.contract import REGISTRY_KEY
+    for part in module.modules():
+        if type(part).__getattr__ is not torch.nn.Module.__getattr__:
+            vars(part).setdefault(REGISTRY_KEY, {})

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
 from torch import nn
 
 from ...common.errors import DataError
+from ...strategies.module.compiled_calls import warn_if_uncalled
 from ...strategies.torch_tensors import version_of
 from ..data.micro_batch import Window
 from ..data.sample_checks import compared
@@ -163,6 +165,8 @@ def _windows(session: Session) -> Iterator[Window]:
                 "max_epochs=1, or pass one that begins again with each iter()."
             )
         windows = chain([first], windows)
+    if session.settings.compile and not (session.strategy.rank or state.global_step):
+        windows = chain(islice(windows, 1), _checked(partial(warn_if_uncalled, session.module)), windows)
     if session.check_savable is not None:
         windows = chain(islice(windows, 1), _checked(session.check_savable), windows)
         session.check_savable = None

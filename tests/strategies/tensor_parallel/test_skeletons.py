@@ -1,0 +1,25 @@
+"""A skeleton runs a module as it was, and names one that has exchanged its submodules since."""
+
+import torch
+from small import raises
+from torch import nn
+
+from echelon import ModuleError
+from echelon.strategies.tensor_parallel.skeleton import Skeleton
+
+
+def test_a_skeleton_runs_with_the_weights_of_now():
+    module = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    skeleton = Skeleton(module)
+    with torch.no_grad():
+        module[0].weight.fill_(1.0)
+    x = torch.randn(3, 2)
+    assert torch.equal(skeleton.run(module, lambda parameter: parameter, x), module(x))
+
+
+def test_a_module_that_exchanges_its_submodules_is_named():
+    module = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    skeleton = Skeleton(module)
+    module[1] = nn.Sequential(nn.Dropout())
+    with raises(ModuleError, "Sequential exchanges its submodules while it runs (1.0, a Dropout", "tp_plan"):
+        skeleton.run(module, lambda parameter: parameter, torch.randn(3, 2))
