@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, Final
 
@@ -168,13 +169,19 @@ class OptimizerProbe:
         for step in range(len(_OF_STEPS)):
             for parameter, gradients in pairs:
                 parameter.grad = gradients[step].clone()
-            with self._operations or nullcontext(), set_stance("force_eager"):  # compiling would take seconds a shape
+            with self._operations or nullcontext(), self._uncompiled():
                 type(optimizer).step(twin)
         self.draws |= not torch.equal(drawn, torch.get_rng_state())
         states = ((value, parameter) for parameter, state in twin.state.items() for value in state.values())
         self._has_other_state |= any(_is_other(value, parameter.shape) for value, parameter in states)
         self._state = [dict(twin.state[parameter]) for parameter, _ in pairs]
         self.is_quantized |= any(is_wrapper(leaf) for leaf in iterate_tensors(self._state))
+
+    def _uncompiled(self) -> AbstractContextManager[object]:
+        """Return a context in which a step that compiles itself does not: that would take seconds for each shape."""
+        # the first call imports torch._dynamo, which takes seconds itself
+        compiles = "torch._dynamo" in sys.modules or type(self.optimizer).__module__.startswith("torchao.")
+        return set_stance("force_eager") if compiles else nullcontext()
 
 
 def check_can_be_dealt(probe: OptimizerProbe, strategy: str, collectives: Collectives) -> None:

@@ -138,8 +138,8 @@ def test_a_killed_run_with_a_low_bit_optimizer_goes_on_bitwise(memory_path, stra
     assert is_same(resumed, whole)
 
 
-def on_layout(base, epochs, resumed, rows, kinds=KINDS):
-    """Return, by optimizer, what a run on this layout holds, and what it says when it resumes."""
+def on_layout(base, resumes, rows, kinds=KINDS):
+    """Return, by optimizer, what a run on this layout holds, and what it says when it resumes from last.ckpt."""
     import logging
 
     said = []
@@ -147,18 +147,19 @@ def on_layout(base, epochs, resumed, rows, kinds=KINDS):
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("echelon").addHandler(handler)
     strategy = "fsdp" if world_size() > 1 else "single"
-    states = {kind: fit(f"{base}/{kind}", strategy, kind, epochs, resumed, rows=rows) for kind in kinds}
+    saved = {kind: f"{base}/{kind}/last.ckpt" if resumes else None for kind in kinds}
+    states = {kind: fit(f"{base}/{kind}", strategy, kind, 1, saved[kind], rows=rows) for kind in kinds}
     logging.getLogger("echelon").removeHandler(handler)
     return states, [text for text in said if "quantization block" in text]
 
 
 def test_aligned_blocks_stay_quantized_bit_for_bit_from_two_ranks_to_three_to_one(memory_path):
-    two, _ = run_ranks(on_layout, 2, str(memory_path), 1, None, 96)[0]
-    three, said = run_ranks(on_layout, 3, str(memory_path), 1, "last", 96)[0]
+    two, _ = run_ranks(on_layout, 2, str(memory_path), False, 96)[0]
+    three, said = run_ranks(on_layout, 3, str(memory_path), True, 96)[0]
     for kind in KINDS:  # what three ranks loaded is what one will load
         (memory_path / kind / "last.ckpt").unlink()
         (memory_path / kind / "end.ckpt").rename(memory_path / kind / "last.ckpt")
-    one, said_by_one = on_layout(str(memory_path), 1, "last", 96)
+    one, said_by_one = on_layout(str(memory_path), True, 96)
     assert said == said_by_one == []
     for kind in KINDS:
         assert is_same(two[kind], three[kind])
@@ -168,17 +169,22 @@ def test_aligned_blocks_stay_quantized_bit_for_bit_from_two_ranks_to_three_to_on
 
 def test_what_a_layout_cuts_inside_a_block_is_dequantized_and_said(memory_path):
     # 97 rows: torchao quantizes only the second of two shards, and a third of it ends inside a block
-    two, _ = run_ranks(on_layout, 2, str(memory_path), 1, None, 97, ("AdamW8bit",))[0]
-    three, (said,) = run_ranks(on_layout, 3, str(memory_path), 1, "last", 97, ("AdamW8bit",))[0]
+    two, _ = run_ranks(on_layout, 2, str(memory_path), False, 97, ("AdamW8bit",))[0]
+    three, (said,) = run_ranks(on_layout, 3, str(memory_path), True, 97, ("AdamW8bit",))[0]
     held, loaded = (state["AdamW8bit"]["optimizers"][0]["state"] for state in (two, three))
     assert "2 tensors" in said
     assert "optimizers[0]['state']['net.0.weight']['exp_avg']" in said
     for name in ("net.0.weight", "net.0.bias", "net.1.weight"):
         for key in ("exp_avg", "exp_avg_sq"):
             torch.testing.assert_close(loaded[name][key], held[name][key], rtol=0, atol=0)
-    again, _ = run_ranks(on_layout, 2, str(memory_path), 1, "last", 97, ("AdamW8bit",))[0]
-    assert is_same(again["AdamW8bit"], two["AdamW8bit"])  # on its own layout, mixed as it was
-    one, (said_by_one,) = on_layout(str(memory_path), 1, "last", 97, ("AdamW8bit",))
+    _, said_by_two = run_ranks(on_layout, 2, str(memory_path), True, 97, ("AdamW8bit",))[0]
+    assert said_by_two == []
+    files = [memory_path / "AdamW8bit" / name for name in ("last.ckpt", "end.ckpt")]
+    saved, again = (load(file, parts=["optimizers"], wrapped="opened") for file in files)
+    assert is_same(saved, again)  # on its own layout, mixed as it was
+    blocks = again["optimizers"][0]["state"]["net.0.weight"]["exp_avg"]["blocks"]
+    assert ["class" in block for _, block in sorted(blocks.items())] == [False, True]
+    one, (said_by_one,) = on_layout(str(memory_path), True, 97, ("AdamW8bit",))
     assert "2 tensors" in said_by_one
     assert bits(one["AdamW8bit"]) == "Tensor"
 
