@@ -11,6 +11,7 @@ import math
 import sysconfig
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -43,9 +44,12 @@ def packed(text, tokenizer=None):
 class Language(echelon.TrainModule):
     """A causal language model of transformers, which computes its loss itself."""
 
+    lr: float
+
     def __init__(self, folder=None):
         super().__init__()
-        self.folder, self.lm = folder, None
+        self.folder = folder
+        self.lm: Any = None
 
     def training_step(self, batch):
         loss = self.lm(input_ids=batch[0], labels=batch[0]).loss
