@@ -112,7 +112,7 @@ def read(folder: Path) -> tuple[float, float]:
 
 def write(folder: Path, size_mb: int) -> int:
     """Write a model of about this size, and return its bytes."""
-    width = 1024 if size_mb >= 64 else 64
+    width = 1024 if size_mb >= 64 else 128
     a_layer = (4 * width * width + 3 * width * 4 * width) * 4
     layers = max(2, size_mb * 10**6 // a_layer)
     config = LlamaConfig(

@@ -35,8 +35,6 @@ ADAPTERS = {
     "head": {"target_modules": ["down_proj"], "r": 2, "modules_to_save": ["lm_head"]},
 }
 CASES = [("full", "llama"), ("full", "mixtral"), *((adapter, "qwen3") for adapter in ADAPTERS)]
-UNTRIED = {("full", "mixtral", "tp")}
-"""Whose experts no plan cuts."""
 TOKENS = torch.randint(24, (12, 8), generator=torch.Generator().manual_seed(3))
 
 
@@ -82,7 +80,6 @@ def train_all(folders, destination):
         (adapter, name, layout): train(folders[name], name, adapter, destination / layout / adapter / name, make())
         for adapter, name in CASES
         for layout, make in LAYOUTS.items()
-        if (adapter, name, layout) not in UNTRIED
     }
 
 
@@ -102,12 +99,7 @@ def written(tmp_path_factory):
 
 def cases(*wanted):
     """Return all cases of some adapters."""
-    return [
-        (adapter, name, layout)
-        for adapter, name in CASES
-        for layout in ("single", *LAYOUTS)
-        if adapter in wanted and (adapter, name, layout) not in UNTRIED
-    ]
+    return [(adapter, name, layout) for adapter, name in CASES for layout in ("single", *LAYOUTS) if adapter in wanted]
 
 
 @pytest.mark.parametrize(("adapter", "name", "layout"), cases("full"))

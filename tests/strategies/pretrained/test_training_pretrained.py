@@ -25,8 +25,6 @@ LAYOUTS = {
     "pp": lambda: ParallelStrategy(pp=2, deferred_init=True),
     "pp at once": lambda: ParallelStrategy(pp=2),
 }
-UNTRIED = {("mixtral", "tp")}
-"""Whose experts no plan cuts."""
 
 
 class Finetuning(TrainModule):
@@ -69,7 +67,6 @@ def train_all(folders):
         (name, layout): train(name, folder, make())
         for name, folder in folders.items()
         for layout, make in LAYOUTS.items()
-        if (name, layout) not in UNTRIED
     }
 
 
@@ -94,7 +91,7 @@ def trained(tmp_path_factory):
     return folders, both
 
 
-CASES = [(name, layout) for name in TRAINED for layout in LAYOUTS if (name, layout) not in UNTRIED]
+CASES = [(name, layout) for name in TRAINED for layout in LAYOUTS]
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
