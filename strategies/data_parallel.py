@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from ..common.errors import ConfigError, ModuleError
 from .cluster.hardware import Hardware
+from .devices.replicas import replicate
 from .distributed.nested import to_device
 from .module.precision import Precision
-from .module.replicas import replicate
 from .parallel.batch_split import combine, split
 from .strategy import Strategy
 from .torch_tensors import (
