@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ...common.errors import ModuleError
+from ..devices.replicas import replicate
 from ..distributed.nested import to_device
 from ..module.precision import Precision
-from ..module.replicas import replicate
 from ..parallel.batch_split import combine, split
 from .placed import Placed, Site
 

@@ -254,3 +254,21 @@ def predictions():
     module = Net().double()
     ends = [torch.cat(trainer_on(place).predict(module, loader())) for place in ("cpu", DEVICE)]
     return (ends[0] - ends[1].cpu()).abs().max().item(), {end.device.type for end in ends}
+
+
+class Recurrent(Plain):
+    """A recurrent layer, which keeps a list of its weights beside its parameters, and one that counts in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Identity()
+        self.rnn, self.norm = nn.RNN(4, 6, batch_first=True), nn.BatchNorm1d(6, momentum=None)
+
+    def forward(self, x):
+        return self.norm(self.rnn(x.unflatten(1, (4, 4)))[0][:, -1])
+
+
+def replicas():
+    """Return how far two devices of one process are from two slices on the CPU: weights, and a buffer."""
+    ends = [fitted(place, make=Recurrent, strategy="dp", devices=2)[1] for place in ("cpu", DEVICE)]
+    return far(*ends), (ends[0].norm.running_mean - ends[1].norm.running_mean.cpu()).abs().max().item()

@@ -62,6 +62,12 @@ def test_what_is_saved_while_training_goes_on_is_of_its_step(elsewhere, tmp_path
     assert found == [0.0] * 6
 
 
+def test_replicas_of_recurrent_layers_compute_on_their_own_device(simulated):
+    weights, buffers = simulated.call(training.replicas)
+    assert weights <= 1e-12
+    assert buffers <= 1e-12
+
+
 def test_predictions_come_as_from_the_cpu(elsewhere):
     far, types = elsewhere.call(training.predictions)
     assert far <= 1e-12
