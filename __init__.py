@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
 from . import callbacks, strategies
 from .callbacks import (
     BackboneFinetuning,
@@ -78,7 +81,20 @@ from .trainer.session.detailed_profilers import AdvancedProfiler, PyTorchProfile
 from .trainer.session.profiler import PassThroughProfiler, Profiler, SimpleProfiler
 from .trainer.trainer import Trainer
 
+if TYPE_CHECKING:
+    from .trainer.sequences.keyed_sampler import KeyedSampler
+
 __version__ = VERSION
+
+_LAZY: Final = {"KeyedSampler": "trainer.sequences.keyed_sampler"}
+"""Names that few programs use, and their modules, which the first use imports."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_LAZY[name]}", __name__), name)
+
 
 __all__ = [
     "ActivationCheckpointing",
@@ -110,6 +126,7 @@ __all__ = [
     "FSDPStrategy",
     "GoodputMonitor",
     "GradientAccumulationScheduler",
+    "KeyedSampler",
     "LambdaCallback",
     "LearningRateFinder",
     "LearningRateMonitor",
