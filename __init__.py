@@ -83,10 +83,15 @@ from .trainer.trainer import Trainer
 
 if TYPE_CHECKING:
     from .trainer.sequences.keyed_sampler import KeyedSampler
+    from .trainer.sequences.token_batch_sampler import TokenBatchSampler, lengths_of
 
 __version__ = VERSION
 
-_LAZY: Final = {"KeyedSampler": "trainer.sequences.keyed_sampler"}
+_LAZY: Final = {
+    "KeyedSampler": "trainer.sequences.keyed_sampler",
+    "TokenBatchSampler": "trainer.sequences.token_batch_sampler",
+    "lengths_of": "trainer.sequences.token_batch_sampler",
+}
 """Names that few programs use, and their modules, which the first use imports."""
 
 
@@ -163,6 +168,7 @@ __all__ = [
     "ThroughputMonitor",
     "Timeline",
     "Timer",
+    "TokenBatchSampler",
     "TrainModule",
     "Trainer",
     "WandbLogger",
@@ -171,6 +177,7 @@ __all__ = [
     "__version__",
     "callbacks",
     "export",
+    "lengths_of",
     "load_weights",
     "rank_zero_first",
     "rank_zero_only",
