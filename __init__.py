@@ -83,12 +83,14 @@ from .trainer.trainer import Trainer
 
 if TYPE_CHECKING:
     from .trainer.sequences.keyed_sampler import KeyedSampler
+    from .trainer.sequences.packed_dataset import PackedDataset
     from .trainer.sequences.token_batch_sampler import TokenBatchSampler, lengths_of
 
 __version__ = VERSION
 
 _LAZY: Final = {
     "KeyedSampler": "trainer.sequences.keyed_sampler",
+    "PackedDataset": "trainer.sequences.packed_dataset",
     "TokenBatchSampler": "trainer.sequences.token_batch_sampler",
     "lengths_of": "trainer.sequences.token_batch_sampler",
 }
@@ -148,6 +150,7 @@ __all__ = [
     "NaNGuard",
     "NonFiniteError",
     "OnExceptionCheckpoint",
+    "PackedDataset",
     "ParallelStrategy",
     "ParameterServerStrategy",
     "PassThroughProfiler",
