@@ -78,6 +78,9 @@ from .trainer.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLo
 from .trainer.module.data_module import DataModule
 from .trainer.module.loss import Loss
 from .trainer.module.train_module import TrainModule
+from .trainer.sequences.keyed_sampler import KeyedSampler
+from .trainer.sequences.packed_dataset import PackedDataset
+from .trainer.sequences.token_batch_sampler import TokenBatchSampler, lengths_of
 from .trainer.session.detailed_profilers import AdvancedProfiler, PyTorchProfiler
 from .trainer.session.profiler import PassThroughProfiler, Profiler, SimpleProfiler
 from .trainer.trainer import Trainer
@@ -115,6 +118,7 @@ __all__ = [
     "GoodputMonitor",
     "GradientAccumulationScheduler",
     "HuggingFaceCheckpoint",
+    "KeyedSampler",
     "LambdaCallback",
     "LearningRateFinder",
     "LearningRateMonitor",
@@ -132,6 +136,7 @@ __all__ = [
     "NonFiniteError",
     "OmitFrozenWeights",
     "OnExceptionCheckpoint",
+    "PackedDataset",
     "ParallelStrategy",
     "ParameterServerStrategy",
     "PassThroughProfiler",
@@ -152,6 +157,7 @@ __all__ = [
     "ThroughputMonitor",
     "Timeline",
     "Timer",
+    "TokenBatchSampler",
     "TrainModule",
     "Trainer",
     "WandbLogger",
@@ -160,6 +166,7 @@ __all__ = [
     "__version__",
     "callbacks",
     "export",
+    "lengths_of",
     "load_pretrained",
     "load_weights",
     "rank_zero_first",

@@ -33,6 +33,7 @@ LEVELS = (
     ("trainer.checkpoint",),
     ("trainer.module",),
     ("trainer.data",),
+    ("trainer.sequences",),
     ("trainer.session",),
     ("trainer.loop",),
     ("trainer.resume",),

@@ -7,19 +7,22 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
-from typing import Any, Protocol, SupportsIndex
+from typing import Any, ClassVar, Protocol, SupportsIndex, runtime_checkable
 
 import torch
 
 from ...common.sample_order import Source
 from .generators import GENERATORS
 from .micro_batch import MicroBatch, Window
-from .sampled import HEAD, Place, Sampled, Share
+from .sampled import HEAD, Place, Sampled, Share, plain
 from .seed import derive, mix, seed_generators
 
 
 class Order(Protocol):
     """The entries of an epoch (indices of samples or of whole batches), from any position on."""
+
+    comes_once: ClassVar[bool]
+    """Whether each index comes once in an epoch; False if a user's sampler decides."""
 
     @property
     def head(self) -> list[Any]:
@@ -37,6 +40,7 @@ class Sequential:
     """Every index in order."""
 
     num_samples: int
+    comes_once: ClassVar[bool] = True
 
     @property
     def head(self) -> list[int]:
@@ -51,6 +55,8 @@ class Sequential:
 
 class Shuffled:
     """Every index once, in a different permutation in each epoch."""
+
+    comes_once: ClassVar[bool] = True
 
     def __init__(self, num_samples: int, seed: int) -> None:
         self.num_samples, self.seed = num_samples, seed
@@ -69,6 +75,38 @@ class Shuffled:
 
     def size(self) -> int:
         return self.num_samples
+
+
+@runtime_checkable
+class AddressedSampler(Protocol):
+    """A sampler, or batch sampler, that reads any epoch from any position on, without what comes before."""
+
+    def entries_from(self, epoch: int, start: int, seed: int) -> Iterator[Any]:
+        """Yield the entries of an epoch, each index at most once, without the first `start`; `seed` is the run's."""
+
+    def __len__(self) -> int:
+        """Return the number of entries in an epoch, which is the same for all."""
+
+
+class Addressed:
+    """The entries of a sampler that any position is read from at once: never listed, and with no state to save."""
+
+    comes_once: ClassVar[bool] = True
+
+    def __init__(self, sampler: AddressedSampler, seed: int) -> None:
+        self._sampler, self._seed = sampler, seed
+        self._head: list[Any] = []
+
+    @property
+    def head(self) -> list[Any]:
+        return self._head
+
+    def entries(self, epoch: int, start: int) -> Iterator[Any]:
+        self._head = plain(islice(self._sampler.entries_from(epoch, 0, self._seed), HEAD))
+        return self._sampler.entries_from(epoch, start, self._seed)
+
+    def size(self) -> int:
+        return len(self._sampler)
 
 
 class SeededIndices(list[int]):
@@ -301,7 +339,7 @@ class IndexStream:
         return Source(
             -1 if num_indices is None else num_indices,
             -1 if end is None else end,
-            comes_once=int(isinstance(self._order, Sequential | Shuffled)),
+            comes_once=int(self._order.comes_once),
             in_batches=int(self._share.micro_batch_size is None),
             num_streams=num_streams,
         )

@@ -17,7 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 from ...common.errors import DataError
 from ...strategies.launch.signal_handlers import sheltering_forks
 from ...strategies.torch_internals import end_workers, has_workers
-from .index_stream import DataRanks, Order, Sequential, Shuffled
+from .index_stream import Addressed, AddressedSampler, DataRanks, Order, Sequential, Shuffled
 from .sampled import Sampled, Share, length_of
 
 
@@ -203,9 +203,12 @@ def order_of(loader: DataLoader[Any], seed: int, *, in_order: bool, share: Share
     dataset: Any = loader.dataset
     if in_order:
         return Sequential(len(dataset))
+    entries = entries_of(loader)
+    sampler: Any = entries if loader.batch_size is None else loader.sampler
+    if isinstance(sampler, AddressedSampler):
+        return Addressed(sampler, seed)
     if _has_own_batches(loader):
-        return Sampled(entries_of(loader), seed, share)
-    sampler: Any = loader.sampler if loader.batch_size is not None else entries_of(loader)
+        return Sampled(entries, seed, share)
     if type(sampler) is SequentialSampler:
         return Sequential(len(dataset))
     # torchdata's sampler makes its own generator, with a different seed each time

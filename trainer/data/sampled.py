@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from itertools import chain, islice
 from operator import index
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 from torch.utils.data import (
@@ -77,6 +77,8 @@ class Sampled:
         seed: with the epoch, the seed of an epoch.
         share: if given, all ranks draw what the first one's generators give.
     """
+
+    comes_once: ClassVar[bool] = False
 
     def __init__(self, sampler: Iterable[Any], seed: int, share: Share | None = None) -> None:
         self.sampler, self.seed = sampler, seed
