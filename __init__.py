@@ -69,7 +69,7 @@ from .strategies import (
 from .strategies.cluster.version import VERSION
 from .strategies.distributed.rank_zero import rank_zero_first, rank_zero_only
 from .strategies.pretrained.load import load_pretrained
-from .strategies.state.wrapped import register_tensor_class
+from .strategies.wrapped.wrapped_tensors import register_tensor_class
 from .trainer.checkpoint import export, load_weights
 from .trainer.data.combined_loader import CombinedLoader
 from .trainer.data.seed import seed_everything

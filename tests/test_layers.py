@@ -17,6 +17,7 @@ LEVELS = (
     ("strategies.devices",),
     ("strategies.cluster",),
     ("strategies.distributed",),
+    ("strategies.targets", "strategies.wrapped"),
     ("strategies.launch", "strategies.state"),
     ("strategies.module", "strategies.snapshots", "strategies.units"),
     ("strategies.context_parallel", "strategies.pipeline", "strategies.pretrained", "strategies.tensor_parallel"),

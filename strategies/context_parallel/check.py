@@ -14,7 +14,7 @@ from ...common.errors import EchelonError, ModuleError
 from ..distributed.collectives import Collectives
 from ..distributed.nested import iterate_tensors
 from ..module.untouched import trying_steps
-from ..state.noted_means import NotedMeans
+from ..targets.noted_means import NotedMeans
 from .context import ContextParallel
 from .counted import Counted, log_difference, metric_difference
 from .sequence import SequenceLayout

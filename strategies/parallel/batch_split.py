@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...common.errors import DataError, ModuleError
 from ..distributed.nested import iterate_tensors, rebuild_mapping
-from ..state.target_mean import TargetMean, note_target_mean, target_mean_of
+from ..targets.target_mean import TargetMean, note_target_mean, target_mean_of
 
 
 def split(batch: Any, num_slices: int) -> tuple[list[Any], list[int]]:

@@ -12,8 +12,8 @@ from ...common.errors import CheckpointError
 from ..distributed.nested import map_tensors
 from ..torch_internals import DisableTorchFunctionSubclass
 from ..torch_tensors import as_instance
-from .wrapped import copied, dequantized, is_here, is_wrapped
-from .wrapped_blocks import join_wrapped
+from ..wrapped.wrapped_blocks import join_wrapped
+from ..wrapped.wrapped_tensors import copied, dequantized, is_here, is_wrapped
 
 OUTLINE: Final = ".outline"
 """File name suffix for tensors of which only the header is stored here; their elements are on another node."""

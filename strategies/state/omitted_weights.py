@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from ...common.errors import CheckpointError
 from ..distributed.collectives import Collectives
+from ..wrapped.wrapped_tensors import dequantized
 from .digest import part_digest
 from .dtensor import held_as, is_dtensor, is_wrapper, local_shard, writes
 from .lazy_tensor import StoredTensor
 from .schema import COUNT, TEXT, check, text_like
 from .shards import Holders, pieces_of
-from .wrapped import dequantized
 
 OMITTED: Final = "omitted_weights"
 """The part of a checkpoint with the names of the weights that it leaves out."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..state.dtensor import is_dtensor
-from ..state.target_mean import TargetMean, note_target_mean
+from ..targets.target_mean import TargetMean, note_target_mean
 from .exchanges import TensorGroup
 
 _SIGNATURE: Final = inspect.signature(F.cross_entropy)

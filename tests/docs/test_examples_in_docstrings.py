@@ -1,6 +1,7 @@
 """The examples in docstrings run; what users call has one, and says what its arguments are."""
 
 import ast
+import functools
 import inspect
 import re
 import textwrap
@@ -75,7 +76,7 @@ def namespace():
     net = nn.Linear(4, 1)
     public = {name: getattr(echelon, name) for name in dir(echelon) if name[0].isupper()}
     functions = (echelon.export, echelon.load_weights, echelon.rank_zero_first, echelon.rank_zero_only)
-    functions = (*functions, echelon.register_tensor_class)
+    functions = (*functions, echelon.register_tensor_class, echelon.lengths_of)
     engine = Engine(accelerator="cpu", devices=1)
     net, optimizer = engine.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
     return {
@@ -84,6 +85,7 @@ def namespace():
         "torch": torch,
         "nn": nn,
         "Path": Path,
+        "partial": functools.partial,
         "DataLoader": DataLoader,
         "TensorDataset": TensorDataset,
         "Net": Net,

@@ -28,9 +28,9 @@ from ...strategies.state.dtensor import (
 from ...strategies.state.lazy_tensor import Block, StoredTensor
 from ...strategies.state.optimizer_state import BlockByBlock, Elsewhere, Sharded
 from ...strategies.state.shards import Holders
-from ...strategies.state.wrapped import field_values, is_trusted, is_wrapped, take_apart, why_not_kept
 from ...strategies.torch_internals import is_without_memory
 from ...strategies.torch_tensors import memory_id
+from ...strategies.wrapped.wrapped_tensors import field_values, is_trusted, is_wrapped, take_apart, why_not_kept
 from .tags import COLLECTIONS, SCALARS, name_of, named_member
 
 SAFETENSORS_DTYPES: Final[dict[torch.dtype, str]] = {

@@ -22,7 +22,7 @@ from ...common.errors import CheckpointError, MissingDependencyError
 from ...strategies.state.from_environment import FromEnvironment
 from ...strategies.state.lazy_tensor import Block, StoredTensor
 from ...strategies.state.schema import COUNT, TEXT, check, shown
-from ...strategies.state.wrapped import (
+from ...strategies.wrapped.wrapped_tensors import (
     TensorParts,
     class_beside,
     is_trusted,

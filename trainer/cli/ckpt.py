@@ -16,7 +16,7 @@ from ...strategies.pretrained.export_folder import export_folder
 from ...strategies.pretrained.find_folder import check_dtype
 from ...strategies.pretrained.save_folder import parse_size
 from ...strategies.pretrained.save_model import FolderSettings
-from ...strategies.state.wrapped import UnknownTensorError, is_wrapped, take_apart
+from ...strategies.wrapped.wrapped_tensors import UnknownTensorError, is_wrapped, take_apart
 from ..checkpoint.atomic_folder import unfinished
 from ..checkpoint.finding import FoundCheckpoint, is_gone, list_checkpoints, resolve
 from ..checkpoint.load_weights import export, weights_with_base

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...common.errors import ModuleError
 from ...strategies import Strategy
-from ...strategies.state.target_mean import TargetMean
+from ...strategies.targets.target_mean import TargetMean
 from ..data.micro_batch import Window
 from ..module.loss import Loss, as_tensor, mean_of, nonzero
 from .target_weights import TargetWeights, cannot_mix

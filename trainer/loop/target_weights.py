@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...common.errors import ModuleError
 from ...strategies import Strategy
-from ...strategies.state.target_mean import TargetMean, target_mean_of, target_means_in
+from ...strategies.targets.target_mean import TargetMean, target_mean_of, target_means_in
 
 _MOST_LOOKS: Final = 64
 _MOST_READS: Final = 8

@@ -8,7 +8,7 @@ from typing import Final
 
 from torch import Tensor
 
-from ...strategies.state.noted_means import NotedMeans
+from ...strategies.targets.noted_means import NotedMeans
 from ...strategies.torch_tensors import has_compiled
 
 _MOST_BATCHES: Final = 16

@@ -35,9 +35,11 @@ class KeyedPermutation:
 
     Example::
 
-        order = KeyedPermutation(10**12, seed, epoch)
-        order[7]                         # an int
-        order[rank : 4096 : world_size]  # a tensor
+        from echelon.trainer.sequences.keyed_permutation import KeyedPermutation
+
+        order = KeyedPermutation(10**12, 0, 3)  # a seed and an epoch
+        assert order[7] in range(10**12)
+        first_of_each_rank = order[0:4096:8]  # a tensor
     """
 
     def __init__(self, size: int, *key: int) -> None:

@@ -31,6 +31,7 @@ class KeyedSampler(Sampler[int]):
 
     Example::
 
+        dataset = TensorDataset(torch.randn(256, 4), torch.randn(256, 1))
         train_loader = DataLoader(dataset, batch_size=32, sampler=KeyedSampler(dataset))
         trainer.fit(module, train_loader)
     """

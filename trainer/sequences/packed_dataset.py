@@ -52,6 +52,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
 
     Example::
 
+        documents = [torch.randint(100, (length,)) for length in (300, 1500, 700)]
         packs = PackedDataset(documents, seq_len=2048)
         train_loader = DataLoader(packs, batch_size=8, shuffle=True, collate_fn=PackedDataset.collate)
     """

@@ -44,7 +44,9 @@ class TokenBatchSampler(Sampler[list[int]]):
 
     Example::
 
+        texts = [torch.randint(100, (length,)) for length in (300, 1500, 700)]
         batches = TokenBatchSampler([len(text) for text in texts], max_tokens=16_384)
+        pad = partial(nn.utils.rnn.pad_sequence, batch_first=True)
         train_loader = DataLoader(texts, batch_sampler=batches, collate_fn=pad)
     """
 
@@ -173,6 +175,7 @@ def lengths_of(dataset: Sized, length: Callable[[Any], int] = len) -> Tensor:
 
     Example::
 
+        dataset = [{"input_ids": [5, 3, 8]}, {"input_ids": [4, 4]}]
         lengths = lengths_of(dataset, lambda sample: len(sample["input_ids"]))
     """
     samples: Any = dataset

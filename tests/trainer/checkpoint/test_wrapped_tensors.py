@@ -15,7 +15,7 @@ from echelon.common.errors import CheckpointError
 from echelon.strategies.snapshots.snapshots import MemorySnapshots
 from echelon.strategies.state.dtensor import shard_like
 from echelon.strategies.state.lazy_tensor import Block, StoredTensor, read_block
-from echelon.strategies.state.wrapped import dequantized, take_apart
+from echelon.strategies.wrapped.wrapped_tensors import dequantized, take_apart
 from echelon.testing import run_ranks
 from echelon.trainer.checkpoint import MemoryWriter, load, save
 from echelon.trainer.checkpoint.encoding import encode

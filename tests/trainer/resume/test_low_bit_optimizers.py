@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Callback, ModelCheckpoint, TrainModule
 from echelon.common.errors import ProcessError
-from echelon.strategies.state.wrapped import is_wrapped, take_apart
+from echelon.strategies.wrapped.wrapped_tensors import is_wrapped, take_apart
 from echelon.testing import run_ranks
 from echelon.trainer.checkpoint import load
 

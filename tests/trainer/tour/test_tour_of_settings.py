@@ -150,8 +150,13 @@ def a_misspelt_precision() -> None:
     Trainer(precision="fp16")
 
 
-@tour.answered_by(ConfigError, "accelerator='tpu' is not a known accelerator", "Did you mean")
+@tour.answered_by(ConfigError, "accelerator='cudda' is not a known accelerator", "Did you mean 'cuda'")
 def an_unknown_accelerator() -> None:
+    Trainer(accelerator="cudda")
+
+
+@tour.answered_by(ConfigError, "accelerator='tpu', but torch finds no such device", "install torch_tpu")
+def an_accelerator_without_its_package() -> None:
     Trainer(accelerator="tpu")
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .wrapped import TensorParts, copied, is_wrapped, put_together, rule_of, take_apart, with_changed
+from .wrapped_tensors import TensorParts, copied, is_wrapped, put_together, rule_of, take_apart, with_changed
 
 Spans = Sequence[tuple[int, int]]
 """For each dimension, the first index and the last index + 1."""

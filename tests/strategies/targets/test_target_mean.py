@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from echelon.strategies.state.noted_means import NotedMeans
-from echelon.strategies.state.target_mean import TargetMean, note_target_mean, target_mean_of, target_means_in
+from echelon.strategies.targets.noted_means import NotedMeans
+from echelon.strategies.targets.target_mean import TargetMean, note_target_mean, target_mean_of, target_means_in
 
 LABELS = torch.tensor([1, 2, -100, 3, 4, -100])
 WEIGHT = torch.tensor([0.5, 1.0, 1.5, 2.0, 0.25])
