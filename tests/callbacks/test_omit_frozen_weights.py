@@ -1,18 +1,14 @@
 """Frozen weights that never change are left out of checkpoints, found again where the module has them, or refused."""
 
-import os
-import signal
-import time
-
 import pytest
 import torch
 from as_rank import calm_down, double_trainer
+from resuming import Killed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import (
     BackboneFinetuning,
-    Callback,
     EMAWeightAveraging,
     ModelCheckpoint,
     OmitFrozenWeights,
@@ -93,19 +89,6 @@ def assert_same(one, other):
     assert one.keys() == other.keys()
     for name, value in one.items():
         torch.testing.assert_close(value, other[name], rtol=0, atol=0)
-
-
-class Killed(Callback):
-    """Kills its process after the first step of the second epoch, once the checkpoint of the first is written."""
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    def on_train_step_end(self, trainer, module):
-        if trainer.current_epoch == 1:
-            while not os.path.exists(f"{self.folder}/last.ckpt"):
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 # --- layouts

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import csv
+import os
+import signal
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -42,6 +45,19 @@ class Record:
     final: dict[str, Any] = field(default_factory=dict)
     curve: list[dict[str, str]] = field(default_factory=list)
     num_steps: int = 0
+
+
+class Killed(Callback):
+    """Kills its process after the first step of the second epoch, once the checkpoint of the first is written."""
+
+    def __init__(self, folder: Any) -> None:
+        self.folder = folder
+
+    def on_train_step_end(self, trainer: Any, module: nn.Module) -> None:
+        if trainer.current_epoch == 1:
+            while not Path(self.folder, "last.ckpt").exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Recorder(Callback):

@@ -124,7 +124,7 @@ def load_weights(session: Session, saved: Mapping[str, Any]) -> None:
     state = as_hooks_see(saved)
     read = set(state["state_dict"])
     if state.get(OMITTED):
-        collectives, own = session.strategy.ranks.all, session.strategy.model_state()
+        collectives, own = session.strategy.ranks.all, session.placed.model_state()
         with collectives.fail_together():
             state["state_dict"] = completed(state["state_dict"], state[OMITTED], own, collectives)
     session.hooks.call("on_load_checkpoint", state)

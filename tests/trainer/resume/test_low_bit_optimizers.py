@@ -1,17 +1,15 @@
 """State in few bits is kept as it is: saved, killed, resumed to the same bit, and on other layouts."""
 
-import os
-import signal
-import time
 import warnings
 
 import pytest
 import torch
 from as_rank import calm_down, double_trainer, world_size
+from resuming import Killed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from echelon import Callback, ModelCheckpoint, TrainModule
+from echelon import ModelCheckpoint, TrainModule
 from echelon.common.errors import ProcessError
 from echelon.strategies.wrapped.wrapped_tensors import is_wrapped, take_apart
 from echelon.testing import run_ranks
@@ -36,19 +34,6 @@ class Net(TrainModule):
         import torchao.optim
 
         return getattr(torchao.optim, self.kind)(self.parameters(), 1e-2)
-
-
-class Killed(Callback):
-    """Kills its process after the first step of the second epoch, once the checkpoint of the first is written."""
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    def on_train_step_end(self, trainer, module):
-        if trainer.current_epoch == 1:
-            while not os.path.exists(f"{self.folder}/last.ckpt"):
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def quiet():
