@@ -140,7 +140,9 @@ def test_a_model_ends_like_in_one_process(name: str, ends: list[dict[str, Any]])
     alone = train(name, "single")
     before = make(name)[0].double().state_dict()
     assert any(not torch.allclose(before[key], value, atol=1e-3) for key, value in alone["state"].items())
+    # transformers computes the loss in float32, where a last bit of the weights can round the other way
+    bound = 1e-7 if name == "llama" else 1e-12
     for end in ends:
-        torch.testing.assert_close(end[name]["state"], alone["state"], rtol=0, atol=1e-12)
+        torch.testing.assert_close(end[name]["state"], alone["state"], rtol=0, atol=bound)
         torch.testing.assert_close(end[name]["loss"], alone["loss"], rtol=0, atol=1e-6)
-        torch.testing.assert_close(end[name]["predicted"], alone["predicted"], rtol=0, atol=1e-12)
+        torch.testing.assert_close(end[name]["predicted"], alone["predicted"], rtol=0, atol=10 * bound)
