@@ -54,7 +54,7 @@ class Net(TrainModule):
         return self(batch[0])
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.scales.append(self.trainer.scaler.get_scale())
+        self.scales.append(self.trainer.strategy.site.scaling.scaler.get_scale())
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.03)

@@ -63,7 +63,8 @@ class GatherOnce:
 
 def gather_once(metric: Any, strategy: Strategy) -> None:
     """Make a torchmetrics object count each replica once, and gather lists of which ranks have different numbers."""
-    if not isinstance(getattr(metric, "dist_sync_fn", metric), GatherOnce | None):
+    own: dict[str, Any] = getattr(metric, "__dict__", {})  # a foreign module may raise anything for unknown names
+    if not isinstance(own.get("dist_sync_fn", metric), GatherOnce | None):
         return  # no such object, or one with the user's own gathering
     has_peers = strategy.ranks.all.world_size > 1
     metric.dist_sync_fn = GatherOnce(strategy) if has_peers else None

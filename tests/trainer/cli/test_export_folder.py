@@ -90,7 +90,8 @@ def test_in_another_dtype(trained, tmp_path):
     ("words", "message"),
     [
         (["--hf"], "--hf needs the config of the model.*give --base=DIR"),
-        (["--base", "x"], "are for a folder; add --hf"),
+        (["--dtype", "bfloat16"], "is for a folder; add --hf"),
+        (["--hf", "--base", "BASE", "--partial"], "and all weights, got .* and --partial"),
         (["--hf", "--base", "/nowhere"], "There is no folder /nowhere"),
         (["--hf", "--base", "OTHER"], "is not of the model that .*it lacks"),
         (["--hf", "--base", "EMPTY"], "names no model of transformers"),

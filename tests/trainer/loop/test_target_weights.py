@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 import warnings
 from collections.abc import Callable
@@ -360,6 +361,14 @@ class ValidatedByTargets(Validated):
         return int((labels != -100).sum())
 
 
+@pytest.fixture
+def nothing_compiled():
+    """Forget what other tests of this process have compiled: batches are not watched in a program that compiles."""
+    if "torch._dynamo.utils" in sys.modules:
+        sys.modules["torch._dynamo.utils"].counters.clear()
+
+
+@pytest.mark.usefixtures("nothing_compiled")
 def test_a_logged_mean_over_targets_is_named_where_batches_differ():
     with pytest.warns(UserWarning, match=r"self.log\('val_loss', ...\).*batch_size=int\(\(labels != -100\)"):
         quiet().validate(built(Validated), DataLoader(data(), 4), verbose=False)
