@@ -36,6 +36,14 @@ class Net(TrainModule):
         return getattr(torchao.optim, self.kind)(self.parameters(), 1e-2)
 
 
+@pytest.fixture(autouse=True)
+def undone():
+    """Undo what `quiet` sets where a test trains in this process."""
+    with warnings.catch_warnings():
+        yield
+    torch.compiler.set_stance("default")
+
+
 def quiet():
     calm_down()
     torch.compiler.set_stance("force_eager")  # compiling each optimizer would take longer than all steps
