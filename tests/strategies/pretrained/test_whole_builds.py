@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs import run_program
 
 import echelon
 from echelon import FSDPStrategy, ModuleError, ParallelStrategy
@@ -74,6 +75,28 @@ def test_inside_of_a_deferred_initialization_it_reads_values_and_draws_nothing(t
     assert head.weight.is_meta
     for key, value in read("gpt2", folder).state_dict().items():
         assert torch.equal(model.state_dict()[key], value), key
+
+
+LATE = """
+import sys
+import transformers
+from echelon.strategies.module.deferred_init import DeferredInit
+from echelon.strategies.pretrained.plain_builds import recording
+
+models = "transformers.modeling_utils"
+assert models not in sys.modules
+with recording(DeferredInit()):
+    assert models not in sys.modules, "importing it takes seconds"
+    model = transformers.LlamaForCausalLM.from_pretrained(sys.argv[1])
+assert sum(float(p.detach().abs().sum()) for p in model.parameters()) > 0
+assert sys.modules[models].PreTrainedModel.from_pretrained.__module__ == models
+assert not any("ModelsOfTransformers" in type(finder).__name__ for finder in sys.meta_path)
+"""
+
+
+def test_transformers_models_are_imported_inside_only_if_the_program_does(tmp_path):
+    done = run_program("-c", LATE, str(saved("llama", tmp_path)), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 def test_its_errors_are_those_of_transformers_and_it_is_itself_again_afterwards(tmp_path):
