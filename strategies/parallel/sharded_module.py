@@ -72,8 +72,7 @@ class ShardedModule:
         elsewhere: Collection[nn.Parameter] = (),
         runs: Callable[..., Any] | None = None,
     ) -> None:
-        self.module = module
-        self._elsewhere = set(elsewhere)
+        self.module, self._elsewhere = module, set(elsewhere)
         self._mesh, self._collectives, self._device = mesh, collectives, device
         dp_axes = tuple(axis for axis in mesh.mesh_dim_names if axis in _DP_AXES)
         self._dp_mesh = mesh if len(dp_axes) == mesh.ndim else mesh[dp_axes]
@@ -84,9 +83,10 @@ class ShardedModule:
         self._whole = WholeParameters(module, collectives, self._elsewhere)
         self._in_layers: set[nn.Parameter] = set()
         self._is_one_unit = runs is not None and self._is_alone()
+        names = large_layers(module)  # first: a unit has another class than blocks that share parameters and are none
         self._units = [] if self._is_one_unit else self._shard_units()
         self._caller = StepCaller(module, returns_tensors=True, copies_views=True, runs=runs)
-        layers = [] if is_manual or runs is not None else self._shard_layers()
+        layers = [] if is_manual or runs is not None else self._shard_layers(names)
         self._in_layers = {parameter for layer in layers for parameter in layer.parameters()}
         self.roots = self._shard_children() if is_manual else [self._shard(self._caller, is_root=True)]
         self._is_manual, self._has_stages = is_manual, runs is not None
@@ -140,11 +140,11 @@ class ShardedModule:
         """Return the submodules that the module has sharded itself."""
         return [submodule for submodule in self.module.modules() if _is_sharded(submodule)]
 
-    def _shard_layers(self) -> list[Any]:
-        """Shard the large layers outside the blocks as units beside the module's, and return these units."""
+    def _shard_layers(self, names: Sequence[str]) -> list[Any]:
+        """Shard these layers outside the blocks as units beside the module's, and return these units."""
         if self._options.policy is not None or overrides(self.module, "configure_sharding"):
             return []
-        layers = [LayerUnit(self.module.get_submodule(name)) for name in large_layers(self.module)]
+        layers = [LayerUnit(self.module.get_submodule(name)) for name in names]
         # beside the module, whose names must not change, but where the root's hooks find them
         self._caller.layers = nn.ModuleList(layers)
         units = [self._shard(layer) for layer in layers]

@@ -155,6 +155,14 @@ class TiedInPlace(Words):
         self.head.weight = self.embed.weight
 
 
+class TiedBlocks(Words):
+    """Two of three blocks share a weight, so that only the other one is a unit, and has another class."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[2].up.weight = self.blocks[0].up.weight
+
+
 KINDS = {
     Words: {"training_step": [True, True], "validation_step": [True, True]},
     ReadsTheHead: {"training_step": [True, False], "validation_step": [True, False]},
@@ -167,6 +175,7 @@ KINDS = {
     ComputesTheEmbeddingAgain: {"training_step": [True, True], "validation_step": [True, True]},
     ChangesAViewInPlace: {"training_step": [True, True], "validation_step": [True, True]},
     TiedInPlace: None,
+    TiedBlocks: {"training_step": [True, True], "validation_step": [True, True]},
 }
 
 
