@@ -239,9 +239,11 @@ def _timeout_error(task: WorkerTask, agent: Agent, timeout: float | None) -> Pro
     ranks = agent.running
     agent.send(SHOW_STACKS)
     files = {rank: task.folder / f"{rank}.stacks" for rank in ranks}
-    end = time.monotonic() + _STACKS_TIMEOUT
-    while time.monotonic() < end and not all(file.exists() and file.stat().st_size for file in files.values()):
+    end, sizes, num_equal = time.monotonic() + _STACKS_TIMEOUT, [0], 0
+    while time.monotonic() < end and not (all(sizes) and num_equal > 2):  # they are written in pieces
         time.sleep(0.05)
+        before, sizes = sizes, [file.stat().st_size if file.exists() else 0 for file in files.values()]
+        num_equal = num_equal + 1 if sizes == before else 0
     stacks = [f"rank {rank}:\n{file.read_text() if file.exists() else ''}" for rank, file in files.items()]
     return ProcessError(
         f"Rank {', '.join(map(str, ranks))} had not finished after timeout={timeout:g} s, and all were killed; raise "
