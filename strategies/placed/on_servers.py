@@ -167,9 +167,8 @@ class PlacedOnServers(PlacedReplica):
         multiply_gradients(self.module.parameters(), factor)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        is_done = not self.precision.uses_scaler or self.scaling.has_unscaled(optimizer)
-        super().unscale(optimizer)
-        if not is_done:
+        if self.precision.uses_scaler and not self.scaling.has_unscaled(optimizer):
+            super().unscale(optimizer)
             self.scaling.share_overflows(optimizer, self.ranks.all)
 
     def clip(self, optimizer: Optimizer, limit: float, algorithm: ClipAlgorithm) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import secrets
 import shutil
@@ -15,6 +14,7 @@ from typing import Final
 from torch import Tensor
 
 from ...common.errors import CheckpointError, ConfigError
+from ...common.flush import flush_to_disk
 from .find_folder import CONFIG, INDEX, SINGLE
 from .saved_names import Outline
 from .tensor_file import CODES, memory_of
@@ -59,11 +59,11 @@ def committed_folder(path: Path) -> Iterator[Path]:
         temporary.mkdir(parents=True)
         yield temporary
         for entry in (*temporary.iterdir(), temporary):
-            _sync(entry)
+            flush_to_disk(entry)
         if path.exists():
             path.rename(old)
         temporary.rename(path)
-        _sync(path.parent)
+        flush_to_disk(path.parent)
     except OSError as error:
         raise CheckpointError(
             f"The folder {path} could not be written ({error.strerror or error}); make room, or choose another one."
@@ -72,14 +72,6 @@ def committed_folder(path: Path) -> Iterator[Path]:
         for left in (temporary, old):
             with suppress(OSError):
                 shutil.rmtree(left)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class TensorWriter:

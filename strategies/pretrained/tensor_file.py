@@ -18,27 +18,11 @@ from torch import Tensor
 
 from ...common.errors import CheckpointError
 from ..state.regular_file import open_regular
+from ..state.safetensors_dtypes import SAFETENSORS_DTYPES
 
-_CODES: Final[dict[str, torch.dtype]] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-CODES: Final[Mapping[torch.dtype, str]] = {dtype: code for code, dtype in _CODES.items()}
-"""The names of dtypes in headers."""
+CODES: Final[Mapping[torch.dtype, str]] = {**SAFETENSORS_DTYPES, torch.complex64: "C64"}
+"""The names of dtypes in headers; Echelon's own files have complex numbers as pairs."""
+_DTYPES: Final = {code: dtype for dtype, code in CODES.items()}
 _LONGEST_HEADER: Final = 100_000_000
 _AT_ONCE: Final = 16 << 20
 """Bytes that are read at once; what is in memory beside the tensor that is filled."""
@@ -168,11 +152,11 @@ class StoredSource:
 
 def _entry(given: Any, begin: int, size: int) -> _Entry:
     shape, (start, stop) = given["shape"], given["data_offsets"]
-    if given["dtype"] not in _CODES:
+    if given["dtype"] not in _DTYPES:
         raise ValueError(f"a dtype {given['dtype']!r:.40}, which torch {torch.__version__} has not")
     if not all(type(number) is int and 0 <= number < 1 << 62 for number in (*shape, start, stop)):
         raise ValueError(f"shape {shape!r:.80} at {start!r:.20} to {stop!r:.20}")
-    entry = _Entry(_CODES[given["dtype"]], torch.Size(shape), begin + start)
+    entry = _Entry(_DTYPES[given["dtype"]], torch.Size(shape), begin + start)
     if _num_bytes(entry) != stop - start or begin + stop > size:
         raise ValueError(f"shape {shape!r:.80} of {entry.dtype} in bytes {start} to {stop} of {size - begin}")
     return entry

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from ...common.errors import CheckpointError
+from ...common.flush import flush_to_disk
 from ...strategies.launch.proc_status import host_id
 from .files import explain
 from .manifest import is_checkpoint, is_torch_file, read_manifest
@@ -47,7 +48,7 @@ def committed(path: Path, *, is_file: bool = False) -> Iterator[Path]:
             temporary.mkdir()
         yield temporary
         if not is_file:
-            sync(temporary)
+            flush_to_disk(temporary)
         _move(temporary, path)
     except OSError as error:
         raise refused(path, error) from error
@@ -82,7 +83,7 @@ def discard(path: Path) -> None:
     try:
         discarded = _temporary(path, "gone")
         path.rename(discarded)
-        sync(path.parent)
+        flush_to_disk(path.parent)
         _delete(discarded)
     except OSError as error:
         raise CheckpointError(f"The checkpoint {path} could not be deleted: {explain(error)}.") from error
@@ -133,15 +134,6 @@ def unfinished(folder: Path) -> list[Path]:
     return [entry for entry in sorted(folder.iterdir()) if _TEMPORARY.fullmatch(entry.name)] if folder.is_dir() else []
 
 
-def sync(folder: Path) -> None:
-    """Flush a folder's entries to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _check_replaceable(path: Path) -> None:
     if not path.exists() or path.is_symlink():
         return
@@ -164,9 +156,9 @@ def _move(new: Path, path: Path) -> None:
         old = _temporary(path, "old")
         path.rename(old)
         new.rename(path)
-        sync(path.parent)
+        flush_to_disk(path.parent)
         _delete(old)
-    sync(path.parent)
+    flush_to_disk(path.parent)
 
 
 def _rename(new: Path, path: Path) -> bool:
@@ -206,7 +198,7 @@ def _make_folders(folder: Path) -> None:
         return
     _make_folders(folder.parent)
     folder.mkdir(exist_ok=True)
-    sync(folder.parent)
+    flush_to_disk(folder.parent)
 
 
 def _temporary(path: Path, kind: str) -> Path:

@@ -27,29 +27,12 @@ from ...strategies.state.dtensor import (
 )
 from ...strategies.state.lazy_tensor import Block, StoredTensor
 from ...strategies.state.optimizer_state import BlockByBlock, Elsewhere, Sharded
+from ...strategies.state.safetensors_dtypes import SAFETENSORS_DTYPES
 from ...strategies.state.shards import Holders
 from ...strategies.torch_internals import is_without_memory
 from ...strategies.torch_tensors import memory_id
 from ...strategies.wrapped.wrapped_tensors import field_values, is_trusted, is_wrapped, take_apart, why_not_kept
 from .tags import COLLECTIONS, SCALARS, name_of, named_member
-
-SAFETENSORS_DTYPES: Final[dict[torch.dtype, str]] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
 
 _REMEDY: Final = (
     "store numbers, strings, tensors, or lists and dicts of them (state_dict and load_state_dict can convert others)"

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from ...common.errors import CheckpointError
+from ...common.flush import flush_to_disk
 from ...strategies.distributed.collectives import Collectives
 from ...strategies.state.dtensor import shard_like
 from ...strategies.state.lazy_tensor import Block, StoredTensor
 from ...strategies.state.omitted_weights import OMITTED, OMITTED_SCHEMA, completed
 from ...strategies.state.regular_file import open_regular, read_regular
 from ...strategies.state.schema import TEXT, check, parse_json, shown
-from .atomic_folder import sync
 from .encoding import encode
 from .files import MappedFile, explain
 from .loading import load
@@ -194,7 +194,7 @@ def export(path: str | Path, destination: str | Path, *, base: str | Path | None
         file.parent.mkdir(parents=True, exist_ok=True)
         write_tensors(temporary, blocks, tied)
         temporary.replace(file)
-        sync(file.parent)
+        flush_to_disk(file.parent)
     except OSError as error:
         raise CheckpointError(f"{file} could not be written: {explain(error)}.") from error
     finally:

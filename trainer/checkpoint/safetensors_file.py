@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...common.errors import CheckpointError
 from ...strategies.state.lazy_tensor import Block, StoredTensor
-from .encoding import SAFETENSORS_DTYPES
+from ...strategies.state.safetensors_dtypes import SAFETENSORS_DTYPES
 from .files import FileRecord, HashedFile, MappedFile
 
 # torch's own HuggingFaceStorageWriter is not used, because it serializes a file in memory before writing it. For 1 GB

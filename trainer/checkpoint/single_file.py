@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from .encoding import SAFETENSORS_DTYPES
+from ...strategies.state.safetensors_dtypes import SAFETENSORS_DTYPES
 from .files import HASH_NAME, FilePiece, FileRecord, MappedFile, digests
 from .manifest import MANIFEST, NO_HASH, ROOT, STATE, TENSORS, Manifest, stems_of, trailer
 from .safetensors_file import memory_of

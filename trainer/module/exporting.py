@@ -20,11 +20,11 @@ import torch
 from torch import nn
 
 from ...common.errors import MissingDependencyError, ModuleError, RunError
+from ...common.flush import flush_to_disk
 from ...strategies.distributed.nested import to_device
 from ...strategies.module.untouched import Untouched
 from ...strategies.state.dtensor import is_dtensor
 from ...strategies.torch_tensors import drop_compiled_call
-from ..checkpoint.atomic_folder import sync
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -237,7 +237,7 @@ def _write(target: str | Path | BytesIO | None, write: Callable[[Any], object]) 
         written = sorted(Path(folder).iterdir(), key=lambda file: file.name == target.name)  # the target last
         for file in written:
             file.replace(target.parent / file.name)
-    sync(target.parent)
+    flush_to_disk(target.parent)
 
 
 @contextmanager
