@@ -330,7 +330,7 @@ def largest_share(parameter: Tensor, shape: Shape, num_shards: int) -> int:
 
 
 def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    return sum(parameter.numel() for parameter in module.parameters() if not is_lazy(parameter))
 
 
 def _has_parameters(module: nn.Module) -> bool:
