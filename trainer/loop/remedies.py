@@ -1,7 +1,8 @@
-"""Remedies for data that breaks training: an epoch that never ends, and a batch of one sample in BatchNorm."""
+"""Remedies for data that breaks training: an epoch without end, a batch of one sample, steps of another size."""
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from time import monotonic
@@ -9,6 +10,8 @@ from typing import Final
 
 from ...common.errors import DataError
 from ..session.session import Session
+
+_log = logging.getLogger(__name__)
 
 _PATIENCE: Final = 5.0
 """Seconds after which to ask whether an epoch of unknown length ever ends."""
@@ -38,6 +41,24 @@ class EndlessEpoch:
                 "and val_check_interval as an int to validate in between.",
                 stacklevel=2,
             )
+
+
+def tell_of_other_size(session: Session, saved_size: int) -> None:
+    """Say, on rank 0, if an epoch's steps have another number of samples than those of the run that it resumes.
+
+    Not where a callback has set the accumulation, which may differ from epoch to epoch.
+    """
+    size, is_set = session.state.global_batch_size, session.settings.accumulate_grad_batches
+    if size in (None, saved_size) or session.strategy.rank or session.progress.accumulate_grad_batches != is_set:
+        return
+    _log.warning(
+        "%s is of a run with %d samples in an optimizer step, and now there are %d: no sample is lost or repeated, but "
+        "the steps are others. Set global_batch_size=%d to go on with the same, whatever the loader's batch_size is.",
+        session.resumed_from,
+        saved_size,
+        size,
+        saved_size,
+    )
 
 
 def raise_if_single_sample(session: Session, error: ValueError) -> None:

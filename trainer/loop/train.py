@@ -21,7 +21,7 @@ from .eval_mode import warn_of_eval_mode
 from .evaluate import validate
 from .kept_results import KeptResults
 from .pipeline_step import PipelineStep
-from .remedies import EndlessEpoch, raise_if_single_sample
+from .remedies import EndlessEpoch, raise_if_single_sample, tell_of_other_size
 from .schedule import (
     is_last_validation_due,
     is_over,
@@ -57,7 +57,7 @@ def train(session: Session, step: Step) -> None:
     interruption, is_alone, replicas = session.interruption, not session.meetings.is_needed, session.replicas
     streams = session.streams
     watch, kept = EndlessEpoch(session), KeptResults(session)
-    looks = kept.looks
+    looks, saved_size = kept.looks, state.global_batch_size
     progress.first_version = _version_of(session.module)
     hooks.call("on_train_start")
     replicas.begin()
@@ -65,6 +65,9 @@ def train(session: Session, step: Step) -> None:
         _begin_epoch(session)
         if progress.left_in_eval:
             warn_of_eval_mode(session)
+        if saved_size is not None:  # a resumed run, in its first epoch
+            tell_of_other_size(session, saved_size)
+            saved_size = None
         is_partial, goes_on = False, True
         has_decays = steps_by_epoch(session)
         has_plateaus = any(config.reduce_on_plateau for config in session.schedulers)

@@ -104,6 +104,26 @@ def test_the_same_settings_are_not_mentioned(memory_path, caplog):
     assert "settings" not in said
 
 
+# --- another number of samples in a step
+
+
+@pytest.mark.parametrize("steps", [3, 4], ids=["inside an epoch", "between two"])
+def test_steps_of_another_size_are_told(memory_path, caplog, steps):
+    def run(**settings):
+        return Run(Exact(), numbered(), None, settings)
+
+    seed_everything(1)
+    size = numbered().batch_size
+    fit(run(global_batch_size=size + 1), memory_path, stop_after=steps)
+    caplog.clear()
+    fit(run(), memory_path, "last", stop_after=steps + 1)
+    assert f"{size + 1} samples in an optimizer step, and now there are {size}" in caplog.text
+    assert f"Set global_batch_size={size + 1}" in caplog.text
+    caplog.clear()
+    fit(run(), memory_path, "last", stop_after=steps + 2)
+    assert "samples in an optimizer step" not in caplog.text
+
+
 # --- far into an epoch
 
 
