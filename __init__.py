@@ -67,6 +67,7 @@ from .strategies import (
     ZeroStrategy,
 )
 from .strategies.cluster.version import VERSION
+from .strategies.context_parallel.document_masks import document_mask
 from .strategies.distributed.rank_zero import rank_zero_first, rank_zero_only
 from .strategies.pretrained.load import load_pretrained
 from .strategies.wrapped.wrapped_tensors import register_tensor_class
@@ -165,6 +166,7 @@ __all__ = [
     "ZeroStrategy",
     "__version__",
     "callbacks",
+    "document_mask",
     "export",
     "lengths_of",
     "load_pretrained",

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ...common.errors import ConfigError, ModuleError
+from .document_masks import document_mask, mask_of_rows
 from .exchange import Exchange, gathered_again
 
 ExchangeKind = Literal["allgather", "ulysses"]
@@ -64,6 +65,8 @@ class AttentionMode(TorchFunctionMode):
             call = _MULTI_HEAD.bind(*args, **kwargs)
             call.apply_defaults()
             return self._multi_head_attention(SimpleNamespace(**call.arguments))
+        if func is document_mask:
+            return self.mask_of_part(*args, **kwargs)
         return func(*args, **kwargs)
 
     # --- scaled_dot_product_attention --------------------------------------------------------------------------------
@@ -177,6 +180,11 @@ class AttentionMode(TorchFunctionMode):
             f"sequence, got shape {tuple(mask.shape)}; pass is_causal=True for a causal one, or pass the mask in the "
             "batch, cut along its rows (the hook sequence_dims)."
         )
+
+    def mask_of_part(self, document_ids: Tensor, **kind: Any) -> Tensor:
+        """Return this rank's rows of a `document_mask` over whole sequences, given this rank's ids. Collective."""
+        whole = self._exchange.gather(document_ids, 1)
+        return mask_of_rows(whole, self._exchange.cut.positions(whole.shape[1], whole.device), **kind)
 
     # --- nn.MultiheadAttention ---------------------------------------------------------------------------------------
 

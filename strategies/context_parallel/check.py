@@ -67,7 +67,7 @@ def check_step(
         whole, loss = _observe(module, lambda: run(batch, *rest), context.sequence_cut, parts)
         of_whole = counted.record()
     loss_of_parts = collectives.all_reduce(loss_of_part)  # 0 on ranks of other stages
-    found = _first_difference(whole, parts), _loss_difference(loss, loss_of_parts)
+    found = _first_difference(whole, parts), _loss_difference(loss, loss_of_parts, context.size)
     # from all ranks, since positions may be right in the first part of a sequence
     all_found, all_parts, all_whole = zip(*collectives.all_gather_object((found, of_parts, of_whole)), strict=True)
     of_outputs, of_losses = zip(*all_found, strict=True)
@@ -118,7 +118,7 @@ def _windows_of(module: nn.Module, length: int) -> str:
     listed = ", ".join(f"{name}={value}" for name, value in list(found.items())[:3])
     return (
         f"It has attention windows that are shorter than the sequences of {length} tokens ({listed}); cp attends to "
-        "whole sequences, or to what a mask in the batch allows: use cp=1 for windows. "
+        "whole sequences, or to what a mask allows: pass echelon.document_mask(ids, window=...), or use cp=1. "
     )
 
 
@@ -169,7 +169,8 @@ def _observe(
     outputs: list[_Output] = []
 
     def observe(name: str, output: Any) -> None:
-        tensors = [tensor.detach() for tensor in iterate_tensors(output) if tensor.is_floating_point()]
+        # a number over all tokens, such as a model's own loss, is that of the part; what is made of it is compared
+        tensors = [x.detach() for x in iterate_tensors(output) if x.is_floating_point() and x.ndim]
         if tensors and cut is not None:
             shapes = parts[len(outputs)].shapes if len(outputs) < len(parts) else ()
             tensors = [_cut_like(t, s, cut) for t, s in zip(tensors, shapes, strict=False)]
@@ -229,8 +230,10 @@ def _differ(expected: Tensor, own: Tensor, tolerance: float) -> bool:
     return bool(((expected - own).abs() > tolerance * expected[..., :1].abs() + 1e-12).any())
 
 
-def _loss_difference(whole: Tensor, parts: Tensor) -> str | None:
+def _loss_difference(whole: Tensor, parts: Tensor, num_parts: int) -> str | None:
     expected, own = (values[0] / values[1].clamp(min=1e-300) for values in (whole, parts))
+    if whole[1] and parts[1] not in (whole[1], num_parts * whole[1]):  # such as labels that are shifted in each part
+        return f"the loss counts {parts[1]:g} from the parts, but {whole[1]:g} from the whole sequences"
     if not whole[1] or not torch.isfinite(expected) or abs(expected - own) <= 1e-4 * abs(expected) + 1e-12:
         return None
     return f"the loss is {own:.6g} from the parts, but {expected:.6g} from the whole sequences"

@@ -31,7 +31,8 @@ class ContextParallel:
         self.size = size
         # ulysses distributes heads, not queries
         self.sequence_cut = SequenceLayout(size, rank, is_balanced=exchange == "allgather")
-        self._mode = AttentionMode(Exchange(group, self.sequence_cut), exchange)
+        self._exchange = Exchange(group, self.sequence_cut)
+        self._mode = AttentionMode(self._exchange, exchange)
         self._sequence_dim = sequence_dim
         self.is_cut = False
         """Whether a step runs on this rank's part of a batch."""
@@ -113,6 +114,10 @@ class ContextParallel:
         if not self.is_cut:
             return torch.arange(length, device=device)
         return self.sequence_cut.positions(self.size * length, device)
+
+    def whole(self, part: Tensor, dim: int) -> Tensor:
+        """Return the whole tensor of which each rank has the part of its sequences. Collective."""
+        return self._exchange.gather(part, dim)
 
     @contextmanager
     def attention(self) -> Iterator[None]:

@@ -10,13 +10,15 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .context import ContextParallel
+from .document_masks import documents_of, mask_of_rows
 
 
 class GivesPositions:
-    """A hook before a model's forward that adds the positions of this rank's part, and a mask that masks nothing.
+    """A hook before a model's forward that adds the positions of this rank's part, and the mask of its tokens.
 
-    Without a mask and a cache, such a model would take a part of which positions do not follow each other for several
-    sequences in one row.
+    From a part, such a model can tell neither where it lies nor where documents begin that share a sequence, and its
+    windows would end where the part does. So it gets a whole mask if it has windows, documents (positions that start
+    anew) or padding, and one that masks nothing otherwise. Attention then has a column for each token of the whole.
 
     Args:
         context: knows whether a part runs, and which.
@@ -43,13 +45,26 @@ class GivesPositions:
         if not isinstance(inputs, Tensor) or inputs.ndim < 2:
             return None
         own = context.positions(inputs.shape[1], inputs.device)[None]
-        positions = given.get("position_ids")
-        if positions is not None and not torch.equal(positions, own.expand_as(positions)):
-            return None
+        positions, mask = given.get("position_ids"), given.get("attention_mask")
         added = {} if positions is not None else {"position_ids": own}
-        if "attention_mask" in self._signature.parameters and given.get("attention_mask") is None:
-            added["attention_mask"] = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
+        if "attention_mask" in self._signature.parameters and (mask is None or _is_padding(mask)):
+            documents = None if positions is None or positions.ndim != 2 else _documents(context, positions)
+            padding = None if mask is None else context.whole(mask.bool(), 1)
+            made = _whole_mask(model, own[0], documents, padding, context.size * inputs.shape[1])
+            if made is None and mask is None and documents is None:
+                made = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
+            if made is not None:
+                args, kwargs = self._without_mask(args, kwargs)
+                added["attention_mask"] = made
         return args, {**kwargs, **added}
+
+    def _without_mask(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Return arguments among whose positional ones there is no mask."""
+        place = [*self._signature.parameters].index("attention_mask")
+        if len(args) <= place:
+            return args, kwargs
+        named = zip([*self._signature.parameters][place + 1 :], args[place + 1 :], strict=False)
+        return args[:place], {**kwargs, **dict(named)}
 
 
 def give_positions(module: nn.Module, context: ContextParallel) -> list[RemovableHandle]:
@@ -63,3 +78,57 @@ def give_positions(module: nn.Module, context: ContextParallel) -> list[Removabl
         if is_model and "position_ids" in inspect.signature(part.forward).parameters:
             handles.append(part.register_forward_pre_hook(GivesPositions(context, part), with_kwargs=True))
     return handles
+
+
+def _is_padding(mask: Any) -> bool:
+    return isinstance(mask, Tensor) and mask.ndim == 2
+
+
+def _documents(context: ContextParallel, positions: Tensor) -> Tensor | None:
+    """Return the document ids of whole sequences, given the positions of a part; None if each is one document."""
+    documents = documents_of(context.whole(positions.contiguous(), 1))
+    return documents if bool((documents != documents[:, :1]).any()) else None
+
+
+def _whole_mask(model: nn.Module, rows: Tensor, documents: Tensor | None, padding: Tensor | None, length: int) -> Any:
+    """Return this part's rows of the masks of a model, one or by kind of layer; None if it needs none, or if unknown.
+
+    Args:
+        model: a model of transformers.
+        rows: the places of this part's tokens.
+        documents: document ids of the whole sequences; None if each is one document.
+        padding: True for the tokens that are no padding; None without padding.
+        length: of the whole sequences.
+    """
+    config = getattr(model, "config", None)
+    causal = {part.is_causal for part in model.modules() if hasattr(part, "is_causal")}
+    if getattr(config, "_attn_implementation", None) != "sdpa" or causal != {True}:
+        return None
+    kinds = _kinds_of_attention(config.get_text_config())
+    is_padded = padding is not None and not bool(padding.all())
+    is_cut = any(limit is not None and limit < length for limits in kinds.values() for limit in limits)
+    if not kinds or not (is_cut or is_padded or documents is not None):
+        return None
+    ids = torch.zeros(1, length, dtype=torch.long, device=rows.device) if documents is None else documents
+    masks = {
+        kind: mask_of_rows(ids, rows, is_causal=True, window=window, chunk=chunk)
+        for kind, (window, chunk) in kinds.items()
+    }
+    if is_padded:
+        assert padding is not None
+        masks = {kind: mask & padding[:, None, None] for kind, mask in masks.items()}
+    return masks.get("", masks)
+
+
+def _kinds_of_attention(config: Any) -> dict[str, tuple[int | None, int | None]]:
+    """Return window and chunk for each kind of layer of a model, "" if there is one only; empty if one is unknown."""
+    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    known = {
+        "full_attention": (None, None),
+        "sliding_attention": (window, None),
+        "chunked_attention": (None, chunk),
+    }
+    if hasattr(config, "layer_types"):
+        kinds = set(config.layer_types)
+        return {kind: known[kind] for kind in kinds} if kinds <= known.keys() else {}
+    return {"": (window, None) if window is not None else (None, chunk)}

@@ -17,6 +17,7 @@ from ...strategies.torch_tensors import version_of
 from ..data.micro_batch import Window
 from ..data.sample_checks import compared
 from ..session.session import Session
+from .document_check import check_documents
 from .eval_mode import warn_of_eval_mode
 from .evaluate import validate
 from .kept_results import KeptResults
@@ -168,6 +169,8 @@ def _windows(session: Session) -> Iterator[Window]:
                 "max_epochs=1, or pass one that begins again with each iter()."
             )
         windows = chain([first], windows)
+        if state.global_step == 0:
+            check_documents(session, first)
     if session.settings.compile and not (session.strategy.rank or state.global_step):
         windows = chain(islice(windows, 1), _checked(partial(warn_if_uncalled, session.module)), windows)
     if session.check_savable is not None:

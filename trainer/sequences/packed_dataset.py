@@ -27,6 +27,8 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
     - ``labels``: the same (or those of the documents), with -100 for padding and for the first token of each part of a
       document, which nothing before it predicts. As for Hugging Face models, a loss compares ``logits[:, :-1]`` with
       ``labels[:, 1:]``;
+    - ``shift_labels``: the label of the next token, -100 for the last: what ``logits`` are compared with as they are,
+      also by Hugging Face models, and where context parallelism cuts sequences;
     - ``position_ids``: from 0 in each part;
     - ``document_ids``: the number of the part in the pack, -1 for padding. Attention is right between equal ones.
 
@@ -111,6 +113,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
             pack["labels"][part.start] = _IGNORED
             pack["position_ids"][part] = torch.arange(stop - start)
             pack["document_ids"][part] = number
+        pack["shift_labels"] = torch.cat([pack["labels"][1:], torch.tensor([_IGNORED])])
         pack["position_ids"][end:] = torch.arange(seq_len - end)
         return pack
 

@@ -96,7 +96,11 @@ def test_an_unmodified_model_trains_on_parts_as_on_whole_sequences(config, call,
 class Parts:
     """Stands where a context does, on the second of two ranks, while a step runs."""
 
-    is_cut = True
+    is_cut, size = True, 2
+
+    def whole(self, part, dim):
+        first = torch.ones_like(part) if part.dtype == torch.bool else torch.arange(part.shape[1]).expand_as(part)
+        return torch.cat([first, part], dim)
 
     def positions(self, length, device):
         return torch.arange(length, 2 * length, device=device)
@@ -119,10 +123,20 @@ def test_what_is_given_stays_and_a_pickled_module_gets_nothing():
     assert torch.equal(added["position_ids"], own)
     assert added["attention_mask"].all()
     assert added["attention_mask"].shape == (2, 3)
-    packed = torch.tensor([[0, 1, 0], [0, 0, 1]])
-    assert seen_by(model, input_ids=tokens, position_ids=packed).keys() == {"input_ids", "position_ids"}
-    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    packed = torch.tensor([[3, 4, 0], [0, 0, 1]])
+    added = seen_by(model, input_ids=tokens, position_ids=packed)
+    assert added["position_ids"] is packed
+    assert added["attention_mask"].int()[:, 0].tolist() == [
+        [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0], [0, 0, 0, 0, 0, 1]],
+        [[0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 1, 1]],
+    ]
+    mask = torch.tensor([[1, 1, 1], [1, 1, 1]])
     assert seen_by(model, tokens, mask).keys() == {"position_ids"}
+    padded = seen_by(model, tokens, torch.tensor([[1, 1, 0], [1, 1, 1]]))
+    assert padded.keys() == {"position_ids", "attention_mask"}
+    assert padded["attention_mask"].int()[0, 0].tolist() == [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 0]]
+    whole_mask = torch.ones(2, 1, 3, 6, dtype=torch.bool)
+    assert seen_by(model, tokens, attention_mask=whole_mask)["attention_mask"] is whole_mask
     assert seen_by(model, SimpleNamespace()) == {}
     assert "position_ids" in seen_by(copy.deepcopy(model), input_ids=tokens)
     again = pickle.loads(pickle.dumps(model))

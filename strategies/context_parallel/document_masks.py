@@ -1,0 +1,82 @@
+"""Masks for attention inside documents that share sequences, within a window, or in chunks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from ...common.errors import ConfigError
+
+
+def document_mask(
+    document_ids: Tensor, *, is_causal: bool = True, window: int | None = None, chunk: int | None = None
+) -> Tensor:
+    """Return the mask for attention inside documents that share sequences, as `PackedDataset` makes them.
+
+    For ``F.scaled_dot_product_attention(attn_mask=)``, and for models of transformers (``attention_mask=``, without a
+    cache). A token attends to those with its document id; padding to padding, so that no row is empty. Under context
+    parallelism, inside a step, the ids are those of this rank's part of the sequences, and the mask has a column for
+    each token of the whole. Then it is collective: all ranks of a sequence call it.
+
+    Args:
+        document_ids: the number of the document that each token belongs to; shape (batch, tokens).
+        is_causal: attend to the token itself and earlier ones only.
+        window: attend to tokens that are fewer than this away (a sliding window).
+        chunk: attend inside chunks of this many tokens, counted from the start of each document.
+
+    Returns:
+        True where attention is allowed; shape (batch, 1, tokens, tokens).
+
+    Raises:
+        ConfigError: for ids of another shape, and for a window or chunk below 1.
+
+    Example::
+
+        mask = echelon.document_mask(batch["document_ids"])
+        F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    """
+    if document_ids.ndim != 2:
+        raise ConfigError(
+            f"document_ids must have the shape (batch, tokens), got {tuple(document_ids.shape)}; pass those of a batch "
+            "that PackedDataset.collate has made."
+        )
+    for name, value in {"window": window, "chunk": chunk}.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {name}={value}; give a number of tokens, or None.")
+    if has_torch_function_unary(document_ids):  # context parallelism knows the other parts of the sequences
+        mask: Tensor = handle_torch_function(
+            document_mask, (document_ids,), document_ids, is_causal=is_causal, window=window, chunk=chunk
+        )
+        return mask
+    return mask_of_rows(document_ids, is_causal=is_causal, window=window, chunk=chunk)
+
+
+def mask_of_rows(
+    document_ids: Tensor, rows: Tensor | None = None, *, is_causal: bool, window: int | None, chunk: int | None
+) -> Tensor:
+    """Return the rows of a mask for the tokens at the places `rows` of whole sequences; by default all."""
+    columns = torch.arange(document_ids.shape[1], device=document_ids.device)
+    rows = columns if rows is None else rows
+    mask = document_ids[:, rows, None] == document_ids[:, None, :]
+    distance = rows[:, None] - columns
+    if is_causal:
+        mask &= distance >= 0
+    if window is not None:
+        mask &= distance.abs() < window
+    if chunk is not None:
+        chunks = _places(document_ids, columns) // chunk
+        mask &= chunks[:, rows, None] == chunks[:, None, :]
+    return mask[:, None]
+
+
+def documents_of(position_ids: Tensor) -> Tensor:
+    """Return document ids for positions that start anew with each document, as transformers reads them."""
+    begins = position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1) != 1
+    return begins.cumsum(-1)
+
+
+def _places(document_ids: Tensor, columns: Tensor) -> Tensor:
+    """Return the place of each token in its document."""
+    begins = document_ids.diff(dim=-1, prepend=document_ids[:, :1] - 1) != 0
+    return columns - torch.where(begins, columns, 0).cummax(-1).values
