@@ -260,9 +260,7 @@ def _check_ep(ep: object, pp: Degree, *, sequence_parallel: bool) -> None:
         ConfigError: for one that is no number, or that does not go with the other settings.
     """
     if isinstance(ep, bool) or not isinstance(ep, int) or ep < 1:
-        raise ConfigError(f"ep must be a number of ranks >= 1, got {ep!r}; it divides dp_shard, such as dp_shard=4, ep=2.")
-    if ep > 1 and pp != 1:
-        raise ConfigError(f"ep={ep} deals experts of whole modules, got pp={pp!r}; use pp=1, or leave ep out.")
+        raise ConfigError(f"ep must be a number of ranks >= 1, got {ep!r}; give one that divides dp_shard.")
     if ep > 1 and sequence_parallel:
         raise ConfigError(
             f"ep={ep} needs whole sequences between the layers that tp cuts, got sequence_parallel=True; leave one out."

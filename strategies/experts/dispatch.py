@@ -1,4 +1,4 @@
-"""Dispatch of tokens: they travel to the ranks of their experts, a layer's own forward runs there, and outputs return."""
+"""Dispatch of tokens: they travel to the ranks of their experts, a layer's own forward runs there, outputs return."""
 
 from __future__ import annotations
 
@@ -174,6 +174,5 @@ class _Unused(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         pairs = zip(ctx.shapes, ctx.needs_input_grad, strict=True)
         return tuple(
-            torch.zeros(shape, dtype=dtype, device=device) if needs else None
-            for (shape, dtype, device), needs in pairs
+            torch.zeros(shape, dtype=dtype, device=device) if needs else None for (shape, dtype, device), needs in pairs
         )

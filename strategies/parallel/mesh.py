@@ -133,9 +133,9 @@ def make_mesh(device_type: str, degrees: Degrees, *, axes: Collection[str] = (),
 
     The axis ``dp_shard`` is always there and includes cp, since parameters are sharded over both; any other axis is
     there if it is above 1 or in `axes`. With `ep`, it is the mesh of experts, with an axis ``ep`` of neighbors among
-    the ranks of ``dp_shard``, each of which is left an `ep`-th of these. With pipeline stages, the axes other than pp get names of their own: torch
-    treats two meshes with the same ranks and names as one, whatever they are part of, but each stage holds parameters
-    that no other has.
+    the ranks of ``dp_shard``, each of which is left an `ep`-th of these. With pipeline stages, the axes other than pp
+    get names of their own: torch treats two meshes with the same ranks and names as one, whatever they are part of, but
+    each stage holds parameters that no other has.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -160,3 +160,6 @@ def in_stage(axis: str) -> str:
 
 DATA_AXES: Final = ("dp_replicate", "dp_shard", in_stage("dp_replicate"), in_stage("dp_shard"))
 """The axes of a mesh over which parameters are sharded or repeated."""
+
+EXPERT_AXES: Final = ("ep", in_stage("ep"))
+"""The axes over which experts are dealt."""
