@@ -68,6 +68,7 @@ from .strategies import (
 )
 from .strategies.cluster.version import VERSION
 from .strategies.distributed.rank_zero import rank_zero_first, rank_zero_only
+from .strategies.experts.layer import Experts
 from .strategies.pretrained.load import load_pretrained
 from .strategies.wrapped.wrapped_tensors import register_tensor_class
 from .trainer.checkpoint import export, load_weights
@@ -114,6 +115,7 @@ __all__ = [
     "EchelonError",
     "ElasticStrategy",
     "Engine",
+    "Experts",
     "FSDPStrategy",
     "GoodputMonitor",
     "GradientAccumulationScheduler",

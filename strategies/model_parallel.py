@@ -261,6 +261,11 @@ def _check_ep(ep: object, pp: Degree, *, sequence_parallel: bool) -> None:
     """
     if isinstance(ep, bool) or not isinstance(ep, int) or ep < 1:
         raise ConfigError(f"ep must be a number of ranks >= 1, got {ep!r}; give one that divides dp_shard.")
+    if ep > 1 and pp != 1:
+        raise ConfigError(
+            f"ep={ep} needs the same number of micro-batches on all data ranks, which a pipeline does not have at the "
+            f"end of an epoch, got pp={pp!r}; use pp=1, or leave ep out."
+        )
     if ep > 1 and sequence_parallel:
         raise ConfigError(
             f"ep={ep} needs whole sequences between the layers that tp cuts, got sequence_parallel=True; leave one out."

@@ -160,6 +160,3 @@ def in_stage(axis: str) -> str:
 
 DATA_AXES: Final = ("dp_replicate", "dp_shard", in_stage("dp_replicate"), in_stage("dp_shard"))
 """The axes of a mesh over which parameters are sharded or repeated."""
-
-EXPERT_AXES: Final = ("ep", in_stage("ep"))
-"""The axes over which experts are dealt."""

@@ -19,7 +19,7 @@ from ..experts.dispatch import deal_experts
 from ..experts.find_experts import check_experts, find_experts
 from ..parallel.dealt_layers import DealtLayers
 from ..parallel.equal_ranks import make_equal
-from ..parallel.mesh import DATA_AXES, EXPERT_AXES, Degrees
+from ..parallel.mesh import DATA_AXES, Degrees
 from ..state.dtensor import gathered, is_dtensor
 from ..tensor_parallel.block_check import BlockCheck
 from ..tensor_parallel.cutting import check_cut, cut_module
@@ -103,20 +103,13 @@ class Cuts:
         self._check = None if peers.is_rehearsed else BlockCheck(module, plan, mesh)
         cut_module(module, plan, mesh)
 
-    def deal_experts(
-        self,
-        module: nn.Module,
-        device: torch.device,
-        peers: Collectives,
-        is_here: Callable[[str], bool] = lambda name: True,
-    ) -> DealtLayers:
-        """Deal a module's experts over ranks, and return their layers, of those that are here. Collective."""
+    def deal_experts(self, module: nn.Module, device: torch.device, peers: Collectives) -> DealtLayers:
+        """Deal a module's experts over ranks, and return their layers. Collective; see `cut_layers`."""
         mesh = self._expert_mesh
         if mesh is None:
             return DealtLayers()
-        own = mesh[next(axis for axis in mesh.mesh_dim_names if axis in EXPERT_AXES)]
+        own, experts = mesh["ep"], find_experts(module)
         check_experts(module, own.size())
-        experts = {name: number for name, number in find_experts(module).items() if is_here(name)}
         layers = [module.get_submodule(name) for name in experts]
         make_equal([parameter for layer in layers for parameter in layer.parameters()], device, peers)
         deal_experts(module, experts, own)

@@ -74,6 +74,7 @@ class PlacedShards(Placed):
         self.precision.convert_module(module)
         configure(module, mesh, self.device, self.ranks.all)
         self._cut(sharding)
+        dealt = cuts.deal_experts(module, self.device, self.ranks.peers)
         collectives, elsewhere, runs = self._sharing()
         self._sharded = ShardedModule(
             module,
@@ -85,7 +86,7 @@ class PlacedShards(Placed):
             options=sharding.options,
             is_manual=is_manual,
             elsewhere=elsewhere,
-            dealt=self._dealt,
+            dealt=dealt,
             runs=runs,
         )
         follow_classes(module)
@@ -104,7 +105,6 @@ class PlacedShards(Placed):
         """Cut the module before its parameters are sharded. Collective."""
         mesh = sharding.mesh["tp"] if self._cuts.degrees.tp > 1 else None
         self._cuts.cut_layers(self.module, mesh, self.device, self.ranks.peers)
-        self._dealt = self._cuts.deal_experts(self.module, self.device, self.ranks.peers)
 
     def _sharing(self) -> tuple[Collectives, Collection[nn.Parameter], Callable[..., Any] | None]:
         """Return the ranks that shard this one's parameters, parameters held elsewhere, and what runs partial steps."""

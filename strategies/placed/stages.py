@@ -78,7 +78,6 @@ class PlacedStages(PlacedShards):
         mesh = sharding.mesh[in_stage("tp")] if self._cuts.degrees.tp > 1 else None
         here = partial(TensorPlan.of_layers, is_chosen=pipeline.is_here, ends=pipeline.ends)
         self._cuts.cut_layers(module, mesh, self.device, self.ranks.peers, here)
-        self._dealt = self._cuts.deal_experts(module, self.device, self.ranks.peers, pipeline.is_here)
 
     def _sharing(self) -> tuple[Collectives, Collection[nn.Parameter], Callable[..., Any] | None]:
         pipeline = self.pipeline
