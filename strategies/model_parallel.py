@@ -15,7 +15,7 @@ from .context_parallel.context import ContextParallel, check_exchange
 from .context_parallel.cut_steps import CutSteps
 from .distributed.collectives import Collectives
 from .distributed.process_group import ProcessSettings
-from .experts.find_experts import check_experts
+from .experts.find_experts import check_experts, find_experts
 from .module.precision import Precision
 from .parallel.equal_ranks import overrides
 from .parallel.mesh import Degree, Degrees, check_degrees, make_mesh
@@ -187,7 +187,8 @@ class ParallelStrategy(ShardedStrategy):
             plan = self.find_tensor_plan(module)
             plan.validate(module, degrees.tp)
             table, shapes = plan.table(module, degrees.tp), plan.cut_shapes(module, degrees.tp)
-        return ParallelPlan(table, self.options.plan(module, self.precision, degrees, shapes), stages)
+        sharding = self.options.plan(module, self.precision, degrees, shapes, self.find_expert_parts(module))
+        return ParallelPlan(table, sharding, stages)
 
     def role_of(self, rank: int) -> str:
         if not self.has_stages:
@@ -246,6 +247,10 @@ class ParallelStrategy(ShardedStrategy):
 
     def _place_again(self, placed: PlacedShards, *, is_manual: bool) -> None:
         placed.begin_run(self.site, self._sequences, is_manual=is_manual)
+
+    def find_expert_parts(self, module: nn.Module) -> dict[str, int]:
+        """Return the number of parts into which each layer of experts is dealt, by name; none without ep."""
+        return dict.fromkeys(find_experts(module), self.ep) if self.ep > 1 else {}
 
     def find_tensor_plan(self, module: nn.Module) -> TensorPlan:
         """Return the cuts of the module's layers: those of `tp_plan`, or those that are found."""

@@ -15,6 +15,7 @@ from ...common.foreign import attribute_of
 
 _DISPATCHED: Final = "ep_dispatch_experts"
 """The word of a transformers plan for the layer that gets tokens, and the experts of each."""
+_NUMBERS_OF_TOKEN: Final = ("top_k", "num_experts_per_tok")
 _INPUTS: Final = 3
 """What such a layer is called with: tokens, the experts of each, and their weights."""
 
@@ -66,6 +67,21 @@ def check_experts(module: nn.Module, ep: int) -> None:
                     f"{name}.{own} is the same parameter as {holders[parameter]}, and ep={ep} would leave each rank a "
                     "part of it only; give the experts parameters of their own, or leave ep out."
                 )
+
+
+def experts_of_token(module: nn.Module, name: str) -> int:
+    """Return how many experts a token has, as the layers beside those experts or the model's config say; else 2."""
+    parents = [module.get_submodule(parent) for parent in _around(name)]
+    holders = [*parents[:1], *parents[0].children(), *(attribute_of(parent, "config") for parent in parents)]
+    found = (attribute_of(holder, word) for holder in holders for word in _NUMBERS_OF_TOKEN)
+    return next((number for number in found if type(number) is int and number > 0), 2)
+
+
+def _around(name: str) -> Iterator[str]:
+    """Yield the names of the modules around a layer, from the inside."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def _planned(part: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
