@@ -107,7 +107,7 @@ class Dispatch:
         if low < 0 or high >= self._num_experts:
             raise ModuleError(
                 f"{self._name} got the expert {low if low < 0 else high} for a token, but has experts 0 to "
-                f"{self._num_experts - 1}; a router chooses among all {self._num_experts}, whatever rank holds them."
+                f"{self._num_experts - 1}; give it numbers of experts on all ranks, whatever rank holds them."
             )
         counts = torch.zeros(self._num_experts, dtype=torch.int64, device=chosen.device)
         return counts.scatter_add_(0, chosen.to(torch.int64), torch.ones_like(chosen, dtype=torch.int64))
@@ -120,14 +120,14 @@ class Dispatch:
             if not len(rows):
                 # the other ranks reduce gradients of these experts, and this one takes part with zeros
                 held = [vars(self._layer)[name] for name, _ in self._layer.named_parameters(recurse=False)]
-                return _Unused.apply(rows, shares, *held)  # type: ignore[no-any-return]
+                return _NoRows.apply(rows, shares, *held)  # type: ignore[no-any-return]
             if not self._is_checked and torch.is_grad_enabled():
                 self._check(rows.detach(), experts, shares.detach())
             output: Tensor = self._forward(rows, experts, shares)
         if output.shape != rows.shape:
             raise ModuleError(
                 f"{self._name} returned a tensor of shape {tuple(output.shape)} for tokens of shape "
-                f"{tuple(rows.shape)}; experts that are dealt by ep return an output for each token, of its width."
+                f"{tuple(rows.shape)}; return an output for each token, of its width, or leave ep out."
             )
         return output
 
@@ -153,7 +153,7 @@ class Dispatch:
             raise ModuleError(
                 f"{self._name} returns something else for a token with two experts than the sum of what it returns "
                 f"for each of them (a relative difference of {difference:.1e}), and ep sends tokens to each expert "
-                "by itself; do what regards several experts of a token, or several tokens, outside of this layer."
+                "by itself; move what regards several experts or tokens out of this layer, or leave ep out."
             )
 
 
@@ -162,7 +162,7 @@ def _fit(tokens: Tensor, indices: Tensor, weights: Tensor) -> bool:
     return indices.shape == weights.shape and indices.shape[:-1] == tokens.shape[:-1]
 
 
-class _Unused(torch.autograd.Function):
+class _NoRows(torch.autograd.Function):
     """The output of experts that got no tokens, with gradients of zero."""
 
     @staticmethod

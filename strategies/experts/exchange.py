@@ -39,7 +39,7 @@ class ExpertGroup:
             sent: the number of rows for each rank.
             received: the number of rows from each rank.
         """
-        exchanged: Tensor = _Exchange.apply(self, rows, list(sent), list(received))
+        exchanged: Tensor = _SentRows.apply(self, rows, list(sent), list(received))
         return exchanged
 
     def send(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
@@ -49,7 +49,7 @@ class ExpertGroup:
         return arrived
 
 
-class _Exchange(torch.autograd.Function):
+class _SentRows(torch.autograd.Function):
     """Sends rows to other ranks in forward, and their gradients back in backward."""
 
     @staticmethod
@@ -64,4 +64,4 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[None, Tensor, None, None]:
         assert ctx.saved_tensors
-        return None, _Exchange.apply(ctx.group, gradients[0], ctx.received, ctx.sent), None, None
+        return None, _SentRows.apply(ctx.group, gradients[0], ctx.received, ctx.sent), None, None

@@ -168,7 +168,7 @@ class ShardingOptions:
         """
         chosen, shards = {*self.find_units(module, precision), *parts}, degrees.dp_shard * degrees.cp
         units = [name for name, _ in module.named_modules() if name in chosen]
-        return make_plan(module, units, self.reshard_after_forward, str(degrees), shards, shapes, parts)
+        return make_plan(module, units, self.reshard_after_forward, str(degrees), shards, shapes, parts=parts)
 
 
 def find_units(module: nn.Module, policy: Policy | None, *, with_batch_norms: bool = False) -> list[str]:
@@ -316,6 +316,7 @@ def make_plan(
     layout: str,
     num_shards: int,
     shapes: Mapping[nn.Parameter, Shape] = _SAME,
+    *,
     parts: Mapping[str, int] = _NONE,
 ) -> ShardingPlan:
     """Return the plan of a module with units of these names, and a root for the rest."""

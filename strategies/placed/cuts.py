@@ -17,7 +17,6 @@ from ..distributed.collectives import Collectives
 from ..distributed.nested import map_tensors
 from ..experts.dispatch import deal_experts
 from ..experts.find_experts import check_experts, find_experts
-from ..parallel.dealt_layers import DealtLayers
 from ..parallel.equal_ranks import make_equal
 from ..parallel.mesh import DATA_AXES, Degrees
 from ..state.dtensor import gathered, is_dtensor
@@ -25,6 +24,7 @@ from ..tensor_parallel.block_check import BlockCheck
 from ..tensor_parallel.cutting import check_cut, cut_module
 from ..tensor_parallel.loss import loss_context
 from ..tensor_parallel.tensor_plan import TensorPlan
+from ..units.dealt_layers import DealtLayers
 
 
 class Cuts:
