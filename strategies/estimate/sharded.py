@@ -41,7 +41,7 @@ def estimate_sharded(
     if profile.is_manual:  # updates would leave gathered parameters outdated
         plan = replace(plan, units=tuple(replace(unit, reshard=True) for unit in plan.units))
 
-    parts = {
+    parts: dict[Tensor, int] = {
         parameter: unit.num_parts
         for unit in plan.units
         if unit.num_parts > 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import update_wrapper
 from typing import Any, Final
 
 import torch
@@ -69,6 +70,7 @@ class Dispatch:
         self._num_experts, self._num_local = num_experts, num_experts // group.size
         self._forward: Callable[..., Any] = layer.forward
         self._inputs = inputs_of(self._forward)
+        update_wrapper(self, self._forward)  # for those who ask for the names of its inputs
         self._is_checked = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -86,7 +88,8 @@ class Dispatch:
         experts = torch.arange(self._num_local, device=rows.device).repeat(self._group.size)
         output = self._run(there, experts.repeat_interleave(arriving.flatten())[:, None], shares)
         back = self._group.exchange(output, received, sent)
-        return back[order.argsort()].unflatten(0, (*indices.shape[:-1], num_slots)).sum(-2).to(tokens.dtype)
+        outputs: Tensor = back[order.argsort()].unflatten(0, (*indices.shape[:-1], num_slots))
+        return outputs.sum(-2).to(tokens.dtype)
 
     def _bound(self, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
         given = dict(zip(self._inputs, args, strict=False)) | kwargs

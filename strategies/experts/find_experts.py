@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ...common.errors import ConfigError, did_you_mean
@@ -16,6 +16,7 @@ from ...common.foreign import attribute_of
 _DISPATCHED: Final = "ep_dispatch_experts"
 """The word of a transformers plan for the layer that gets tokens, and the experts of each."""
 _NUMBERS_OF_TOKEN: Final = ("top_k", "num_experts_per_tok")
+_BIASES: Final = ("selection_bias", "e_score_correction_bias")
 _INPUTS: Final = 3
 """What such a layer is called with: tokens, the experts of each, and their weights."""
 
@@ -75,6 +76,13 @@ def experts_of_token(module: nn.Module, name: str) -> int:
     holders = [*parents[:1], *parents[0].children(), *(attribute_of(parent, "config") for parent in parents)]
     found = (attribute_of(holder, word) for holder in holders for word in _NUMBERS_OF_TOKEN)
     return next((number for number in found if type(number) is int and number > 0), 2)
+
+
+def selection_bias_of(module: nn.Module, name: str) -> Tensor | None:
+    """Return what the router beside a layer of experts adds to the scores with which it chooses; None for nothing."""
+    parent = module.get_submodule(next(_around(name)))
+    found = (attribute_of(holder, word) for holder in (parent, *parent.children()) for word in _BIASES)
+    return next((bias for bias in found if isinstance(bias, Tensor)), None)
 
 
 def _around(name: str) -> Iterator[str]:

@@ -52,9 +52,9 @@ class Experts(nn.Module):
             )
         self.num_experts, self.top_k = num_experts, top_k
         self.router = nn.Linear(width, num_experts, bias=False)
-        self.bias: Tensor
+        self.selection_bias: Tensor
         """What is added to the scores to choose experts, and not to weigh them; see `ExpertBalance`."""
-        self.register_buffer("bias", torch.zeros(num_experts))
+        self.register_buffer("selection_bias", torch.zeros(num_experts))
         self.stack = ExpertStack(width, hidden, num_experts)
         self.shared = GatedMLP(width, shared_hidden) if shared_hidden else None
 
@@ -62,7 +62,7 @@ class Experts(nn.Module):
         """Return the output for each token; tokens are vectors along the last dimension."""
         tokens = x.reshape(-1, x.shape[-1])
         scores = _precise(self.router(tokens)).softmax(-1)
-        chosen = (scores + self.bias).topk(self.top_k, sorted=False).indices
+        chosen = (scores + self.selection_bias).topk(self.top_k, sorted=False).indices
         weights = scores.gather(1, chosen)
         output: Tensor = self.stack(tokens, chosen, (weights / weights.sum(-1, keepdim=True)).to(x.dtype))
         if self.shared is not None:
@@ -100,7 +100,8 @@ class ExpertStack(nn.Module):
         counts.scatter_add_(0, chosen, torch.ones_like(chosen))
         gate, up = grouped_product(tokens[order // experts.shape[-1]], self.gate_up, counts).chunk(2, -1)
         outputs = grouped_product(F.silu(gate) * up, self.down, counts)[order.argsort()]
-        return (outputs.unflatten(0, experts.shape) * weights[..., None]).sum(-2)
+        weighted: Tensor = outputs.unflatten(0, experts.shape) * weights[..., None]
+        return weighted.sum(-2)
 
 
 class GatedMLP(nn.Module):

@@ -14,7 +14,7 @@ def by_token(layer, x):
     outputs = []
     for token in x.flatten(0, -2):
         scores = layer.router(token).softmax(-1)
-        chosen = (scores + layer.bias).topk(layer.top_k).indices
+        chosen = (scores + layer.selection_bias).topk(layer.top_k).indices
         output = layer.shared(token) if layer.shared is not None else torch.zeros_like(token)
         for expert in chosen:
             gate, up = (token @ layer.stack.gate_up[expert]).chunk(2)
@@ -27,7 +27,7 @@ def by_token(layer, x):
 def test_the_layer_is_a_loop_over_tokens_and_their_experts(settings):
     torch.manual_seed(1)
     layer, x = Experts(6, 8, 4, **settings).double(), torch.randn(2, 5, 6, dtype=torch.float64)
-    layer.bias.copy_(torch.tensor([0.3, 0.0, -0.3, 0.1]))
+    layer.selection_bias.copy_(torch.tensor([0.3, 0.0, -0.3, 0.1]))
     own = torch.autograd.grad(layer(x).square().sum(), list(layer.parameters()))
     expected = torch.autograd.grad(by_token(layer, x).square().sum(), list(layer.parameters()))
     torch.testing.assert_close(layer(x), by_token(layer, x), rtol=0, atol=1e-12)

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from recording_logger import RecordingLogger
 from small import quiet
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import (
     EMAWeightAveraging,
+    ExpertBalance,
     Experts,
     ModelCheckpoint,
     ModuleError,
@@ -83,7 +85,7 @@ class Mixture(TrainModule):
 
     def build(self) -> None:
         self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.blocks[1].experts.bias[:2] += 2.0  # type: ignore[union-attr, operator]
+        self.blocks[1].experts.selection_bias[:2] += 2.0  # type: ignore[union-attr, operator]
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
         x = self.first(batch[0])
@@ -141,7 +143,7 @@ def fit(module: TrainModule, *callbacks: Any, strategy: Any = "single", ckpt_pat
     else:
         data, sizes = TensorDataset(x, x.sin().sum(1, keepdim=True)), {"global_batch_size": 8}
     settings = {"max_steps": LAST, "precision": "64-true", "gradient_clip_val": 0.5, **sizes, **settings}
-    trainer = quiet(strategy=strategy, callbacks=list(callbacks), enable_checkpointing=bool(callbacks), **settings)
+    trainer = quiet(strategy=strategy, callbacks=list(callbacks), enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in callbacks), **settings)
     trainer.fit(module, DataLoader(data, 2), ckpt_path=ckpt_path)
     return trainer
 
@@ -222,6 +224,30 @@ def test_every_layout_resumes_from_the_checkpoints_of_all_others(tmp_path: Path)
     parts = {layout: 1 / processes for layout, (processes, _) in LAYOUTS.items()}
     for layout, found in shares.items():
         assert all(math.isclose(share, parts[layout]) for share in found), (layout, found)
+
+
+# --- balance ---------------------------------------------------------------------------------------------------------
+
+
+def balanced(folder: str, strategy: Any) -> tuple[list[Tensor], list[Any]]:
+    """Return the selection biases after a training with 5 samples in its last step, and what was logged."""
+    seed_everything(2, verbose=False)
+    module, logger = Mixture(), RecordingLogger(folder)
+    fit(module, ExpertBalance(0.5), strategy=strategy(), logger=logger, log_every_n_steps=1)
+    biases = [block.experts.selection_bias.clone() for block in module.blocks]  # type: ignore[union-attr, operator]
+    return biases, [logger.series(name) for name in ("experts/imbalance", "experts/unused")]
+
+
+def test_biases_follow_the_tokens_of_all_ranks_and_micro_batches(tmp_path: Path) -> None:
+    biases, logged = balanced(str(tmp_path), lambda: "single")
+    for rank, (own, also_logged) in enumerate(
+        run_ranks(balanced, 4, str(tmp_path), partial(ParallelStrategy, dp_shard=4, ep=2))
+    ):
+        torch.testing.assert_close(own, biases, rtol=0, atol=1e-15)
+        assert rank or also_logged == logged
+    imbalances = [value for _, value in logged[0]]
+    assert len(imbalances) == LAST
+    assert imbalances[0] == 2.0 > min(imbalances) >= 1  # only two of four experts were used at first
 
 
 # --- mistakes that only a step shows ---------------------------------------------------------------------------------
