@@ -9,10 +9,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ...common.errors import ModuleError
+from ...common.errors import ConfigError, ModuleError
 from ..devices.generators import fork_generators
 from ..tensor_parallel.layers import local_parameters
 from ..torch_internals import without_dispatch_modes
+from ..torch_tensors import compiled_call_of
 from .exchange import ExpertGroup
 from .find_experts import inputs_of
 
@@ -32,7 +33,16 @@ def deal_experts(module: nn.Module, experts: Mapping[str, int], mesh: Any) -> No
         module: the module in which `find_experts` has found them.
         experts: the numbers of experts, by the names of their layers.
         mesh: a DeviceMesh with only the axis of the ranks over which they are dealt.
+
+    Raises:
+        ConfigError: for a module that is compiled.
     """
+    compiled = [name for name, part in module.named_modules() if compiled_call_of(part) is not None]
+    if compiled:
+        raise ConfigError(
+            f"ep={mesh.size()} sends tokens to experts in a way that torch.compile cannot trace, but "
+            f"{compiled[0] or type(module).__name__} is compiled; leave compile out, or ep."
+        )
     group = ExpertGroup(mesh)
     for name, number in experts.items():
         layer = module.get_submodule(name)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import (
+    ConfigError,
     EMAWeightAveraging,
     ExpertBalance,
     Experts,
@@ -260,6 +261,16 @@ def wrong(layer: Any, num_experts: int) -> str:
     with pytest.raises(ModuleError) as caught:
         fit(Wrong(layer(), num_experts), strategy=ParallelStrategy(dp_shard=2, ep=2))
     return str(caught.value)
+
+
+def compiled() -> str:
+    with pytest.raises(ConfigError) as caught:
+        fit(Mixture(), strategy=ParallelStrategy(dp_shard=2, ep=2), compile=True)
+    return str(caught.value)
+
+
+def test_a_compiled_module_is_refused_by_name() -> None:
+    assert all("but blocks.0 is compiled; leave compile out" in message for message in run_ranks(compiled, 2))
 
 
 @pytest.mark.parametrize(
