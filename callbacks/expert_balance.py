@@ -39,7 +39,7 @@ class ExpertBalance(Callback):
 
     Example::
 
-        Trainer(max_epochs=1, callbacks=ExpertBalance(rate=0.001)).fit(module, train_loader)
+        trainer = Trainer(max_epochs=1, callbacks=ExpertBalance(rate=0.001))
     """
 
     def __init__(self, rate: float = 0.0) -> None:

@@ -35,8 +35,8 @@ class Experts(nn.Module):
 
     Example::
 
-        experts = echelon.Experts(512, 1024, num_experts=8, top_k=2)
-        x = x + experts(norm(x))
+        experts = Experts(16, 32, num_experts=8, top_k=2, shared_hidden=16)
+        assert experts(torch.randn(2, 5, 16)).shape == (2, 5, 16)  # sequences of 5 tokens
     """
 
     def __init__(self, width: int, hidden: int, num_experts: int, *, top_k: int = 2, shared_hidden: int = 0) -> None:
