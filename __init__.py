@@ -13,6 +13,7 @@ from .callbacks import (
     DeviceStatsMonitor,
     EarlyStopping,
     EMAWeightAveraging,
+    ExpertBalance,
     GoodputMonitor,
     GradientAccumulationScheduler,
     HuggingFaceCheckpoint,
@@ -69,6 +70,7 @@ from .strategies import (
 from .strategies.cluster.version import VERSION
 from .strategies.context_parallel.document_masks import document_mask
 from .strategies.distributed.rank_zero import rank_zero_first, rank_zero_only
+from .strategies.experts.layer import Experts
 from .strategies.pretrained.load import load_pretrained
 from .strategies.wrapped.wrapped_tensors import register_tensor_class
 from .trainer.checkpoint import export, load_weights
@@ -115,6 +117,8 @@ __all__ = [
     "EchelonError",
     "ElasticStrategy",
     "Engine",
+    "ExpertBalance",
+    "Experts",
     "FSDPStrategy",
     "GoodputMonitor",
     "GradientAccumulationScheduler",

@@ -12,6 +12,7 @@ from .callback import Callback as Callback
 from .chaos_monkey import ChaosMonkey as ChaosMonkey
 from .device_stats import DeviceStatsMonitor as DeviceStatsMonitor
 from .early_stopping import EarlyStopping as EarlyStopping
+from .expert_balance import ExpertBalance as ExpertBalance
 from .finders.rate_curve import LearningRateCurve as LearningRateCurve
 from .finetuning import BackboneFinetuning as BackboneFinetuning
 from .finetuning import BaseFinetuning as BaseFinetuning

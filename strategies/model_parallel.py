@@ -8,15 +8,17 @@ from typing import Any, ClassVar, Final, Unpack
 
 from torch import nn
 
+from ..common.errors import ConfigError
 from .cluster.hardware import Hardware
 from .context_parallel.attention import ExchangeKind
 from .context_parallel.context import ContextParallel, check_exchange
 from .context_parallel.cut_steps import CutSteps
 from .distributed.collectives import Collectives
 from .distributed.process_group import ProcessSettings
+from .experts.find_experts import check_experts, find_experts
 from .module.precision import Precision
 from .parallel.equal_ranks import overrides
-from .parallel.mesh import Degree, Degrees, check_degrees
+from .parallel.mesh import Degree, Degrees, check_degrees, make_mesh
 from .parallel.sharding_policy import ParallelPlan, Policy, Reshard, ShardingOptions
 from .pipeline.checks import check_module, check_number, check_pipeline, stage_table
 from .pipeline.schedule import Schedule, ScheduleName, check_schedule
@@ -49,6 +51,8 @@ class ParallelStrategy(ShardedStrategy):
         dp_replicate: the number of replicas, between which only gradients are averaged. One degree may be ``"auto"``:
             what the others leave of world_size; ``"nodes"`` is the number of nodes.
         dp_shard: the number of ranks that read different samples and share one replica's parameters.
+        ep: the number of ranks over which the experts of each layer are dealt; tokens travel to them. They are ranks of
+            dp_shard, which read different samples, and all other parameters are sharded as without it.
         cp: the number of ranks over which each sequence is split.
         tp: the number of ranks over which layers are split; they are best kept within one node.
         tp_plan: how layers are split, by name; by default the module's attribute ``tp_plan``.
@@ -77,6 +81,7 @@ class ParallelStrategy(ShardedStrategy):
         virtual_stages: int | None = None,
         dp_replicate: Degree = 1,
         dp_shard: Degree = "auto",
+        ep: int = 1,
         cp: Degree = 1,
         tp: Degree = 1,
         tp_plan: Mapping[str, Any] | None = None,
@@ -110,6 +115,9 @@ class ParallelStrategy(ShardedStrategy):
             "pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp,
         }  # fmt: skip
         check_degrees(self._given)
+        _check_ep(ep, pp, sequence_parallel=sequence_parallel)
+        self.ep = ep
+        self._expert_mesh: Any = None
         check_schedule(schedule, virtual_stages)
         self.schedule, self.virtual_stages = schedule, virtual_stages
         self.can_try_steps = pp == 1
@@ -133,6 +141,7 @@ class ParallelStrategy(ShardedStrategy):
 
     def validate(self, hardware: Hardware, precision: Precision) -> None:
         super().validate(hardware, precision)
+        _check_ep_divides(self.ep, self.degrees.dp_shard)
         if self.degrees.pp > 1:
             check_pipeline(self.degrees.pp, cpu_offload=self.options.cpu_offload)
 
@@ -144,6 +153,14 @@ class ParallelStrategy(ShardedStrategy):
             check_module(module, self.stage_schedule, is_built=is_built)
         if self.degrees.tp > 1 and is_built and not overrides(module, "configure_sharding"):
             self.find_tensor_plan(module).validate(module, self.degrees.tp)
+        if self.ep > 1 and not is_sharded:
+            if overrides(module, "configure_sharding"):
+                raise ConfigError(
+                    f"ep={self.ep} deals experts before parameters are sharded, but {type(module).__name__} shards "
+                    "them in its own configure_sharding; remove it, or leave ep out."
+                )
+            if is_built:
+                check_experts(module, self.ep)
 
     def validate_micro_batches(self, number: int) -> None:
         if self.degrees.pp > 1:
@@ -170,7 +187,8 @@ class ParallelStrategy(ShardedStrategy):
             plan = self.find_tensor_plan(module)
             plan.validate(module, degrees.tp)
             table, shapes = plan.table(module, degrees.tp), plan.cut_shapes(module, degrees.tp)
-        return ParallelPlan(table, self.options.plan(module, self.precision, degrees, shapes), stages)
+        sharding = self.options.plan(module, self.precision, degrees, shapes, self.find_expert_parts(module))
+        return ParallelPlan(table, sharding, stages)
 
     def role_of(self, rank: int) -> str:
         if not self.has_stages:
@@ -188,6 +206,9 @@ class ParallelStrategy(ShardedStrategy):
         self.has_stages = self.degrees.pp > 1
         if self.ranks.group is None:
             return
+        if self.ep > 1 and self._expert_mesh is None:
+            _check_ep_divides(self.ep, self.degrees.dp_shard)
+            self._expert_mesh = make_mesh(self.device.type, self.degrees, ep=self.ep)
         data = self._over(*_DATA)
         place, size = self.degrees.place(self.rank, _DATA), self.degrees.dp_replicate * self.degrees.dp_shard
         self.ranks = replace(self.ranks, data=data, loss=data, count=data, data_rank=place, data_size=size)
@@ -218,6 +239,7 @@ class ParallelStrategy(ShardedStrategy):
             loss_parallel=self.loss_parallel,
             sequences=self._sequences,
             sequence_ranks=self._sequence_collectives,
+            expert_mesh=self._expert_mesh,
         )
         if not self.has_stages:
             return PlacedShards(self.site, module, sharding, cuts)
@@ -226,7 +248,39 @@ class ParallelStrategy(ShardedStrategy):
     def _place_again(self, placed: PlacedShards, *, is_manual: bool) -> None:
         placed.begin_run(self.site, self._sequences, is_manual=is_manual)
 
+    def find_expert_parts(self, module: nn.Module) -> dict[str, int]:
+        """Return the number of parts into which each layer of experts is dealt, by name; none without ep."""
+        return dict.fromkeys(find_experts(module), self.ep) if self.ep > 1 else {}
+
     def find_tensor_plan(self, module: nn.Module) -> TensorPlan:
         """Return the cuts of the module's layers: those of `tp_plan`, or those that are found."""
         words = {"sequence_parallel": self.sequence_parallel, "loss_parallel": self.loss_parallel}
         return find_plan(module, self.tp_plan, **words)
+
+
+def _check_ep(ep: object, pp: Degree, *, sequence_parallel: bool) -> None:
+    """Check what can be known of a number of ranks over which experts are dealt before that of processes is.
+
+    Raises:
+        ConfigError: for one that is no number, or that does not go with the other settings.
+    """
+    if isinstance(ep, bool) or not isinstance(ep, int) or ep < 1:
+        raise ConfigError(f"ep must be a number of ranks >= 1, got {ep!r}; give one that divides dp_shard.")
+    if ep > 1 and pp != 1:
+        raise ConfigError(
+            f"ep={ep} needs the same number of micro-batches on all data ranks, which a pipeline does not have at the "
+            f"end of an epoch, got pp={pp!r}; use pp=1, or leave ep out."
+        )
+    if ep > 1 and sequence_parallel:
+        raise ConfigError(
+            f"ep={ep} needs whole sequences between the layers that tp cuts, got sequence_parallel=True; leave one out."
+        )
+
+
+def _check_ep_divides(ep: int, dp_shard: int) -> None:
+    if dp_shard % ep:
+        divisors = [divisor for divisor in range(1, dp_shard + 1) if dp_shard % divisor == 0]
+        raise ConfigError(
+            f"ep={ep} must divide dp_shard={dp_shard}, whose ranks the experts are dealt over; give one of {divisors}, "
+            "or another dp_shard."
+        )

@@ -31,7 +31,7 @@ STATES = {
 HOLDERS = ("session", "state", "progress", "current", "ended")
 """The names under which the code holds an object of these classes."""
 
-WORDS = ("pipeline", "elastic", "rehears", "estimat", "server", "lightning")
+WORDS = ("pipeline", "elastic", "rehears", "estimat", "server", "lightning", "expert")
 KERNEL = (
     *("strategies/cluster/", "strategies/distributed/", "strategies/state/", "strategies/module/"),
     *("callbacks/callback.py", "callbacks/dispatch.py", "callbacks/run.py"),

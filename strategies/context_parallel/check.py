@@ -55,7 +55,8 @@ def check_step(
         ModuleError: on all ranks, naming the first submodule whose output differs, or the loss.
     """
     batch, *rest = args
-    windows = _windows_of(module, max(context.lengths(batch, module)))
+    length = max(context.lengths(batch, module))
+    windows = _windows_of(module, length)
     with trying_steps(module, args):
         counted, part_of_batch = Counted(module), context.cut(batch, module)
         undifferentiated = _without_derivatives(module, context.size)
@@ -64,7 +65,7 @@ def check_step(
         of_parts = counted.record()
     with trying_steps(module, args):  # from the same state and random numbers
         counted = Counted(module)
-        whole, loss = _observe(module, lambda: run(batch, *rest), context.sequence_cut, parts)
+        whole, loss = _observe(module, lambda: run(batch, *rest), (context.sequence_cut, length), parts)
         of_whole = counted.record()
     loss_of_parts = collectives.all_reduce(loss_of_part)  # 0 on ranks of other stages
     found = _first_difference(whole, parts), _loss_difference(loss, loss_of_parts, context.size)
@@ -160,11 +161,14 @@ def _hooked(module: nn.Module, observe: Callable[[str, Any], None]) -> Iterator[
 
 
 def _observe(
-    module: nn.Module, step: Callable[[], Any], cut: SequenceLayout | None = None, parts: Sequence[_Output] = ()
+    module: nn.Module,
+    step: Callable[[], Any],
+    cut: tuple[SequenceLayout, int] | None = None,
+    parts: Sequence[_Output] = (),
 ) -> tuple[list[_Output], Tensor]:
     """Return the outputs of the submodules in a step, and the loss as a total and a count.
 
-    With `cut`, each output is cut to the shape of the output in `parts` with the same index.
+    With `cut`, for sequences of a length, each output is cut to the shape of that in `parts` with the same index.
     """
     outputs: list[_Output] = []
 
@@ -173,7 +177,7 @@ def _observe(
         tensors = [x.detach() for x in iterate_tensors(output) if x.is_floating_point() and x.ndim]
         if tensors and cut is not None:
             shapes = parts[len(outputs)].shapes if len(outputs) < len(parts) else ()
-            tensors = [_cut_like(t, s, cut) for t, s in zip(tensors, shapes, strict=False)]
+            tensors = [_cut_like(t, s, *cut) for t, s in zip(tensors, shapes, strict=False)]
         if tensors:
             digests = torch.stack([_digest(tensor) for tensor in tensors])
             tolerance = max(_TOLERANCES.get(tensor.dtype, _LOW_PRECISION_TOLERANCE) for tensor in tensors)
@@ -185,12 +189,18 @@ def _observe(
     return outputs, _total_and_count(returned, means if is_weighted else NotedMeans())
 
 
-def _cut_like(whole: Tensor, shape: tuple[int, ...], cut: SequenceLayout) -> Tensor:
-    """Return this rank's part of an output, along the only dimension in which the shapes differ."""
+def _cut_like(whole: Tensor, shape: tuple[int, ...], cut: SequenceLayout, length: int) -> Tensor:
+    """Return this rank's part of an output, along the only dimension in which the shapes differ.
+
+    It may have the tokens of all sequences, one sequence after the other, as layers of experts do.
+    """
     differing = [dim for dim, (size, own) in enumerate(zip(whole.shape, shape, strict=False)) if size != own]
     if len(shape) != whole.ndim or len(differing) != 1 or whole.shape[differing[0]] != cut.size * shape[differing[0]]:
         return whole
-    return cut.take(whole, differing[0])
+    dim = differing[0]
+    if whole.shape[dim] > length and whole.shape[dim] % length == 0:
+        return cut.take(whole.unflatten(dim, (-1, length)), dim + 1).flatten(dim, dim + 1)
+    return cut.take(whole, dim)
 
 
 def _digest(tensor: Tensor) -> Tensor:

@@ -160,7 +160,8 @@ def _(strategy: ParallelStrategy, profile: Profile) -> Estimate:
         return _estimate_shards(strategy, profile)
     check_kinds(profile.optimizers, strategy.name)
     plan = strategy.find_tensor_plan(module) if degrees.tp > 1 else None
-    layout = CutLayout(profile, degrees, strategy.options, plan, strategy.cp_exchange)
+    parts = strategy.find_expert_parts(module)
+    layout = CutLayout(profile, degrees, strategy.options, plan, strategy.cp_exchange, parts)
     if degrees.pp > 1:
         check_number(strategy.stage_schedule, profile.num_micro_batches)
         stages = StageEstimates(layout, strategy.stage_schedule).of_ranks()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torch import nn
@@ -13,6 +13,7 @@ from ..parallel.mesh import Degrees
 from ..parallel.sharding_policy import ShardingOptions
 from ..tensor_parallel.tensor_plan import TensorPlan
 from .cut import CutActivations, sequence_exchange, summed_parameters
+from .dealt_experts import sent_to_experts
 from .estimate import Estimate, all_reduced
 from .profile import Profile
 from .sharded import estimate_sharded
@@ -29,6 +30,8 @@ class CutLayout:
     plan: TensorPlan | None
     """The cuts of the module's layers; None for none."""
     cp_exchange: ExchangeKind
+    expert_parts: Mapping[str, int] = field(default_factory=dict)
+    """The number of parts into which each layer of experts is dealt over ranks, by name."""
 
     @cached_property
     def shapes(self) -> Mapping[nn.Parameter, Sequence[int]]:
@@ -62,7 +65,7 @@ def estimate_layout(layout: CutLayout, *, is_on_host: bool) -> Estimate:
     profile, degrees, plan = layout.profile, layout.degrees, layout.plan
     estimate = estimate_sharded(
         profile,
-        layout.options.plan(profile.module, profile.precision, degrees, layout.shapes),
+        layout.options.plan(profile.module, profile.precision, degrees, layout.shapes, layout.expert_parts),
         layout.options,
         degrees,
         layout.activations.activations().times(1 / degrees.cp),
@@ -72,5 +75,6 @@ def estimate_layout(layout: CutLayout, *, is_on_host: bool) -> Estimate:
     sums = 0 if plan is None else all_reduced(summed_parameters(profile.module, plan), degrees.tp)
     between = 0.0 if plan is None else layout.activations.sent() / degrees.cp
     sent = {"tp": profile.num_micro_batches * (between + sums), "cp": layout.sent_for_attention}
+    sent["ep"] = profile.num_micro_batches * sent_to_experts(profile, layout.expert_parts) / degrees.cp
     traffic = {**estimate.traffic, **{axis: number for axis, number in sent.items() if number}}
     return replace(estimate, communication=estimate.communication + layout.gathered_pairs, traffic=traffic)

@@ -41,12 +41,19 @@ def estimate_sharded(
     if profile.is_manual:  # updates would leave gathered parameters outdated
         plan = replace(plan, units=tuple(replace(unit, reshard=True) for unit in plan.units))
 
+    parts: dict[Tensor, int] = {
+        parameter: unit.num_parts
+        for unit in plan.units
+        if unit.num_parts > 1
+        for parameter in profile.module.get_submodule(unit.name).parameters()
+    }
+
     def fraction(parameter: Tensor) -> float:
         shape = cut_shapes.get(parameter, parameter.shape)
-        return largest_share(parameter, shape, num_shards) / max(1, parameter.nbytes)
+        return largest_share(parameter, shape, num_shards, parts.get(parameter, 1)) / max(1, parameter.nbytes)
 
     dtypes = dtypes_of(profile, options)
-    sizes = [_UnitSizes.of(unit, num_shards, *dtypes) for unit in plan.units]
+    sizes = [_UnitSizes.of(unit, num_shards // unit.num_parts, *dtypes) for unit in plan.units]
     *units, root = sizes
     of_blocks = sum(sorted(size.computing for size in units)[-2:])
     of_blocks += sum(_kept_gathered(size, unit) for size, unit in zip(units, plan.units, strict=False))
@@ -84,7 +91,10 @@ class _UnitSizes:
 
     @classmethod
     def of(cls, unit: Unit, num_shards: int, computing: int | None, reducing: int | None) -> _UnitSizes:
-        """Return the sizes of a unit; `computing` and `reducing` are bytes per element, None for unchanged."""
+        """Return the sizes of a unit, or of one of its parts, which is gathered from `num_shards` ranks.
+
+        `computing` and `reducing` are bytes per element, None for unchanged.
+        """
         padded = unit.bytes_a_rank * num_shards
         if "BatchNorm" in unit.kind or not padded:
             return cls(padded, padded)
@@ -137,12 +147,13 @@ def _traffic(
     degrees: Degrees,
     sizes: list[_UnitSizes],
 ) -> dict[str, float]:
-    num_shards, num_micro_batches = degrees.dp_shard * degrees.cp, profile.num_micro_batches * profile.num_backwards
+    num_micro_batches = profile.num_micro_batches * profile.num_backwards
     num_sums = num_micro_batches if options.sync_each_micro_batch or profile.is_manual else 1
     called = [(unit, size) for unit, size in zip(plan.units, sizes, strict=True) if _is_called(unit, profile)]
     is_trained = profile.gradient_bytes(whole) / max(1, sum(unit.num_bytes for unit, _ in called))
     sharded = replicated = 0.0
     for unit, size in called:
+        num_shards = degrees.dp_shard * degrees.cp // unit.num_parts
         # a unit that stays gathered across some ranks is gathered again among these only
         again = 0.0 if unit.reshard is False else exchanged(size.computing, num_shards)
         if unit.reshard is not True and unit.reshard:

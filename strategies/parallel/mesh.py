@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from itertools import product
 from math import prod
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from ...common.errors import ConfigError
 from ..torch_internals import tell_compiled_shards_apart
@@ -22,8 +22,8 @@ class Degrees:
     """The degrees of parallelism, from the outermost axis of the mesh to the innermost; their product is world_size.
 
     The last axis communicates most, so neighboring ranks, which share a node, lie along it. Each field is an axis: the
-    mesh, `world_size`, the ranks along an axis and the string form follow from the fields. Expert parallelism, which is
-    not implemented, would use the ranks of dp_shard.
+    mesh, `world_size`, the ranks along an axis and the string form follow from the fields. Experts are dealt over ranks
+    of dp_shard, and are no axis of their own here.
     """
 
     pp: int = 1
@@ -128,20 +128,22 @@ def check_degrees(given: Mapping[str, Degree]) -> None:
         )
 
 
-def make_mesh(device_type: str, degrees: Degrees, *, axes: Collection[str] = ()) -> Any:
+def make_mesh(device_type: str, degrees: Degrees, *, axes: Collection[str] = (), ep: int = 1) -> Any:
     """Return the DeviceMesh of all ranks. Collective: every rank calls it.
 
     The axis ``dp_shard`` is always there and includes cp, since parameters are sharded over both; any other axis is
-    there if it is above 1 or in `axes`. With pipeline stages, the axes other than pp get names of their own: torch
-    treats two meshes with the same ranks and names as one, whatever they are part of, but each stage holds parameters
-    that no other has.
+    there if it is above 1 or in `axes`. With `ep`, it is the mesh of experts, with an axis ``ep`` of neighbors among
+    the ranks of ``dp_shard``, each of which is left an `ep`-th of these. With pipeline stages, the axes other than pp
+    get names of their own: torch treats two meshes with the same ranks and names as one, whatever they are part of, but
+    each stage holds parameters that no other has.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
     sizes = {
         "pp": degrees.pp,
         "dp_replicate": degrees.dp_replicate,
-        "dp_shard": degrees.dp_shard * degrees.cp,
+        "dp_shard": degrees.dp_shard * degrees.cp // ep,
+        "ep": ep,
         "tp": degrees.tp,
     }
     sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis == "dp_shard" or axis in axes}
@@ -154,3 +156,7 @@ def make_mesh(device_type: str, degrees: Degrees, *, axes: Collection[str] = ())
 def in_stage(axis: str) -> str:
     """Return the name of an axis in a mesh with pipeline stages."""
     return f"{axis}_in_stage"
+
+
+DATA_AXES: Final = ("dp_replicate", "dp_shard", in_stage("dp_replicate"), in_stage("dp_shard"))
+"""The axes of a mesh over which parameters are sharded or repeated."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
 from itertools import chain
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,19 +18,17 @@ from ..module.deferred_init import DeferredInit, Places
 from ..module.norms import match_inputs_of_norms
 from ..module.precision import Precision
 from ..state.dtensor import is_dtensor
-from ..torch_internals import BatchNorm
+from ..units.dealt_layers import DealtLayers
 from ..units.large_layers import LargeLayers, LayerUnit
 from ..units.torch_units import answer_for_torch, reduce_sharded_gradients
 from ..units.unit_runs import UnitRuns
 from ..units.whole_parameters import WholeParameters
 from .equal_ranks import make_equal, overrides
 from .filled_shards import FilledShards
-from .mesh import in_stage
+from .mesh import DATA_AXES
 from .sharding_policy import ShardingOptions, large_layers
 from .step_caller import SYNCHRONIZED, StepCaller
-from .unit_dtypes import check_dtypes, is_complex
-
-_DP_AXES: Final = ("dp_replicate", "dp_shard", in_stage("dp_replicate"), in_stage("dp_shard"))
+from .unit_dtypes import check_dtypes, policy_of
 
 
 class ShardedModule:
@@ -51,6 +48,7 @@ class ShardedModule:
         options: see `ShardingOptions`.
         is_manual: whether the module's step computes gradients and updates itself.
         elsewhere: parameters that other ranks hold, and that are on the meta device here.
+        dealt: layers of which the data ranks hold different parts.
         runs: runs a step of a pipeline, see `StepCaller`; its steps are then between `begin_window` and `end_window`.
 
     Raises:
@@ -70,13 +68,14 @@ class ShardedModule:
         options: ShardingOptions,
         is_manual: bool,
         elsewhere: Collection[nn.Parameter] = (),
+        dealt: DealtLayers | None = None,
         runs: Callable[..., Any] | None = None,
     ) -> None:
         self.module, self._elsewhere = module, set(elsewhere)
         self._mesh, self._collectives, self._device = mesh, collectives, device
-        dp_axes = tuple(axis for axis in mesh.mesh_dim_names if axis in _DP_AXES)
+        dp_axes = tuple(axis for axis in mesh.mesh_dim_names if axis in DATA_AXES)
         self._dp_mesh = mesh if len(dp_axes) == mesh.ndim else mesh[dp_axes]
-        self._precision, self._options = precision, options
+        self._precision, self._options, self._dealt = precision, options, dealt or DealtLayers()
         # gathered parameters would be outdated after the updates of a manual step; the micro-batches of a pipeline
         # follow each other too closely to gather for each one
         self._reshards = True if is_manual else False if runs is not None else options.reshard_after_forward
@@ -98,6 +97,7 @@ class ShardedModule:
             *ranks,
             is_manual=is_manual,
             has_stages=self._has_stages,
+            sends=bool(self._dealt.layers),
             always_agrees=options.find_unused_parameters,
         )
         """What ranks do together around the runs of steps."""
@@ -126,8 +126,10 @@ class ShardedModule:
         module, policy = self.module, self._options.policy
         own = self._own_units()
         if not own:
-            names = [name for name in self._options.find_units(module, self._precision) if self._is_here(name)]
-            return [self._shard(module.get_submodule(name)) for name in reversed(names)][::-1]
+            found = [module.get_submodule(n) for n in self._options.find_units(module, self._precision)]
+            chosen = {*found, *self._dealt.layers}
+            units = [unit for unit in module.modules() if unit in chosen and self._is_here(unit)]
+            return [self._shard(unit) for unit in reversed(units)][::-1]
         if own[0] is module or policy is not None:
             reason = f"policy={policy!r:.60} is given" if policy is not None else "the module itself is one of them"
             raise ConfigError(
@@ -162,8 +164,8 @@ class ShardedModule:
         is_one = self._dp_mesh.size() == 1 and options.policy is None and not self._own_units()
         return is_one and is_plain and len({parameter.dtype for parameter in parameters}) == 1
 
-    def _is_here(self, name: str) -> bool:
-        return any(parameter not in self._elsewhere for parameter in self.module.get_submodule(name).parameters())
+    def _is_here(self, unit: nn.Module) -> bool:
+        return any(parameter not in self._elsewhere for parameter in unit.parameters())
 
     def _shard(self, submodule: nn.Module, *, is_root: bool = False) -> Any:
         """Shard the parameters of a submodule that are not in units inside it. Collective: every rank calls it."""
@@ -179,13 +181,15 @@ class ShardedModule:
         elif isinstance(submodule, LayerUnit) and not submodule.frees_after_forward:
             reshards = False  # for the same reason
         answer_for_torch(submodule)
+        options: dict[str, Any] = {
+            "mp_policy": policy_of(submodule, self._options.mixed_precision, self._precision, is_root=is_root),
+            "offload_policy": offload if self._options.cpu_offload else OffloadPolicy(),
+        }
+        if submodule in self._dealt.layers:
+            return self._dealt.shard(submodule, reshards=bool(reshards), **options)
+        ignored = left_out or None
         return fully_shard(
-            submodule,
-            mesh=self._dp_mesh,
-            reshard_after_forward=reshards,
-            mp_policy=self._mixed_precision(submodule, is_root=is_root),
-            offload_policy=offload if self._options.cpu_offload else OffloadPolicy(),
-            ignored_params=left_out or None,
+            submodule, mesh=self._dp_mesh, reshard_after_forward=reshards, ignored_params=ignored, **options
         )
 
     def _make_equal(self, submodule: nn.Module) -> None:
@@ -211,24 +215,6 @@ class ShardedModule:
             else:
                 self._shard(root, is_root=True)
         return [root for root in roots if _is_sharded(root)]
-
-    def _mixed_precision(self, submodule: nn.Module, *, is_root: bool) -> Any:
-        from torch.distributed.fsdp import MixedPrecisionPolicy
-
-        given, dtype = self._options.mixed_precision, self._precision.autocast_dtype
-        if is_complex(submodule) or (given is None and (dtype is None or isinstance(submodule, BatchNorm))):
-            return MixedPrecisionPolicy()
-        policy = given or MixedPrecisionPolicy(
-            param_dtype=dtype,
-            reduce_dtype=torch.float32,
-            output_dtype=torch.float32,
-            # a batch holds targets as well as inputs; autocast casts those that need it
-            cast_forward_inputs=not isinstance(submodule, StepCaller),
-        )
-        if isinstance(submodule, LayerUnit):  # must compute the same whether it is active or not
-            policy = replace(policy, cast_forward_inputs=False)
-        # a unit that returned float32 would pass it to the next unit's half-precision parameters
-        return policy if is_root else replace(policy, output_dtype=None)
 
     def fill(self, deferred: DeferredInit, places: Places) -> None:
         """Allocate the meta tensors and fill them from the record. Collective: every rank calls it.

@@ -24,6 +24,7 @@ Policy = type[nn.Module] | Sequence[type[nn.Module]] | int | Predicate
 Reshard = bool | int
 Shape = Sequence[int]
 _SAME: Final[Mapping[nn.Parameter, Shape]] = {}
+_NONE: Final[Mapping[str, int]] = {}
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Unit:
     """The size of its parameters on the rank that holds most."""
     reshard: Reshard
     """Whether parameters are freed after forward; or the number of ranks among which they are kept."""
+    num_parts: int = 1
+    """The number of parts, such as those of experts, each of which is sharded over ranks of its own."""
 
 
 @dataclass(frozen=True)
@@ -147,11 +150,25 @@ class ShardingOptions:
         return units
 
     def plan(
-        self, module: nn.Module, precision: Precision, degrees: Degrees, shapes: Mapping[nn.Parameter, Shape] = _SAME
+        self,
+        module: nn.Module,
+        precision: Precision,
+        degrees: Degrees,
+        shapes: Mapping[nn.Parameter, Shape] = _SAME,
+        parts: Mapping[str, int] = _NONE,
     ) -> ShardingPlan:
-        """Return the units that the module would be sharded into; `shapes` are those of parameters that tp has cut."""
-        units, shards = self.find_units(module, precision), degrees.dp_shard * degrees.cp
-        return make_plan(module, units, self.reshard_after_forward, str(degrees), shards, shapes)
+        """Return the units that the module would be sharded into.
+
+        Args:
+            module: the module.
+            precision: the trainer's.
+            degrees: the layout of the ranks.
+            shapes: those of parameters that tp has cut.
+            parts: the number of parts of the layers that are dealt, such as experts, by name.
+        """
+        chosen, shards = {*self.find_units(module, precision), *parts}, degrees.dp_shard * degrees.cp
+        units = [name for name, _ in module.named_modules() if name in chosen]
+        return make_plan(module, units, self.reshard_after_forward, str(degrees), shards, shapes, parts=parts)
 
 
 def find_units(module: nn.Module, policy: Policy | None, *, with_batch_norms: bool = False) -> list[str]:
@@ -299,6 +316,8 @@ def make_plan(
     layout: str,
     num_shards: int,
     shapes: Mapping[nn.Parameter, Shape] = _SAME,
+    *,
+    parts: Mapping[str, int] = _NONE,
 ) -> ShardingPlan:
     """Return the plan of a module with units of these names, and a root for the rest."""
     taken: set[nn.Parameter] = set()
@@ -307,25 +326,40 @@ def make_plan(
         submodule = module.get_submodule(name)
         own = [parameter for parameter in dict.fromkeys(submodule.parameters()) if parameter not in taken]
         taken.update(own)
+        number = parts.get(name, 1)
         units.append(
             Unit(
                 name=name,
                 kind=type(submodule).__name__,
                 num_parameters=sum(parameter.numel() for parameter in own),
                 num_bytes=sum(parameter.numel() * parameter.element_size() for parameter in own),
-                bytes_a_rank=sum(largest_share(p, shapes.get(p, p.shape), num_shards) for p in own),
+                bytes_a_rank=sum(largest_share(p, shapes.get(p, p.shape), num_shards, number) for p in own),
                 # torch keeps the root's parameters, which backward needs first
                 reshard=reshard if name else False,
+                num_parts=number,
             )
         )
     return ShardingPlan((*reversed(units[:-1]), units[-1]), layout)
 
 
-def largest_share(parameter: Tensor, shape: Shape, num_shards: int) -> int:
-    """Return the bytes of a parameter's largest shard; `shape` is the shape that is sharded, after any other cut."""
+def largest_share(parameter: Tensor, shape: Shape, num_shards: int, num_parts: int = 1) -> int:
+    """Return the bytes of a parameter's largest shard.
+
+    Args:
+        parameter: the whole parameter.
+        shape: that is sharded, after any other cut.
+        num_shards: the number of ranks.
+        num_parts: the number of parts of the first dimension, each of which is sharded over its share of the ranks,
+            along the dimension that `DealtLayers` chooses.
+    """
     # computed from the shape, since indexing a DTensor is a collective
     if not shape:
         return parameter.element_size()
+    if num_parts > 1:
+        part, size = (shape[0] // num_parts, *shape[1:]), num_shards // num_parts
+        if any(length % size == 0 for length in part):
+            return prod(part) // size * parameter.element_size()
+        return largest_share(parameter, part, size)
     return -(-shape[0] // num_shards) * prod(shape[1:]) * parameter.element_size()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Set
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +14,10 @@ from torch.nn.parameter import is_lazy
 from ...common.errors import ModuleError
 from ..module.precision import Precision
 from ..state.dtensor import is_dtensor
+from ..torch_internals import BatchNorm
+from ..units.large_layers import LayerUnit
 from ..units.whole_parameters import is_number
+from .step_caller import StepCaller
 
 
 def layers_of_other_dtypes(module: nn.Module, units: Iterable[str], precision: Precision) -> set[str]:
@@ -82,3 +87,30 @@ def check_dtypes(module: nn.Module, unit: nn.Module, left_out: Set[nn.Parameter]
 def is_complex(unit: nn.Module) -> bool:
     """Return whether a submodule has complex parameters to shard that are not sharded yet."""
     return any(p.is_complex() for p in unit.parameters() if not (is_dtensor(p) or is_number(p)))
+
+
+def policy_of(unit: nn.Module, given: Any, precision: Precision, *, is_root: bool) -> Any:
+    """Return torch's ``MixedPrecisionPolicy`` of a unit.
+
+    Args:
+        unit: a submodule, before it is sharded.
+        given: a policy of the user's; None for that of the precision.
+        precision: the trainer's.
+        is_root: whether it returns what steps return.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    dtype = precision.autocast_dtype
+    if is_complex(unit) or (given is None and (dtype is None or isinstance(unit, BatchNorm))):
+        return MixedPrecisionPolicy()
+    policy = given or MixedPrecisionPolicy(
+        param_dtype=dtype,
+        reduce_dtype=torch.float32,
+        output_dtype=torch.float32,
+        # a batch holds targets as well as inputs; autocast casts those that need it
+        cast_forward_inputs=not isinstance(unit, StepCaller),
+    )
+    if isinstance(unit, LayerUnit):  # must compute the same whether it is active or not
+        policy = replace(policy, cast_forward_inputs=False)
+    # a unit that returned float32 would pass it to the next unit's half-precision parameters
+    return policy if is_root else replace(policy, output_dtype=None)

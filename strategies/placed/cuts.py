@@ -1,4 +1,4 @@
-"""Cuts: the layers of a module that are cut over tp ranks, and its sequences, that are cut over cp ranks."""
+"""Cuts: a module's layers that are cut over tp ranks, its experts dealt over ep ranks, and sequences over cp ranks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from ...common.errors import ConfigError
 from ..context_parallel.cut_steps import CutSteps
 from ..distributed.collectives import Collectives
 from ..distributed.nested import map_tensors
+from ..experts.dispatch import deal_experts
+from ..experts.find_experts import check_experts, find_experts
 from ..parallel.equal_ranks import make_equal
-from ..parallel.mesh import Degrees
+from ..parallel.mesh import DATA_AXES, Degrees
 from ..state.dtensor import gathered, is_dtensor
 from ..tensor_parallel.block_check import BlockCheck
 from ..tensor_parallel.cutting import check_cut, cut_module
 from ..tensor_parallel.loss import loss_context
 from ..tensor_parallel.tensor_plan import TensorPlan
+from ..units.dealt_layers import DealtLayers
 
 
 class Cuts:
@@ -33,6 +36,7 @@ class Cuts:
         loss_parallel: whether logits stay sharded by vocabulary up to the loss.
         sequences: cuts sequences; None if they are whole.
         sequence_ranks: the ranks that have parts of the same sequences; None if they are whole.
+        expert_mesh: the device mesh of experts; None if each rank has all of them.
     """
 
     def __init__(
@@ -43,10 +47,12 @@ class Cuts:
         loss_parallel: bool = False,
         sequences: CutSteps | None = None,
         sequence_ranks: Collectives | None = None,
+        expert_mesh: Any = None,
     ) -> None:
         self.degrees, self._gathers = degrees or Degrees(), degrees is not None
         self._find_plan, self._loss_parallel = find_plan, loss_parallel
         self.sequences, self.sequence_ranks = sequences, sequence_ranks
+        self._expert_mesh = expert_mesh
         self._check: BlockCheck | None = None
 
     def begin(self, module: nn.Module, *, is_manual: bool) -> None:
@@ -96,6 +102,19 @@ class Cuts:
             make_equal(chain(layer.parameters(), layer.buffers()), device, peers)
         self._check = None if peers.is_rehearsed else BlockCheck(module, plan, mesh)
         cut_module(module, plan, mesh)
+
+    def deal_experts(self, module: nn.Module, device: torch.device, peers: Collectives) -> DealtLayers:
+        """Deal a module's experts over ranks, and return their layers. Collective; see `cut_layers`."""
+        mesh = self._expert_mesh
+        if mesh is None:
+            return DealtLayers()
+        own, experts = mesh["ep"], find_experts(module)
+        check_experts(module, own.size())
+        layers = [module.get_submodule(name) for name in experts]
+        make_equal([parameter for layer in layers for parameter in layer.parameters()], device, peers)
+        deal_experts(module, experts, own)
+        data = tuple(axis for axis in mesh.mesh_dim_names if axis in DATA_AXES)
+        return DealtLayers(layers, mesh[data], own.size())
 
     # --- steps -------------------------------------------------------------------------------------------------------
 

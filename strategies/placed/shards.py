@@ -74,6 +74,7 @@ class PlacedShards(Placed):
         self.precision.convert_module(module)
         configure(module, mesh, self.device, self.ranks.all)
         self._cut(sharding)
+        dealt = cuts.deal_experts(module, self.device, self.ranks.peers)
         collectives, elsewhere, runs = self._sharing()
         self._sharded = ShardedModule(
             module,
@@ -85,6 +86,7 @@ class PlacedShards(Placed):
             options=sharding.options,
             is_manual=is_manual,
             elsewhere=elsewhere,
+            dealt=dealt,
             runs=runs,
         )
         follow_classes(module)

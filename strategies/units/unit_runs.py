@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -19,6 +19,11 @@ from .parameter_writes import ParameterWrites
 from .unit_order import UnitOrder
 from .whole_parameters import WholeParameters
 
+_STEPS: Final = (
+    *("training_step", "validation_step", "test_step", "predict_step"),
+    *("run_synchronized", "forward"),
+)
+
 
 class UnitRuns:
     """Ends runs of steps, and lets ranks without samples take part in those of others.
@@ -30,6 +35,7 @@ class UnitRuns:
         data_collectives: over the ranks that read different samples and hold the same parts of the module.
         is_manual: whether the module's step computes gradients and updates itself.
         has_stages: whether the module is a part of a pipeline.
+        sends: whether the module's forward sends activations to other data ranks, which then run every step.
         always_agrees: whether ranks agree on each unit in every run, see `UnitOrder`.
     """
 
@@ -42,10 +48,11 @@ class UnitRuns:
         *,
         is_manual: bool,
         has_stages: bool,
+        sends: bool = False,
         always_agrees: bool,
     ) -> None:
         # a step by hand changes parameters, of which every rank has a part
-        by_all = ("training_step",) if is_manual else ()
+        by_all = _STEPS if sends else ("training_step",) if is_manual else ()
         gather_for_inner_calls(roots if is_manual else ())
         self.order = UnitOrder(roots, name_of, data_collectives, always=always_agrees)
         """The order in which ranks gather and reduce."""

@@ -16,6 +16,7 @@ from two_nodes import two_nodes
 from echelon import (
     DeviceMapStrategy,
     Engine,
+    Experts,
     LocalSGDStrategy,
     Loss,
     ParallelStrategy,
@@ -206,6 +207,15 @@ def stages(title, processes, takes=is_hardest, **degrees):
     return attention(title, processes, takes, network="stages", **{"pp": 2, **degrees})
 
 
+EXPERTS_PLAN = {name: word for name, word in ATTENTION_PLAN.items() if not name.endswith((".up", ".down"))}
+
+
+def experts(title, processes, takes=is_hardest, ep=2, **degrees):
+    """Return a `ParallelStrategy` line with a network whose blocks have experts, dealt over `ep` ranks."""
+    line = attention(title, processes, takes, "experts for sequences", **degrees)
+    return replace(line, make=lambda: ParallelStrategy(tp_plan=EXPERTS_PLAN, ep=ep, **degrees))
+
+
 LINES = [
     Line("single"),
     Line("dp", devices=2),
@@ -264,6 +274,12 @@ LINES = [
     ),
     attention("pp 2 x cp 2", 4, is_hardest, network="stages of sequences", pp=2, cp=2),
     attention("pp 2 x cp 2 x tp 2", 8, is_hardest, network="stages of sequences", pp=2, cp=2, tp=2),
+    experts("ep x 2", 2, is_harder),
+    experts("ep x 4", 4, ep=4),
+    experts("fsdp 2 x ep 2", 4, is_harder),
+    experts("replicate 2 x ep 2", 4, dp_replicate=2),
+    experts("ep 2 x tp 2", 4, tp=2),
+    experts("fsdp 2 x ep 2 x cp 2", 8, cp=2),
 ]
 ALONE = {
     network: Line("single", note=f", {network}" if network != "dense" else "", takes=takes, network=network)
@@ -274,6 +290,7 @@ ALONE = {
         "tables": is_hard,
         "stages": is_hard,
         "stages of sequences": is_hardest,
+        "experts for sequences": is_harder,
     }.items()
 }
 """The single-process line with which the lines of each network are compared."""
@@ -430,6 +447,29 @@ class StagedSequences(Staged, Sequenced):
     """The model with more blocks, for sequences from the batch."""
 
 
+class Mixing(Attention):
+    """A block of attention, with experts after it."""
+
+    def __init__(self):
+        super().__init__()
+        del self.up, self.down
+        self.experts = Experts(8, 6, 4, shared_hidden=4)
+
+    def forward(self, x):
+        packed = self.qkv(self.norm(x))
+        q, k, v = (part.unflatten(-1, (-1, 2)).transpose(1, 2) for part in packed.chunk(3, dim=-1))
+        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.experts(self.second_norm(x))
+
+
+class Mixed(Sequenced):
+    """The model for sequences from the batch, with experts in its blocks."""
+
+    def __init__(self, case):
+        super().__init__(case)
+        self.blocks = nn.ModuleList(Mixing() for _ in range(2))
+
+
 class Tabled(Net):
     """A small regression on rows of an embedding that may be remote; one of its rows is never trained."""
 
@@ -452,6 +492,7 @@ NETWORKS = {
     "tables": Tabled,
     "stages": Staged,
     "stages of sequences": StagedSequences,
+    "experts for sequences": Mixed,
 }
 
 

@@ -1,0 +1,168 @@
+"""Search for a module's experts: those that it names, or layers whose parameters have one slice for each expert."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, Final
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ...common.errors import ConfigError, did_you_mean
+from ...common.foreign import attribute_of
+
+_DISPATCHED: Final = "ep_dispatch_experts"
+"""The word of a transformers plan for the layer that gets tokens, and the experts of each."""
+_NUMBERS_OF_TOKEN: Final = ("top_k", "num_experts_per_tok")
+_BIASES: Final = ("selection_bias", "e_score_correction_bias")
+_INPUTS: Final = 3
+"""What such a layer is called with: tokens, the experts of each, and their weights."""
+
+
+def find_experts(module: nn.Module) -> dict[str, int]:
+    """Return the layers of experts in a module, by name, each with the number of its experts.
+
+    They are those of the module's attribute ``ep_plan``, or of its parts' (``ep_plan``, ``_ep_plan``, or their config's
+    ``base_model_ep_plan``), that have the word ``"ep_dispatch_experts"``; without a plan, all layers whose parameters
+    have the same first dimension, and one of them three dimensions. Each is called with tokens, the experts of each
+    token, and the weights of these.
+
+    Raises:
+        ConfigError: for a module without such layers, a plan that matches none, and layers that cannot be dealt.
+    """
+    named = dict(_planned(module, "")) or {name: layer for name, layer in module.named_modules() if _is_stacked(layer)}
+    if not named:
+        kinds = ", ".join(sorted({type(layer).__name__ for layer in module.modules() if layer is not module})[:8])
+        raise ConfigError(
+            f"ep deals experts over ranks, but no layer of experts was found in {type(module).__name__}, which has "
+            f"{kinds or 'no layers'}. A layer of experts has stacked parameters, whose first dimension is the number "
+            "of experts, and is called with tokens, the experts of each, and their weights: use echelon.Experts, or "
+            f"name yours in the module's attribute ep_plan = {{'name': {_DISPATCHED!r}}}; or leave ep out."
+        )
+    return {name: _number(name, layer) for name, layer in named.items()}
+
+
+def check_experts(module: nn.Module, ep: int) -> None:
+    """Check, before processes start, that a module's experts can be dealt over `ep` ranks.
+
+    Raises:
+        ConfigError: as `find_experts`, and for a number of experts that `ep` does not divide.
+    """
+    found = find_experts(module)
+    uneven = {name: number for name, number in found.items() if number % ep}
+    if uneven:
+        name, number = next(iter(uneven.items()))
+        divisors = [each for each in range(2, number + 1) if all(n % each == 0 for n in found.values())]
+        advice = f"choose one of {', '.join(map(str, divisors))}" if divisors else "leave ep out"
+        raise ConfigError(f"ep={ep} does not divide the {number} experts of {name}; {advice}.")
+    holders: dict[nn.Parameter, str] = {}
+    for name, layer in module.named_modules(remove_duplicate=False):
+        for own, parameter in layer.named_parameters(recurse=False):
+            holders.setdefault(parameter, f"{name}.{own}") if name not in found else None
+    for name in found:
+        for own, parameter in module.get_submodule(name).named_parameters():
+            if parameter in holders:
+                raise ConfigError(
+                    f"{name}.{own} is the same parameter as {holders[parameter]}, and ep={ep} would leave each rank a "
+                    "part of it only; give the experts parameters of their own, or leave ep out."
+                )
+
+
+def experts_of_token(module: nn.Module, name: str) -> int:
+    """Return how many experts a token has, as the layers beside those experts or the model's config say; else 2."""
+    parents = [module.get_submodule(parent) for parent in _around(name)]
+    holders = [*parents[:1], *parents[0].children(), *(attribute_of(parent, "config") for parent in parents)]
+    found = (attribute_of(holder, word) for holder in holders for word in _NUMBERS_OF_TOKEN)
+    return next((number for number in found if type(number) is int and number > 0), 2)
+
+
+def selection_bias_of(module: nn.Module, name: str) -> Tensor | None:
+    """Return what the router beside a layer of experts adds to the scores with which it chooses; None for nothing."""
+    parent = module.get_submodule(next(_around(name)))
+    found = (attribute_of(holder, word) for holder in (parent, *parent.children()) for word in _BIASES)
+    return next((bias for bias in found if isinstance(bias, Tensor)), None)
+
+
+def _around(name: str) -> Iterator[str]:
+    """Yield the names of the modules around a layer, from the inside."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _planned(part: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the layers that plans name, those of the outermost parts that have a plan for experts."""
+    config = attribute_of(part, "config")
+    for holder, attribute in ((part, "ep_plan"), (part, "_ep_plan"), (config, "base_model_ep_plan")):
+        plan = attribute_of(holder, attribute)
+        if not isinstance(plan, Mapping):
+            continue
+        patterns = [str(pattern) for pattern, word in plan.items() if word == _DISPATCHED]
+        if patterns or (attribute == "ep_plan" and plan):
+            yield from _matching(part, name, patterns or [str(next(iter(plan)))], is_strict=attribute == "ep_plan")
+            return
+    for child_name, child in part.named_children():
+        yield from _planned(child, f"{name}.{child_name}".lstrip("."))
+
+
+def _matching(part: nn.Module, name: str, patterns: list[str], *, is_strict: bool) -> Iterator[tuple[str, nn.Module]]:
+    layers = dict(part.named_modules())
+    for pattern in patterns:
+        found = [own for own in layers if _matches(own, pattern)]
+        if is_strict and not found:
+            raise ConfigError(
+                f"ep_plan of {type(part).__name__} names {pattern!r}, which matches none of its layers."
+                f"{did_you_mean(pattern, layers)}"
+            )
+        for own in found:
+            yield f"{name}.{own}".strip("."), layers[own]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    own, wanted = name.split("."), pattern.split(".")
+    return len(own) == len(wanted) and all(fnmatchcase(*pair) for pair in zip(own, wanted, strict=True))
+
+
+def _is_stacked(layer: nn.Module) -> bool:
+    """Return whether a layer's own parameters look like stacked experts, and its forward like that of experts."""
+    own = [parameter for parameter in layer.parameters(recurse=False) if not is_lazy(parameter)]
+    lengths = {parameter.shape[0] for parameter in own if parameter.dim()}
+    is_stack = len(lengths) == 1 and all(p.dim() > 1 for p in own) and any(p.dim() == 3 for p in own)
+    return is_stack and min(lengths) > 1 and len(inputs_of(layer.forward)) == _INPUTS
+
+
+def inputs_of(forward: Callable[..., Any]) -> list[str]:
+    """Return the names of the first inputs of a layer's forward that get its tokens, their experts, and weights."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(forward).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind in kinds][:_INPUTS]
+
+
+def _number(name: str, layer: nn.Module) -> int:
+    """Return the number of experts of a layer.
+
+    Raises:
+        ConfigError: for a layer whose parameters, or whose forward, are not those of stacked experts.
+    """
+    shapes = {own: tuple(parameter.shape) for own, parameter in layer.named_parameters(recurse=False)}
+    inner = [own for own, _ in layer.named_parameters() if own not in shapes]
+    if inner:
+        raise ConfigError(
+            f"{name} is a layer of experts, but its {inner[0]} belongs to a layer inside it and is no stack of one "
+            "slice for each expert, so that ep cannot deal it; put it outside of the experts, or leave ep out."
+        )
+    lengths = {shape[0] if shape else 0 for shape in shapes.values()}
+    if len(lengths) != 1 or 0 in lengths:
+        raise ConfigError(
+            f"{name} is to be dealt by ep, but the first dimension of its parameters is not one number of experts: "
+            f"{shapes}; stack them expert by expert, or take the layer out of ep_plan."
+        )
+    inputs = inputs_of(layer.forward)
+    if len(inputs) < _INPUTS:
+        raise ConfigError(
+            f"{name} is to be dealt by ep, but its forward takes ({', '.join(inputs)}); it must take tokens, the "
+            "experts of each token, and their weights, as the experts of transformers do, or leave ep out."
+        )
+    return int(lengths.pop())
