@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: demo test test-fast test-failed test-gpu test-libraries test-versions fuzz soak tour docs lint types bench clean
+.PHONY: demo test test-fast test-failed test-gpu test-libraries test-versions fuzz soak tour docs lint types bench release clean
 .PRECIOUS: .torch-%/.installed
 
 demo: $(call installed,examples)
@@ -100,6 +100,10 @@ docs: $(call installed,docs)
 
 bench: $(call installed,examples)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py
+
+# a dry run, which shows each step; PUBLISH=1 tags, signs and uploads as well, for which twine and gpg must be there
+release: $(call installed,examples)
+	$(BIN)/python .ci/release.py $(if $(PUBLISH),--publish)
 
 clean:
 	rm -rf $(VENV) .libraries .libraries-older .torch-* build dist *.egg-info .mypy_cache .ruff_cache tests/.pytest_cache docs/_build docs/_pictures
