@@ -31,7 +31,7 @@ def refuse_without_forks() -> None:
     """
     if not hasattr(os, "fork"):
         raise ConfigError(
-            f"The processes of a run are forked, which {sys.platform} cannot do; use strategy=\"single\" on one device, "
+            f"The processes of a run are forked, which {sys.platform} cannot do; use strategy='single' on one device, "
             "or run it under WSL 2, which is a Linux."
         )
 

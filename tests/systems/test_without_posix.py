@@ -34,4 +34,4 @@ def test_one_process_trains_and_resumes_to_the_bit_and_several_are_refused_with_
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resumes to the bit and is read again" in done.stdout
-    assert 'use strategy="single" on one device, or run it under WSL 2' in done.stdout
+    assert "use strategy='single' on one device, or run it under WSL 2" in done.stdout
