@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: demo test test-fast test-failed test-gpu test-libraries test-versions fuzz soak tour docs lint types bench release clean
+.PHONY: demo test test-fast test-failed test-gpu test-libraries test-versions fuzz soak tour docs lint types typed pyright bench release clean
 .PRECIOUS: .torch-%/.installed
 
 demo: $(call installed,examples)
@@ -87,10 +87,17 @@ lint: $(call installed,lint)
 	$(BIN)/ruff format --check .
 	@$(MAKE) --no-print-directory types
 
-types: $(call installed,lint)
-	@rm -rf $(TYPED) && mkdir -p $(TYPED) && ln -s $(PACKAGE:%=../../../%) $(TYPED)
+types: $(call installed,lint) typed
 	$(BIN)/mypy --package echelon
 	$(BIN)/mypy examples benchmarks
+
+typed:
+	@rm -rf $(TYPED) && mkdir -p $(TYPED) && ln -s $(PACKAGE:%=../../../%) $(TYPED)
+
+# what an editor says of the examples, the README and the recipes: no error. It needs node, or fetches one
+pyright: $(call installed,test) $(call installed,editors) typed
+	$(BIN)/python .ci/pages.py
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # the pages of docs/ and a reference of every public name; the pictures of the gallery are drawn once, from real runs
 docs: $(call installed,docs)
