@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: demo test test-fast test-failed test-gpu test-libraries test-versions fuzz soak tour docs lint types typed pyright bench release clean
+.PHONY: demo test test-fast test-failed test-gpu test-libraries test-versions fuzz soak tour docs lint types typed pyright bench bench-all release clean
 .PRECIOUS: .torch-%/.installed
 
 demo: $(call installed,examples)
@@ -104,6 +104,10 @@ docs: $(call installed,docs)
 	$(BIN)/python docs/pictures.py docs/_pictures
 	$(BIN)/sphinx-build --fail-on-warning --quiet docs docs/_build
 	@echo "Open docs/_build/index.html"
+
+# the quick ones, each figure a line of benchmarks/history.jsonl, drawn in docs/benchmarks.md
+bench-all: $(call installed,test)
+	$(BIN)/python benchmarks/record.py
 
 bench: $(call installed,examples)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py
