@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: demo test test-fast test-failed test-gpu test-libraries test-versions fuzz soak tour docs lint types bench clean
+.PHONY: demo test test-fast test-failed test-gpu test-libraries test-versions fuzz soak tour docs lint types typed pyright bench bench-all release clean
 .PRECIOUS: .torch-%/.installed
 
 demo: $(call installed,examples)
@@ -87,10 +87,17 @@ lint: $(call installed,lint)
 	$(BIN)/ruff format --check .
 	@$(MAKE) --no-print-directory types
 
-types: $(call installed,lint)
-	@rm -rf $(TYPED) && mkdir -p $(TYPED) && ln -s $(PACKAGE:%=../../../%) $(TYPED)
+types: $(call installed,lint) typed
 	$(BIN)/mypy --package echelon
 	$(BIN)/mypy examples benchmarks
+
+typed:
+	@rm -rf $(TYPED) && mkdir -p $(TYPED) && ln -s $(PACKAGE:%=../../../%) $(TYPED)
+
+# what an editor says of the examples, the README and the recipes: no error. It needs node, or fetches one
+pyright: $(call installed,test) $(call installed,editors) typed
+	$(BIN)/python .ci/pages.py
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # the pages of docs/ and a reference of every public name; the pictures of the gallery are drawn once, from real runs
 docs: $(call installed,docs)
@@ -98,8 +105,16 @@ docs: $(call installed,docs)
 	$(BIN)/sphinx-build --fail-on-warning --quiet docs docs/_build
 	@echo "Open docs/_build/index.html"
 
+# the quick ones, each figure a line of benchmarks/history.jsonl, drawn in docs/benchmarks.md
+bench-all: $(call installed,test)
+	$(BIN)/python benchmarks/record.py
+
 bench: $(call installed,examples)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py
+
+# a dry run, which shows each step; PUBLISH=1 tags, signs and uploads as well, for which twine and gpg must be there
+release: $(call installed,examples)
+	$(BIN)/python .ci/release.py $(if $(PUBLISH),--publish)
 
 clean:
 	rm -rf $(VENV) .libraries .libraries-older .torch-* build dist *.egg-info .mypy_cache .ruff_cache tests/.pytest_cache docs/_build docs/_pictures

@@ -1,6 +1,7 @@
 """Time that `import echelon` adds to `import torch`, in fresh processes that take turns; prints medians in seconds."""
 
 import argparse
+import json
 import statistics
 import subprocess
 import sys
@@ -25,8 +26,13 @@ def measure() -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="how many processes; the first only warms the disk cache")
-    rounds = [measure() for _ in range(parser.parse_args().rounds + 1)][1:]
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args()
+    rounds = [measure() for _ in range(options.rounds + 1)][1:]
     torch_seconds, added_seconds = (statistics.median(column) for column in zip(*rounds, strict=True))
+    if options.json:
+        print(json.dumps({"torch_seconds": torch_seconds, "added_seconds": added_seconds}))
+        return
     print(f"import torch     {torch_seconds:7.3f} s")
     print(f"import echelon  +{added_seconds:7.3f} s   {1 + added_seconds / torch_seconds:.3f}x")
 

@@ -1,7 +1,8 @@
-"""Overhead of a Trainer in one process: a tiny model trained by hand, by Echelon and, if installed, by Lightning.
+"""Overhead of a Trainer in one process: a tiny model trained by hand, by Echelon, Accelerate and Lightning.
 
-Run ``python benchmarks/overhead.py``; ``--loader``, ``--optimizer`` and ``--step-us`` select one kind of run. A kind is
-a loader, an optimizer and the approximate microseconds of a step by hand, with batches from memory:
+Run ``python benchmarks/overhead.py``; Accelerate and Lightning take part if they are installed. ``--loader``,
+``--optimizer`` and ``--step-us`` select one kind of run. A kind is a loader, an optimizer and the approximate
+microseconds of a step by hand, with batches from memory:
 
 - shuffled: a DataLoader that collates a shuffled dataset sample by sample, as most people use it
 - ready: a DataLoader with ``batch_size=None`` over a dataset of batches
@@ -169,6 +170,21 @@ def engine_loop(turns: Turns, kind: Kind, batches: Iterable[Batch], folder: str)
         optimizer.step()
 
 
+def accelerate_loop(turns: Turns, kind: Kind, batches: Iterable[Batch], folder: str) -> None:
+    """Train in the same loop with an Accelerator of Hugging Face's Accelerate."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = kind.model()
+    model, optimizer, loader = accelerator.prepare(model, kind.optimizer_of(model), batches)
+    for x, y in loader:
+        turns.mark()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+
+
 def trained_by(base: type[nn.Module], trainer: Callable[..., Any], **settings: Any) -> Contender:
     """Return a contender: a module over `base`, which logs its loss at every step, trained by `trainer`."""
 
@@ -204,6 +220,8 @@ def contenders() -> dict[str, Contender]:
         "echelon": trained_by(TrainModule, Trainer),
         "echelon barebones": trained_by(TrainModule, Trainer, barebones=True),
     }
+    if importlib.util.find_spec("accelerate"):
+        by_name["accelerate"] = accelerate_loop
     if importlib.util.find_spec("lightning"):
         import lightning.pytorch as lightning
 

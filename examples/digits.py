@@ -40,7 +40,7 @@ class DigitsData(echelon.DataModule):
         images = images.float().view(-1, 1, 8, 8) / 16
         train, val, test = torch.randperm(1797, generator=torch.Generator().manual_seed(0)).split([1257, 180, 360])
         plain = v2.Normalize([0.3], [0.38])
-        shaken = v2.RandomAffine(12, (0.1, 0.1), (0.85, 1.15), shear=10, interpolation=InterpolationMode.BILINEAR)
+        shaken = v2.RandomAffine((-12, 12), (0.1, 0.1), (0.85, 1.15), 10, InterpolationMode.BILINEAR)
         self.train = Images(images[train], labels[train], v2.Compose([shaken, plain]))
         self.val = Images(images[val], labels[val], plain)
         self.test = Images(images[test], labels[test], plain)

@@ -46,7 +46,7 @@ class Language(echelon.TrainModule):
 
     lr: float
 
-    def __init__(self, folder=None):
+    def __init__(self, folder: Any = None):
         super().__init__()
         self.folder = folder
         self.lm: Any = None

@@ -94,7 +94,7 @@ class GPT(echelon.TrainModule):
 
     def validation_step(self, batch, batch_idx):
         loss = self.loss(batch)
-        self.log("loss/val", loss.mean, prog_bar=True, batch_size=loss.count)
+        self.log("loss/val", loss.mean, prog_bar=True, batch_size=int(loss.count))
 
     def configure_optimizers(self):
         decayed = [parameter for parameter in self.parameters() if parameter.dim() == 2]

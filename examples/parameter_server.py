@@ -75,12 +75,12 @@ def main():
         enable_checkpointing=False,
         logger=False,
     )
-    loader = DataLoader(torch.utils.data.Subset(data, train), GLOBAL_BATCH // num_trainers, shuffle=True)
+    loader = DataLoader(torch.utils.data.Subset(data, train.tolist()), GLOBAL_BATCH // num_trainers, shuffle=True)
     trainer.fit(module, loader)
     loss = trainer.callback_metrics["loss"].item()
     # one process is enough to test so few images
     tester = echelon.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
-    [metrics] = tester.test(module, DataLoader(torch.utils.data.Subset(data, test), 90), verbose=False)
+    [metrics] = tester.test(module, DataLoader(torch.utils.data.Subset(data, test.tolist()), 90), verbose=False)
     print(f"{trainer.global_step} steps: loss {loss:.6f}, accuracy {metrics['accuracy']:.1%}")
 
 

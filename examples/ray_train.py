@@ -51,7 +51,7 @@ def train(options):
 
 def train_in_ray(options, num_workers):
     """Have Ray start this many workers, or a number in this range; return what the first worker returned."""
-    import ray.train.torch
+    import ray.train.torch  # pyright: ignore[reportMissingImports] - docs/ray.md says how to install it
 
     trainer = ray.train.torch.TorchTrainer(
         train,

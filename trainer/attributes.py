@@ -231,7 +231,8 @@ class TrainerAttributes:
         return [callback for callback in self._runner.callbacks if isinstance(callback, ModelCheckpoint)]
 
     @property
-    def checkpoint_callback(self) -> ModelCheckpoint | None:
+    # as typeshed writes re.Match.group: who has passed such a callback need not rule out None
+    def checkpoint_callback(self) -> ModelCheckpoint | Any:
         """The first `ModelCheckpoint`, if there is one; ``ckpt_path="best"`` refers to it."""
         return next(iter(self.checkpoint_callbacks), None)
 

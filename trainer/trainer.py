@@ -31,15 +31,16 @@ from .result import EndedRun
 from .resume.changed_settings import Winner
 from .resume.take_snapshot import take_snapshot
 from .runner import Runner
+from .session.arguments import TrainerArguments
 from .session.profiler import Profiler
 from .session.session import Session, Task
-from .session.settings import Settings, accepting
+from .session.settings import Settings
 from .session.trained_samples import TrainedSamples
 from .trials import Trials
 
 
-class Trainer(TrainerAttributes, Checkpoints, Trials):
-    """Trains, evaluates and predicts with a `TrainModule`. Its arguments are the fields of `Settings`, by keyword.
+class Trainer(TrainerArguments, TrainerAttributes, Checkpoints, Trials):
+    """Trains, evaluates and predicts with a `TrainModule`. Its arguments, by keyword, are those of `TrainerArguments`.
 
     Hooks see it as a `callbacks.run.Run`, which documents each property.
 
@@ -53,8 +54,7 @@ class Trainer(TrainerAttributes, Checkpoints, Trials):
         trainer.callback_metrics["val_loss"]
     """
 
-    @accepting(Settings)
-    def __init__(self, settings: Settings) -> None:
+    def _begin(self, settings: Settings) -> None:
         run: Run = self
         self._runner = Runner(settings.effective(), run, self._loggers_by_name())
 

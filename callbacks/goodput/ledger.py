@@ -146,9 +146,11 @@ class LedgerFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        of_system = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)  # POSIX's, and Windows'
+        self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | of_system, 0o666)
         size = os.fstat(self._descriptor).st_size
-        self._is_torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
+        os.lseek(self._descriptor, max(0, size - 1), os.SEEK_SET)
+        self._is_torn = size > 0 and os.read(self._descriptor, 1) != b"\n"
 
     def append(self, record: LedgerRecord) -> None:
         """Write a record; it is in the file when this returns, even if the process is killed right after."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import socket
 import struct
 import sys
@@ -64,6 +63,8 @@ def interface_of(address: str) -> str | None:
     """Return the name of the interface with this IPv4 address, on Linux; None elsewhere, and for loopback."""
     if sys.platform != "linux" or address == LOOPBACK:
         return None
+    import fcntl  # not on Windows
+
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:

@@ -18,7 +18,7 @@ from ...common.errors import CollectiveError, ConfigError, ProcessError
 from ..cluster.environment import LOOPBACK, Environment
 from ..distributed.call_record import describe_difference
 from ..distributed.pickling import installed, pack, pack_into, unpack_from
-from .node_folder import NodeFolder
+from .node_folder import NodeFolder, refuse_without_forks
 from .registries import with_registries
 from .signal_handlers import handling
 from .worker import IMPORTED_FIRST, SHOW_STACKS, CallerState, InheritedFile, WorkerTask
@@ -107,6 +107,7 @@ def launch_all(function: Callable[[], T], *, num_processes: int, timeout: float,
 
 
 def _check_process() -> None:
+    refuse_without_forks()
     process = multiprocessing.current_process()
     if process.daemon:
         raise ConfigError(

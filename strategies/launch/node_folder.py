@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import shutil
 import stat
+import sys
 import tempfile
 from pathlib import Path
 from typing import Final, Self
 
-from ...common.errors import ProcessError
+from ...common.errors import ConfigError, ProcessError
 
 _PREFIX: Final = "echelon-node-"
 _SHARED_MEMORY: Final = Path("/dev/shm")
@@ -21,6 +21,19 @@ _REMEDY: Final = (
     "give the container more shared memory (docker run --shm-size=8g; in Kubernetes an emptyDir with medium: Memory "
     "at /dev/shm), or delete files there"
 )
+
+
+def refuse_without_forks() -> None:
+    """Refuse to start the processes of a run where none can be forked.
+
+    Raises:
+        ConfigError: on such a system, which is Windows.
+    """
+    if not hasattr(os, "fork"):
+        raise ConfigError(
+            f"The processes of a run are forked, which {sys.platform} cannot do; use strategy='single' on one device, "
+            "or run it under WSL 2, which is a Linux."
+        )
 
 
 class NodeFolder:
@@ -39,8 +52,10 @@ class NodeFolder:
         """Create a folder, in shared memory if possible, and remove this user's folders whose owners are dead.
 
         Raises:
+            ConfigError: on a system without forks.
             ProcessError: if there is no room or no permission.
         """
+        refuse_without_forks()
         parent = _default_parent() if parent is None else parent
         try:
             _sweep(parent)
@@ -50,7 +65,7 @@ class NodeFolder:
             hidden = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}{os.getpid()}-", dir=parent))
             lock = _open(hidden)
             with contextlib.suppress(OSError):  # a file system without locks, where nothing is removed either
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(lock)
             path = hidden.rename(parent / hidden.name[1:])
         except OSError as error:
             raise _unusable(parent, error) from error
@@ -145,6 +160,13 @@ def _open(folder: Path) -> int:
     return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
 
 
+def _lock(descriptor: int) -> None:
+    """Lock an open folder; an OSError says that another process has locked it, or that there are no locks."""
+    import fcntl  # not on Windows, where no workers start
+
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 def _sweep(parent: Path) -> None:
     """Remove the folders of this user that no process has locked."""
     for folder in parent.glob(f"{_PREFIX}*"):
@@ -152,7 +174,7 @@ def _sweep(parent: Path) -> None:
             lock = _open(folder)
             try:
                 if _is_private(os.fstat(lock)):
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    _lock(lock)
                     shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(lock)

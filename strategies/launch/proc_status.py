@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import os
 import re
 import socket
+import sys
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 _MIN_TIME: Final = 0.1  # seconds of processor time
 _MIN_LOAD: Final = 0.01  # of one processor; an idle worker, whose threads wake up now and then, uses less
+_QUERY, _DENIED, _STILL_ACTIVE = 0x1000, 5, 259  # of Windows
 
 
 class Process(NamedTuple):
@@ -25,11 +28,7 @@ class Process(NamedTuple):
 def look_at(pid: int) -> Process:
     """Return whether a process runs, and how much processor time it has used."""
     if not Path("/proc/self/stat").exists():
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return Process("ended")
-        return Process("unknown")
+        return Process("unknown" if exists(pid) else "ended")
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -37,6 +36,26 @@ def look_at(pid: int) -> Process:
     fields = text[text.rindex(")") + 2 :].split()  # the name before it may contain any character
     used = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return Process({"T": "stopped", "Z": "ended", "X": "ended"}.get(fields[0], "runs"), used)  # type: ignore[arg-type]
+
+
+def exists(pid: int) -> bool:
+    """Return whether there is a process with this number on this machine, whoever's it is."""
+    if sys.platform == "win32":  # where os.kill(pid, 0) would send Ctrl-C
+        kernel = ctypes.WinDLL("kernel32", use_last_error=True)
+        handle = kernel.OpenProcess(_QUERY, False, pid)
+        if not handle:
+            return ctypes.get_last_error() == _DENIED
+        code = ctypes.c_ulong()
+        kernel.GetExitCodeProcess(handle, ctypes.byref(code))
+        kernel.CloseHandle(handle)
+        return code.value == _STILL_ACTIVE
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def is_traced(pid: int) -> bool:

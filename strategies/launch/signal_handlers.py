@@ -77,6 +77,9 @@ def sheltering_forks() -> Iterator[None]:
     DataLoader workers need this, since the run finishes its step after Ctrl-C. They inherit the blocked signal; this
     process receives it after the block.
     """
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
     try:
         yield
@@ -117,6 +120,8 @@ def _undo_in_forks() -> None:
     Signals are blocked around the fork. One that reaches the new process right away, such as that of
     Process.terminate(), then waits until the previous handlers are back; otherwise Python would lose it.
     """
+    if not hasattr(os, "register_at_fork"):  # Windows does not fork
+        return
     masks = threading.local()
 
     def block() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import fcntl
 import importlib
 import mmap
 import multiprocessing
@@ -31,13 +30,13 @@ from ..distributed.pickling import pack_into, unpack, unpack_from
 from ..torch_internals import kill_with_parent
 from .failures import Failure
 from .proc_status import look_at
-from .signal_handlers import ignore
+from .signal_handlers import RUN_SIGNALS, ignore
 from .torch_settings import TorchSettings
 
-SHOW_STACKS: Final = signal.SIGUSR2
+SHOW_STACKS: Final = getattr(signal, "SIGUSR2", signal.SIGTERM)  # Windows, where no workers start, has none
 """Makes a worker with `WorkerTask.shows_stacks` write the stack of each of its threads."""
 
-NOT_FOR_THE_FORK_SERVER: Final = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
+NOT_FOR_THE_FORK_SERVER: Final = frozenset(RUN_SIGNALS)
 """Signals that a terminal or a scheduler may send to the whole process group of a run."""
 
 _PRELOAD: Final = "ECHELON_PRELOAD"
@@ -275,7 +274,9 @@ def end_with_the_caller() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     kill_with_parent(signal.SIGKILL)  # the fork server may be killed alone
-    if hasattr(fcntl, "F_SETSIG"):  # Linux
+    if sys.platform == "linux":
+        import fcntl  # not on Windows
+
         # The fork server, which is this process's parent, outlives the caller as long as it has children. But only the
         # caller holds the other end of this pipe open.
         pipe = parent.sentinel

@@ -6,7 +6,10 @@ import errno
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Final
+
+# O_NONBLOCK: opening a named pipe must not wait for a writer that never comes; Windows has neither flag
+_READING: Final = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 def open_regular(path: Path, most: int | None = None) -> BinaryIO:
@@ -16,8 +19,7 @@ def open_regular(path: Path, most: int | None = None) -> BinaryIO:
         OSError: if it cannot be opened, has more than `most` bytes, or is a named pipe or a device, which might have no
             end.
     """
-    # O_NONBLOCK: opening a named pipe must not wait for a writer that never comes
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+    descriptor = os.open(path, _READING)
     try:
         status = os.fstat(descriptor)
         if stat.S_ISDIR(status.st_mode):

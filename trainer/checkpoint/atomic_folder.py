@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +17,7 @@ from typing import Final
 
 from ...common.errors import CheckpointError
 from ...common.flush import flush_to_disk
-from ...strategies.launch.proc_status import host_id
+from ...strategies.launch.proc_status import exists, host_id
 from .files import explain
 from .manifest import is_checkpoint, is_torch_file, read_manifest
 
@@ -101,12 +102,32 @@ def point(link: str | Path, path: str | Path) -> None:
         if not is_checkpoint(path):
             raise CheckpointError(f"{link} cannot point to {path}, which is not a checkpoint; save it first.")
         _check_replaceable(link)
-        temporary.symlink_to(os.path.relpath(path.resolve(), link.parent.resolve()))
+        _link(temporary, path)
         _move(temporary, link)
     except OSError as error:
         raise CheckpointError(f"The link {link} could not be written: {explain(error)}.") from error
     finally:
         _delete(temporary)
+
+
+def _link(link: Path, path: Path) -> None:
+    """Make a symbolic link to a checkpoint or, where the system has or permits none, a copy that shares its files."""
+    try:
+        link.symlink_to(os.path.relpath(path.resolve(), link.parent.resolve()))
+    except (OSError, NotImplementedError):  # Windows asks for a privilege; FAT and some shares have no links
+        path = path.resolve()
+        if path.is_dir():
+            shutil.copytree(path, link, copy_function=_same_file)
+        else:
+            _same_file(path, link)
+
+
+def _same_file(source: str | Path, target: str | Path) -> None:
+    """Give a file another name; copy it where it can have one only."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def sweep(folder: Path) -> None:
@@ -174,7 +195,7 @@ def _rename(new: Path, path: Path) -> bool:
 
 def _exchange(first: Path, second: Path) -> bool:
     """Swap two names in one atomic step; return False if the system cannot."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
     if rename is None:
         return False
     return bool(rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0)
@@ -215,16 +236,6 @@ def _is_abandoned(entry: Path) -> bool:
     """Return whether the writer is dead; one on another machine counts as dead after a day without a write."""
     name = _parse(entry)
     if name["host"] == host_id():
-        return not _is_alive(int(name["pid"]))
+        return not exists(int(name["pid"]))
     files = list(entry.iterdir()) if entry.is_dir() and not entry.is_symlink() else []
     return time.time() - max(file.lstat().st_mtime for file in (entry, *files)) > _SILENCE
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True

@@ -23,7 +23,9 @@ HASH_NAME: Final = "sha256"
 _BLOCK: Final = 8 << 20
 _TRIES: Final = 20
 # O_NONBLOCK: opening a named pipe must not wait for a writer that never comes
-_READING: Final = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
+_BINARY: Final = getattr(os, "O_BINARY", 0)
+"""Without it, Windows would change line ends; other systems do not have it."""
+_READING: Final = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | _BINARY
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class HashedFile:
     """A new file, hashed in a second thread while it is written."""
 
     def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, 0o666)
         self._hash = hashlib.new(HASH_NAME)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="echelon-hash")
         self._has_thread = True

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import re
-import resource
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +34,7 @@ _OF_COLLECTIVES: Final = 60e6
 """What it takes beyond that where forward communicates: threads, with the stacks of eight more (seen: 60 to 64)."""
 _OF_AN_AXIS: Final = 75e6
 """And for each further axis of the ranks: process groups, with the stacks of their threads."""
-_LIMITS: Final = ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize"))
+_LIMITS: Final = (("RLIMIT_DATA", "VmData"), ("RLIMIT_AS", "VmSize"))
 """Limits of a process's memory, and the fields of ``/proc/self/status`` that count what it takes."""
 _MOST_DEVICES: Final = 1 << 20
 _OF_A_NODE: Final = 8
@@ -177,10 +178,14 @@ def _margin_on_cpu(*, is_limited: bool) -> float:
 
 def memory_of_process() -> float:
     """Return the bytes that a process like this one may still take, within its limits; infinity if it has none."""
+    if sys.platform == "win32" or not Path("/proc/self/status").exists():
+        return math.inf
+    import resource
+
     taken = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     room = math.inf
     for limit, field in _LIMITS:
-        most = resource.getrlimit(limit)[0]
+        most = resource.getrlimit(getattr(resource, limit))[0]
         if most != resource.RLIM_INFINITY:
             room = min(room, max(0.0, most - float(taken[field].split()[0]) * 1024))
     return room
@@ -188,13 +193,36 @@ def memory_of_process() -> float:
 
 def lift_limits() -> None:
     """Let this process take as much memory as it may permit itself, for what a run does not do."""
-    for limit, _ in _LIMITS:
+    if sys.platform == "win32":
+        return
+    import resource
+
+    for name, _ in _LIMITS:
+        limit = getattr(resource, name)
         most = resource.getrlimit(limit)[1]
         resource.setrlimit(limit, (most, most))
 
 
+def peak_of_process() -> int:
+    """Return the most bytes that this process has held; 0 where the system does not say, as on Windows."""
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
 def memory_of_host(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
-    """Return the bytes that processes can still use here: of the machine, or of this container (cgroups 2 and 1)."""
+    """Return the bytes that processes can still use here: of the machine, or of this container (cgroups 2 and 1).
+
+    Raises:
+        ConfigError: on Windows, which is not asked.
+    """
+    if not Path("/proc/meminfo").exists():
+        if hasattr(os, "sysconf"):  # macOS: all that there is
+            return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        raise ConfigError(f"Memory cannot be read on this system, {sys.platform}; give --memory 16GB, or a strategy.")
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     room = float(fields["MemAvailable"].split()[0]) * 1024
     for most, used, files in (

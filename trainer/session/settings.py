@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Concatenate, Final, Literal, ParamSpec, TypeVar, get_type_hints
+from typing import Any, Final, Literal, get_type_hints
 
 from ...callbacks.callback import Callback
 from ...callbacks.helpers.loggers import refuse_incomplete
@@ -21,9 +20,6 @@ from ..loggers import DummyLogger, check_name
 from .detailed_profilers import profiler_by_name
 from .profiler import Profiler
 from .setting_types import Defaulted, describe, fits
-
-P = ParamSpec("P")
-S = TypeVar("S")
 
 _LIMITS: Final = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
 _AMOUNTS: Final = (*_LIMITS, "overfit_batches", "val_check_interval")
@@ -75,7 +71,7 @@ _SWITCHED_OFF: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The arguments of `Trainer`. Names and meanings are Lightning's; ``global_batch_size`` and ``compile`` are ours.
+    """The arguments of `Trainer`, checked. Their meanings are in `TrainerArguments`, where editors find them.
 
     Raises:
         ConfigError: for an invalid value or combination of values.
@@ -84,61 +80,40 @@ class Settings:
     # --- where ---
     strategy: str | Strategy = "auto"
     accelerator: str = "auto"
-    """``auto`` for what torch reports, ``cpu``, ``gpu``, or a type that torch has, such as ``cuda`` or ``xpu``."""
     devices: int | str | Sequence[int] = "auto"
-    """Devices of a node: a count, indices, -1 for all, or ``auto``: as many as the strategy can use."""
     num_nodes: int = 1
     precision: Defaulted[str | int] = Defaulted("32-true")
-    """``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true``, ``16-true`` or ``64-true``."""
     sync_batchnorm: bool = False
-    """Replace BatchNorm layers with ``torch.nn.SyncBatchNorm``; GPUs only."""
 
     # --- how long ---
     max_epochs: int | None = None
-    """-1 for no limit; 1000 if neither this nor ``max_steps`` nor ``max_time`` is given."""
     min_epochs: Defaulted[int] = Defaulted(0)
     max_steps: int = -1
-    """In optimizer steps; -1 for no limit."""
     min_steps: Defaulted[int] = Defaulted(0)
     max_time: str | timedelta | Mapping[str, int] | None = None
-    """Training time: a timedelta, its arguments, or ``"DD:HH:MM:SS"``."""
 
     # --- the optimizer step ---
     accumulate_grad_batches: int = 1
     global_batch_size: int | None = None
-    """Samples per optimizer step over all ranks; the loader's batch size is then the largest micro-batch."""
     gradient_clip_val: float | None = None
-    """None or 0: no clipping."""
     gradient_clip_algorithm: Defaulted[Literal["norm", "value"]] = Defaulted("norm")
     activation_checkpointing: Literal["full", "selective"] | int | ActivationCheckpointing | None = None
-    """Recompute activations in backward: all of each repeated block or of every n-th, or only cheap operations."""
 
     # --- how much of the data: an int counts batches, a float up to 1.0 is a fraction ---
     limit_train_batches: Defaulted[int | float] = Defaulted(1.0)
-    """0 trains nothing."""
     limit_val_batches: Defaulted[int | float] = Defaulted(1.0)
-    """0 switches validation off."""
     limit_test_batches: Defaulted[int | float] = Defaulted(1.0)
     limit_predict_batches: Defaulted[int | float] = Defaulted(1.0)
     overfit_batches: int | float = 0.0
-    """Train and validate on the same first batches, unshuffled."""
     fast_dev_run: bool | int = False
-    """Run this many batches of everything (True: 1), without loggers, checkpoints and sanity check."""
 
     # --- evaluation and logging ---
     val_check_interval: Defaulted[int | float | str | timedelta | Mapping[str, int]] = Defaulted(1.0)
-    """An int: micro-batches between validations; a float: the fraction of an epoch; a duration, as for `max_time`."""
     check_val_every_n_epoch: int | None = 1
-    """None: ``val_check_interval`` counts across epochs."""
     num_sanity_val_steps: Defaulted[int] = Defaulted(2)
-    """Validation batches before training; -1 for all."""
     log_every_n_steps: Defaulted[int] = Defaulted(50)
-    """0: never."""
     logger: Defaulted[bool | str | Logger | Sequence[str | Logger]] = Defaulted(True)
-    """True: a TensorBoardLogger, or a CSVLogger if tensorboard is not installed; ``tensorboard``, ``csv``, ``wandb``
-    or ``mlflow``: that one, with its defaults."""
     enable_autolog_hparams: bool = True
-    """Send the hyperparameters to the loggers when a run begins."""
 
     # --- callbacks, profiler, folder ---
     callbacks: Callback | Sequence[Callback] | None = None
@@ -146,25 +121,18 @@ class Settings:
     enable_checkpointing: Defaulted[bool] = Defaulted(True)
     enable_model_summary: Defaulted[bool] = Defaulted(True)
     profiler: str | Profiler | None = None
-    """``simple``, ``advanced``, ``pytorch``, or a profiler."""
     default_root_dir: str | Path | None = None
-    """None: the working directory."""
 
     # --- numerics and the rest ---
     deterministic: Defaulted[bool | Literal["warn"]] = Defaulted(False)
     benchmark: bool | None = None
     detect_anomaly: bool = False
     check_replicas: Defaulted[Literal["error", "warn"]] = Defaulted("error")
-    """End the run, or warn once, if parameters that ranks hold in common are not equal."""
     inference_mode: bool = True
-    """Evaluate under ``torch.inference_mode`` rather than ``torch.no_grad``."""
     use_distributed_sampler: bool = True
-    """Divide the samples of every batch among the ranks; False: the user's samplers already do."""
     reload_dataloaders_every_n_epochs: int = 0
     compile: bool | Mapping[str, Any] = False
-    """Compile the module in place: True, or a dict of arguments for ``torch.compile``."""
     barebones: bool = False
-    """Switch off all that costs time: loggers, checkpoints, progress bar, summary, sanity check, ``self.log``."""
 
     def __post_init__(self) -> None:
         check_strategy(self.strategy)
@@ -252,34 +220,24 @@ def _unknown_argument(name: str, value: object, known: Sequence[str]) -> ConfigE
     return ConfigError(f"Trainer has no argument {name!r} (given as {value!r}).{did_you_mean(name, known)}")
 
 
-def accepting(
-    build: Callable[P, Settings],
-) -> Callable[[Callable[[S, Settings], None]], Callable[Concatenate[S, P], None]]:
-    """Give a constructor that takes one `Settings` the arguments of `Settings`, and point out a misspelled one."""
+def checked(args: Sequence[object], given: dict[str, Any]) -> Settings:
+    """Return the settings of a Trainer's arguments; point out one that is misspelled, or Lightning's alone.
 
-    def decorate(initialise: Callable[[S, Settings], None]) -> Callable[Concatenate[S, P], None]:
-        known = [field.name for field in fields(Settings)]
-
-        def __init__(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
-            if args:
-                raise ConfigError(f"Trainer takes keyword arguments only, got {args!r}; write Trainer(max_epochs=3).")
-            unneeded = [name for name in _WITHOUT_COUNTERPART if name in kwargs and not kwargs[name]]
-            for name in unneeded:  # None or an empty list requests nothing
-                del kwargs[name]
-            for name, value in kwargs.items():
-                if name not in known:
-                    raise _unknown_argument(name, value, known)
-            if kwargs.get("barebones"):
-                _check_barebones(kwargs)
-            initialise(self, build(*args, **kwargs))
-
-        __init__.__doc__ = initialise.__doc__
-        signature = inspect.signature(Settings)
-        myself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        __init__.__signature__ = signature.replace(parameters=[myself, *signature.parameters.values()])  # type: ignore[attr-defined]
-        return __init__
-
-    return decorate
+    Raises:
+        ConfigError: for these, and for an invalid value or combination of values.
+    """
+    if args:
+        raise ConfigError(f"Trainer takes keyword arguments only, got {args!r}; write Trainer(max_epochs=3).")
+    for name in _WITHOUT_COUNTERPART:
+        if name in given and not given[name]:  # None or an empty list requests nothing
+            del given[name]
+    known = [field.name for field in fields(Settings)]
+    for name, value in given.items():
+        if name not in known:
+            raise _unknown_argument(name, value, known)
+    if given.get("barebones"):
+        _check_barebones(given)
+    return Settings(**given)
 
 
 @functools.cache  # to find them takes as long as a short fit

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import sys
 import time
 import traceback
@@ -25,7 +24,7 @@ from ....strategies.launch.launcher import launch_all
 from ....strategies.placement import BY_NAME, is_auto
 from ....strategies.registry import find_strategy
 from ...data.seed import seed_everything
-from ...planning.machine import in_units
+from ...planning.machine import in_units, peak_of_process
 from ...planning.profiling import building, lacks_values, needs_values
 from ...planning.rehearsal import RehearsedStrategy, as_rank
 from ...planning.rehearsed_rank import RehearsedRank, TakeNotes
@@ -132,7 +131,7 @@ def _rehearsed(
             traceback.print_exc()
         noted.is_known = not lacks_values(error)
         noted.problems.append(_in_words(error, doing or (strategy.doing if strategy else "build"), values))
-    noted.process_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    noted.process_bytes = peak_of_process()
     if strategy is not None:
         noted.seconds = {**strategy.seconds, **noted.seconds}
     noted.seconds["all"], noted.seconds["cpu"] = time.perf_counter() - began, time.process_time()
