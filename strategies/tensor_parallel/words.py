@@ -188,17 +188,3 @@ _WORDS: Final[dict[str, _Make]] = {
     "all_reduce": _always(SummedOutput({})),
     "replicate": _always(WholeLayer({})),
 }
-
-
-def validate_width(name: str, module: nn.Module, layer: CutLayer, tp: int) -> list[str]:
-    """Return the reasons why a layer's parameters cannot be cut into `tp` equal parts."""
-    problems = []
-    for parameter, slices in layer.slices.items():
-        tensor = module.get_parameter(parameter)
-        length = tensor.shape[slices.dim]
-        if length % (slices.sections * tp):
-            times = f"{slices.sections} x " if slices.sections > 1 else ""
-            problems.append(
-                f"{name}.{parameter} has {length} along dimension {slices.dim}, not a multiple of {times}{tp}"
-            )
-    return problems
