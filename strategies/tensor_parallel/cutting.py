@@ -42,12 +42,12 @@ def cut_module(module: nn.Module, plan: TensorPlan, mesh: Any, copies: Iterable[
     for name, own in numbers.items():
         vars(module.get_submodule(name)).update(own)
     for name, layer in layers.items():
-        _run_as(module.get_submodule(name), layer, group)
+        run_as(module.get_submodule(name), layer, group)
     for name, holder in plan.holders(module).items():
-        _run_as(module.get_submodule(name), holder, group)
+        run_as(module.get_submodule(name), holder, group)
     for name, block in plan.sharded_blocks(module).items():
         _sum_gradients(module.get_submodule(name), name, layers, group)
-        _run_as(module.get_submodule(name), block, group)
+        run_as(module.get_submodule(name), block, group)
     styles = plan.styles()
     if styles:
         from torch.distributed.tensor.parallel import parallelize_module
@@ -83,10 +83,10 @@ def _sum_gradients(block: nn.Module, name: str, layers: Mapping[str, CutLayer], 
             layers.get(parent), AttentionCut
         )
         if not is_cut and next(submodule.parameters(recurse=False), None) is not None:
-            _run_as(submodule, SummedGradients({}), group)
+            run_as(submodule, SummedGradients({}), group)
 
 
-def _run_as(submodule: nn.Module, layer: CutLayer, group: TensorGroup) -> None:
+def run_as(submodule: nn.Module, layer: CutLayer, group: TensorGroup) -> None:
     """Replace a submodule's forward with that of its cut layer."""
     forward = submodule.forward
 

@@ -134,13 +134,10 @@ def is_of_keys(name: str) -> bool:
 
 def is_of_feed_forward(name: str, module: nn.Module) -> bool:
     """Return whether a layer of a module is one of those with the usual names of a feed-forward part."""
-    for columns, rows in _FEED_FORWARDS:
-        for own in (*columns, *rows):
-            if name == own or name.endswith(f".{own}"):
-                holder = module.get_submodule(name.removesuffix(own).removesuffix("."))
-                if all(widths(_get(holder, other)) for other in (*columns, *rows)):
-                    return True
-    return False
+    parts = [(*columns, *rows) for columns, rows in _FEED_FORWARDS]
+    named_so = [(names, own) for names in parts for own in names if f".{name}".endswith(f".{own}")]
+    holders = [(names, module.get_submodule(name.removesuffix(own).removesuffix("."))) for names, own in named_so]
+    return any(all(widths(_get(holder, other)) for other in names) for names, holder in holders)
 
 
 def is_projection(name: str) -> bool:

@@ -172,6 +172,21 @@ class SummedOutput(CutLayer):
 
 
 @dataclass(frozen=True)
+class SummedTail(CutLayer):
+    """A whole layer whose last features go to this rank's heads, such as the rotary keys of DeepSeek's attention.
+
+    Their gradients are summed; those of the other features, which pass through a cut layer, are whole.
+    """
+
+    num_features: int = 0
+
+    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+        output = forward(*inputs, **named)
+        rest, tail = output.split([output.shape[-1] - self.num_features, self.num_features], -1)
+        return torch.cat([rest, group.copy(tail)], -1)
+
+
+@dataclass(frozen=True)
 class ShardedLayer(CutLayer):
     """A layer that works on shards of the sequence; whole activations are split for it and joined afterwards."""
 
