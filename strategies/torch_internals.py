@@ -103,6 +103,12 @@ def root_mesh(mesh: Any) -> Any:
         return mesh._get_root_mesh()  # noqa: SLF001
 
 
+def split_axis(mesh: Any, sizes: tuple[int, int], names: tuple[str, str]) -> Any:
+    """Return a DeviceMesh of one axis as one of two axes. Collective: every rank of the process group calls it."""
+    with names_of_torch:
+        return mesh._unflatten(0, sizes, names)  # noqa: SLF001
+
+
 def without_dispatch_modes() -> Any:
     """Return a context that disables the TorchDispatchModes around it, such as that of selective checkpointing."""
     with names_of_torch:
@@ -158,18 +164,10 @@ def join_fake_group(rank: int, world_size: int) -> None:
 def unknown_values() -> tuple[type[Exception], ...]:
     """Return the errors that are raised when code reads the values of a tensor without memory."""
     with names_of_torch:
-        from torch._subclasses.fake_tensor import (
-            DataDependentOutputException,
-            DynamicOutputShapeException,
-            UnsupportedFakeTensorException,
-            UnsupportedOperatorException,
-        )
-    return (
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-        UnsupportedFakeTensorException,
-        UnsupportedOperatorException,
-    )
+        from torch._subclasses import fake_tensor as fake
+
+        values = fake.DataDependentOutputException, fake.DynamicOutputShapeException
+        return (*values, fake.UnsupportedFakeTensorException, fake.UnsupportedOperatorException)
 
 
 def function_modes() -> list[Any]:

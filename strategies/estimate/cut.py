@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import prod
 
 from torch import nn
 
@@ -28,7 +29,7 @@ class CutActivations:
     def __init__(self, profile: Profile, plan: TensorPlan | None, tp: int) -> None:
         self._profile, self._tp = profile, tp
         module = profile.module
-        self._layers: Mapping[str, CutLayer] = {} if plan is None else plan.layers(module)
+        self._layers: Mapping[str, CutLayer] = {} if plan is None else plan.layers(module, tp)
         self._holders: Mapping[str, CutLayer] = {} if plan is None else plan.holders(module)
         self._sharded_blocks = set[str]() if plan is None else set(plan.sharded_blocks(module))
         self._cut = self._find_cut(profile.layers)
@@ -110,6 +111,7 @@ class CutActivations:
 
     def _exchanged_by_column(self, name: str, layer: ColumnCut, use: LayerUse) -> float:
         sent = exchanged(use.output_bytes, self._tp) * use.num_calls if layer.gathers_output else 0.0
+        sent += self._summed_over_copies(name, layer)
         parent = name.rpartition(".")[0]
         one = exchanged(use.input_bytes, self._tp)
         is_sharded = layer.shard_dim is not None or isinstance(self._holders.get(parent), JoinedInput)
@@ -119,6 +121,16 @@ class CutActivations:
             return sent + (one * (use.num_calls - 1) if is_again else 0.0)
         backward = 1 if use.has_input_gradient else 0
         return sent + (one * (use.num_calls + backward) if is_sharded else 2 * one * backward)
+
+    def _summed_over_copies(self, name: str, layer: ColumnCut) -> float:
+        """Return what is sent to sum the gradients of key heads that several ranks hold."""
+        own = self._profile.module.get_submodule(name)
+        parameters = [(own.get_parameter(key), cut) for key, cut in layer.slices.items() if cut.copies > 1]
+        return sum(
+            all_reduced(prod(cut.shape_on_a_rank(p.shape, self._tp)) * p.element_size(), cut.copies)
+            for p, cut in parameters
+            if p.requires_grad
+        )
 
     def _first_column(self, parent: str, use: LayerUse) -> str:
         """Return the first column-wise layer of a module that has the same input."""

@@ -95,13 +95,14 @@ class Cuts:
         assert self._find_plan is not None
         plan = self._find_plan(module)
         plan.validate(module, self.degrees.tp)
+        copies = sorted(set(plan.copies(module, self.degrees.tp).values()))
         if here is not None:
             plan = here(plan)
         for name in plan.words:
             layer = module.get_submodule(name)
             make_equal(chain(layer.parameters(), layer.buffers()), device, peers)
         self._check = None if peers.is_rehearsed else BlockCheck(module, plan, mesh)
-        cut_module(module, plan, mesh)
+        cut_module(module, plan, mesh, copies)
 
     def deal_experts(self, module: nn.Module, device: torch.device, peers: Collectives) -> DealtLayers:
         """Deal a module's experts over ranks, and return their layers. Collective; see `cut_layers`."""

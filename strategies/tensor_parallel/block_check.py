@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ...common.errors import ModuleError
 from ..devices.cuda import rounds_float32
@@ -18,7 +19,9 @@ from ..distributed.nested import iterate_tensors, map_tensors
 from ..module.untouched import Untouched
 from ..state.dtensor import is_dtensor, whole_tensor
 from ..torch_internals import without_dispatch_modes
+from .cutting import run_as
 from .exchanges import TensorGroup
+from .layers import SummedGradients
 from .shares import guard_shares, shared_dim
 from .skeleton import Skeleton, private
 from .tensor_plan import TensorPlan
@@ -32,6 +35,7 @@ _CAUSES: Final = (
     "weights cut as if they were one (use 'packed_colwise'); a norm, a softmax or a mean over cut features"
 )
 
+_GRADIENT_OF: Final = "the gradient of "
 _CAUSE_OF_GRADIENTS: Final = (
     "Usual cause: a whole layer between cut features, which needs the word 'replicated_with_grad_allreduce'"
 )
@@ -104,7 +108,8 @@ class BlockCheck:
         with Untouched(block) as streams, _apart(), torch.enable_grad():
             run_whole = partial(skeleton.run, block, lambda p: leaves[id(p)])
             inputs = private(map_tensors(_whole, (args, kwargs)))
-            whole = _Trial.of(run_whole, inputs, {own: leaves[id(p)] for own, p in names.items()})
+            with _Dtypes() as met:
+                whole = _Trial.of(run_whole, inputs, {own: leaves[id(p)] for own, p in names.items()})
             skeleton.release()
             streams.rewind()
             try:
@@ -115,17 +120,17 @@ class BlockCheck:
                     f"{type(error).__name__}: {str(error)[:200]}. {self._causes(name)}. Correct the block, or "
                     "leave its layers out of tp_plan."
                 ) from error
-        self._judge(name, block, whole.as_seen_by(cut, self._group), cut)
+        self._judge(name, block, whole.as_seen_by(cut, self._group), cut, met.found)
         if cut.shares:
             guard_shares(name, block, cut.shares)
 
-    def _judge(self, name: str, block: nn.Module, whole: _Trial, cut: _Trial) -> None:
-        output = self._worst(whole.outputs, cut.outputs)
-        gradient = self._worst(whole.gradients, cut.gradients)
-        found = output or gradient
+    def _judge(self, name: str, block: nn.Module, whole: _Trial, cut: _Trial, met: Collection[torch.dtype]) -> None:
+        output = self._differences(whole.outputs, cut.outputs, met)
+        gradient = {} if output else self._differences(whole.gradients, cut.gradients, met)
+        found = output or self._without_summed(name, block, gradient, whole, cut, met)
         if not found:
             return
-        value, difference = found
+        value, difference = max(found.items(), key=lambda one: one[1])
         raise ModuleError(
             f"the block {name!r} ({type(block).__name__}) does not compute the same when it is cut by "
             f"{self._plan.source}: {value} has a relative difference of {difference:.1g}. "
@@ -144,16 +149,50 @@ class BlockCheck:
         sharded = "; a layer that mixes positions, where each rank has only a shard of them"
         return causes + sharded * self._plan.sequence_parallel
 
-    def _worst(self, whole: Mapping[str, Tensor], cut: Mapping[str, Tensor]) -> tuple[str, float] | None:
-        """Return the value that differs most on any rank, relative to its size, if any differs. Collective."""
+    def _differences(
+        self, whole: Mapping[str, Tensor], cut: Mapping[str, Tensor], met: Collection[torch.dtype]
+    ) -> dict[str, float]:
+        """Return the values that differ on any rank, and by how much relative to their sizes. Collective."""
         size = max((float(value.abs().max()) for value in whole.values() if value.numel()), default=0.0)
         differences = []
         for name, value in whole.items():
             other = cut.get(name)
-            differences.append(torch.inf if other is None else _difference(value, other, size))
-        all_ranks = self._group.largest(torch.tensor([*differences, 0.0], device=self._group.device))
-        most = int(all_ranks.argmax())
-        return (list(whole)[most], float(all_ranks[most])) if float(all_ranks[most]) > 0 else None
+            differences.append(torch.inf if other is None else _difference(value, other, size, met))
+        all_ranks = self._group.largest(torch.tensor([*differences, 0.0], device=self._group.device)).tolist()
+        return {name: found for name, found in zip(whole, all_ranks, strict=False) if found > 0}
+
+    def _without_summed(
+        self,
+        name: str,
+        block: nn.Module,
+        differences: Mapping[str, float],
+        whole: _Trial,
+        cut: _Trial,
+        met: Collection[torch.dtype],
+    ) -> dict[str, float]:
+        """Return the gradients that differ and are not summands of the right ones; these are summed from now on.
+
+        They belong to modules between cut features, for which the plan has no word. Collective.
+        """
+        found = dict(differences)
+        known = {f"{name}.{own}".lstrip("."): parameter for own, parameter in block.named_parameters()}
+        owners: dict[str, list[str]] = {}
+        for own in differences:
+            parameter = known.get(own.removeprefix(_GRADIENT_OF))
+            if parameter is not None and not is_dtensor(parameter) and own in cut.gradients:
+                owners.setdefault(own.removeprefix(_GRADIENT_OF).rpartition(".")[0], []).append(own)
+        for owner, gradients in owners.items():
+            module = self._module.get_submodule(owner)
+            all_own = [own for own, p in module.named_parameters(recurse=False) if p.requires_grad]
+            has_word = self._plan.words.get(owner, "replicate") != "replicate"
+            # the forward of the block itself is looked up before its hooks are called
+            if module is block or has_word or len(all_own) != len(gradients):
+                continue
+            sums = {own: self._group.sum(cut.gradients[own]) for own in gradients}
+            if not self._differences({own: whole.gradients[own] for own in gradients}, sums, met):
+                run_as(module, SummedGradients({}), self._group)
+                found = {own: difference for own, difference in found.items() if own not in gradients}
+        return found
 
 
 @dataclass(frozen=True)
@@ -182,7 +221,7 @@ class _Trial:
         outputs = [t for t in iterate_tensors(run(*args, **kwargs)) if t.is_floating_point()]
         shares = _shares(outputs, like, group)
         given = {f"the gradient of its input {at}": t for at, t in enumerate(iterate_tensors(inputs))}
-        given |= {f"the gradient of {name}": p for name, p in parameters.items()}
+        given |= {f"{_GRADIENT_OF}{name}": p for name, p in parameters.items()}
         wanted = {name: t for name, t in given.items() if t.requires_grad} if parameters else {}
         sources = {at: output for at, output in enumerate(outputs) if output.requires_grad}
         gradients: Any = [None] * len(wanted)
@@ -212,6 +251,20 @@ def _shares(outputs: Sequence[Tensor], like: _Trial | None, group: TensorGroup |
     pairs = enumerate(zip(like.outputs.values(), outputs, strict=True))
     dims = {at: shared_dim(whole.shape, own.shape, group.size) for at, (whole, own) in pairs}
     return {} if dims.get(0) is not None else {at: dim for at, dim in dims.items() if dim is not None}
+
+
+class _Dtypes(TorchFunctionMode):
+    """Collects the dtypes in which something is computed that has a gradient: a float64 norm may compute in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = set[torch.dtype]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.is_floating_point() and result.requires_grad:
+            self.found.add(result.dtype)
+        return result
 
 
 @contextmanager
@@ -249,13 +302,13 @@ def _direction(output: Tensor, shared: int | None, group: TensorGroup | None) ->
     return DTensor.from_local(weights, mesh, [Replicate()] * mesh.ndim, run_check=False).redistribute(mesh, placements)
 
 
-def _difference(whole: Tensor, cut: Tensor, size: float) -> float:
+def _difference(whole: Tensor, cut: Tensor, size: float, met: Collection[torch.dtype]) -> float:
     """Return by how much two tensors differ, relative to the first; 0 if rounding can be the reason."""
     if whole.shape != cut.shape:
         return torch.inf
     if not whole.numel():
         return 0.0
-    tolerance = _tolerance(whole)
+    tolerance = max(_tolerance(dtype, whole.device.type) for dtype in {whole.dtype, *met})
     most = float((whole - cut).abs().max())
     own = float(whole.abs().max())
     if most <= tolerance * (own + 0.1 * size):
@@ -263,9 +316,8 @@ def _difference(whole: Tensor, cut: Tensor, size: float) -> float:
     return min(most / (own or 1.0), 1e30) if most == most else torch.inf
 
 
-def _tolerance(value: Tensor) -> float:
-    kind = value.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
+def _tolerance(dtype: torch.dtype, kind: str) -> float:
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
     is_rounded = dtype == torch.float32 and rounds_float32(kind)
     return _TOLERANCE_OF_TF32 if is_rounded else _TOLERANCES.get(dtype, _TOLERANCE_OF_HALF)
 

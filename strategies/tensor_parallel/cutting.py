@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from torch import nn
@@ -17,7 +17,7 @@ from .tensor_plan import TensorPlan
 _WHOLE: Final = WholeLayer({})
 
 
-def cut_module(module: nn.Module, plan: TensorPlan, mesh: Any) -> None:
+def cut_module(module: nn.Module, plan: TensorPlan, mesh: Any, copies: Iterable[int] = ()) -> None:
     """Cut a module, which is equal on all ranks, according to a plan; meta tensors are cut as well.
 
     Parameters that are not cut stay plain. Collective: every rank calls it.
@@ -26,25 +26,28 @@ def cut_module(module: nn.Module, plan: TensorPlan, mesh: Any) -> None:
         module: the module that the plan was found for.
         plan: see `find_plan`.
         mesh: a DeviceMesh with only the axis ``tp``.
+        copies: how many ranks hold one part of a layer, wherever several do, also in layers that other ranks hold: all
+            ranks make process groups for them, in this order.
     """
     group = TensorGroup(mesh)
-    layers = plan.layers(module)
+    layers, numbers = plan.layers(module, group.size), plan.numbers_on_a_rank(module, group.size)
+    for number in copies:
+        group.mesh_of(number)
     slices = {
         module.get_submodule(name).get_parameter(parameter): cut
         for name, layer in layers.items()
         for parameter, cut in layer.slices.items()
     }
     _cut_parameters(module, {whole: _cut(whole, cut, group) for whole, cut in slices.items()})
-    for name, numbers in plan.numbers.items():
-        attributes = vars(module.get_submodule(name))
-        attributes.update({number: attributes[number] // group.size for number in numbers})
+    for name, own in numbers.items():
+        vars(module.get_submodule(name)).update(own)
     for name, layer in layers.items():
-        _run_as(module.get_submodule(name), layer, group)
+        run_as(module.get_submodule(name), layer, group)
     for name, holder in plan.holders(module).items():
-        _run_as(module.get_submodule(name), holder, group)
+        run_as(module.get_submodule(name), holder, group)
     for name, block in plan.sharded_blocks(module).items():
         _sum_gradients(module.get_submodule(name), name, layers, group)
-        _run_as(module.get_submodule(name), block, group)
+        run_as(module.get_submodule(name), block, group)
     styles = plan.styles()
     if styles:
         from torch.distributed.tensor.parallel import parallelize_module
@@ -57,9 +60,8 @@ def _cut(whole: nn.Parameter, slices: Slices, group: TensorGroup) -> nn.Paramete
     from torch.distributed.tensor import DTensor
 
     own = slices.of(whole.detach(), group.rank, group.size)
-    cut = DTensor.from_local(
-        own, group.mesh, [slices.placement()], run_check=False, shape=whole.shape, stride=whole.stride()
-    )
+    mesh, placements = group.mesh_of(slices.copies), slices.placements()
+    cut = DTensor.from_local(own, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
     parameter = nn.Parameter(cut, requires_grad=whole.requires_grad)
     vars(parameter).update(vars(whole))  # what users attach to their parameters
     return parameter
@@ -81,10 +83,10 @@ def _sum_gradients(block: nn.Module, name: str, layers: Mapping[str, CutLayer], 
             layers.get(parent), AttentionCut
         )
         if not is_cut and next(submodule.parameters(recurse=False), None) is not None:
-            _run_as(submodule, SummedGradients({}), group)
+            run_as(submodule, SummedGradients({}), group)
 
 
-def _run_as(submodule: nn.Module, layer: CutLayer, group: TensorGroup) -> None:
+def run_as(submodule: nn.Module, layer: CutLayer, group: TensorGroup) -> None:
     """Replace a submodule's forward with that of its cut layer."""
     forward = submodule.forward
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...common.errors import ModuleError
+from ..torch_internals import split_axis
 from ..torch_tensors import version_of
 
 _Change = Callable[[Tensor], Tensor]
@@ -38,7 +39,27 @@ class TensorGroup:
         self.size: int = mesh.size()
         self.device = torch.device(mesh.device_type)
         self._group = mesh.get_group()
+        self._with_copies: dict[int, tuple[Any, TensorGroup]] = {}
         self._shared: dict[tuple[int, int | None, int], tuple[Tensor, Tensor]] | None = None
+
+    def mesh_of(self, copies: int) -> Any:
+        """Return the mesh of parameters of which `copies` neighboring ranks hold the same part.
+
+        The first call for a number makes process groups: every rank of the run makes it, also those of other stages.
+        """
+        return self.mesh if copies == 1 else self._divided(copies)[0]
+
+    def holders(self, copies: int) -> TensorGroup:
+        """Return the `copies` neighboring ranks, this one among them, that hold the same part; see `mesh_of`."""
+        return self._divided(copies)[1]
+
+    def _divided(self, copies: int) -> tuple[Any, TensorGroup]:
+        if copies not in self._with_copies:
+            (axis,) = self.mesh.mesh_dim_names
+            names = f"{axis}_heads_of_{copies}", f"{axis}_copies_of_{copies}"
+            mesh = split_axis(self.mesh, (self.size // copies, copies), names)
+            self._with_copies[copies] = mesh, TensorGroup(mesh[names[1]])
+        return self._with_copies[copies]
 
     @contextmanager
     def sharing_inputs(self) -> Iterator[None]:
@@ -61,9 +82,12 @@ class TensorGroup:
         """Return this rank's part of a whole tensor."""
         return self._exchange(whole, partial(self._own, dim=dim), partial(self._join, dim=dim))
 
-    def join(self, cut: Tensor, dim: int) -> Tensor:
-        """Return the whole tensor made of the ranks' parts."""
-        return self._exchange(cut, partial(self._join, dim=dim), partial(self._own, dim=dim))
+    def join(self, cut: Tensor, dim: int, length: int | None = None) -> Tensor:
+        """Return the whole tensor made of the ranks' parts; of this length, if they may differ, see `bounds`."""
+        if length is None or length % self.size == 0:
+            return self._exchange(cut, partial(self._join, dim=dim), partial(self._own, dim=dim))
+        join = partial(self._join_uneven, dim=dim, length=length)
+        return self._exchange(cut, join, partial(self._own_uneven, dim=dim, length=length))
 
     def join_copy(self, cut: Tensor, dim: int) -> Tensor:
         """Return the whole tensor made of the ranks' parts, for layers that differ between ranks."""
@@ -104,6 +128,17 @@ class TensorGroup:
         _all_gather(joined, tensor.contiguous(), group=self._group)
         return torch.cat(joined.chunk(self.size), dim) if dim % tensor.dim() else joined
 
+    def _join_uneven(self, tensor: Tensor, dim: int, length: int) -> Tensor:
+        shape = list(tensor.shape)
+        shape[dim] = -(-length // self.size)
+        padded = tensor.new_zeros(shape)
+        padded.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+        return self._join(padded, dim).narrow(dim, 0, length)  # only the last parts are shorter
+
+    def _own_uneven(self, tensor: Tensor, dim: int, length: int) -> Tensor:
+        start, stop = bounds(length, self.size, self.rank)
+        return tensor.narrow(dim, start, stop - start).contiguous()
+
     def _sum_split(self, tensor: Tensor, dim: int) -> Tensor:
         self._check_divides(tensor, dim)
         by_rank = torch.cat(tensor.chunk(self.size, dim)) if dim % tensor.dim() else tensor.contiguous()
@@ -138,6 +173,12 @@ class _Exchange(torch.autograd.Function):
         if torch.is_grad_enabled() and gradient.requires_grad:  # which is differentiated again
             return _Exchange.apply(gradient, ctx.change_gradient, ctx.change), None, None
         return ctx.change_gradient(gradient), None, None
+
+
+def bounds(length: int, number: int, index: int) -> tuple[int, int]:
+    """Return the bounds of one of `number` parts as in ``torch.chunk``; the last ones may be shorter, or empty."""
+    width = -(-length // number)
+    return min(index * width, length), min((index + 1) * width, length)
 
 
 def _same(tensor: Tensor) -> Tensor:

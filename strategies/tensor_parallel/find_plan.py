@@ -18,6 +18,7 @@ from .words import check_word, is_for_experts
 
 Plan = Mapping[str, Any]
 _HEAD_NAMES: Final = ("lm_head", "head", "output", "unembed", "to_logits", "decoder", "classifier", "embed_out")
+_OF_LATENT_KEYS: Final = "mla_kv_a_proj"
 _GATHERED: Final = ("colwise_gather_output", "colwise_rep")
 
 
@@ -85,8 +86,19 @@ def _match(module: nn.Module, plan: object, source: str, *, is_strict: bool = Tr
                 f"{source} names {pattern!r}, which matches no submodule of {type(module).__name__}."
                 f"{did_you_mean(pattern, {generic_name(name) for name in names})}"
             )
-        words.update(dict.fromkeys(matching, word))
+        found = {name: _with_number(name, module, word) for name in matching}
+        words.update({name: one for name, one in found.items() if is_strict or one != _OF_LATENT_KEYS})
     return words
+
+
+def _with_number(name: str, module: nn.Module, word: Any) -> Any:
+    """Return a word with the number of features that go to the heads directly, if it needs one and it is known."""
+    if word != _OF_LATENT_KEYS:
+        return word
+    holder = module.get_submodule(name.rpartition(".")[0])
+    sources = holder, attribute_of(holder, "config"), attribute_of(module, "config")
+    numbers = [attribute_of(source, "qk_rope_head_dim") for source in sources]
+    return next((f"{word}:{number}" for number in numbers if isinstance(number, int)), word)
 
 
 def _brought(module: nn.Module) -> dict[str, Any]:

@@ -37,8 +37,10 @@ _FEED_FORWARDS: Final = (
 )
 _PACKED_FEED_FORWARDS: Final = (("gate_up_proj",), ("down_proj",))
 _HEADS: Final = ("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead", "heads")
-_KEY_HEADS: Final = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
+KEY_HEADS: Final = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
+_GROUPS: Final = ("num_key_value_groups", "num_kv_groups", "n_rep")
 _WIDTHS: Final = ("embed_dim", "hidden_size", "split_size", "all_head_size", "inner_dim", "n_embd", "d_model", "dim")
+_VALUES: Final = frozenset(columns[2].rpartition(".")[2] for columns, _ in _ATTENTIONS)
 _ELEMENTWISE: Final = (
     nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus, nn.Tanh,
     nn.Sigmoid, nn.LogSigmoid, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Softsign, nn.Tanhshrink, nn.Identity,
@@ -97,8 +99,45 @@ def head_counts(holder: nn.Module) -> dict[str, int]:
         vars(config) for config in (attribute_of(holder, "config"),) if hasattr(config, "__dict__")
     ]
     return {
-        name: source[name] for source in sources[::-1] for name in (*_HEADS, *_KEY_HEADS) if _is_count(source.get(name))
+        name: source[name] for source in sources[::-1] for name in (*_HEADS, *KEY_HEADS) if _is_count(source.get(name))
     }
+
+
+def key_heads(name: str, layer: nn.Module, holder: nn.Module) -> int | None:
+    """Return the number of heads of a projection of keys or values in its module `holder`; None if it is unknown.
+
+    Layers of one model may have different numbers, so the module's own attributes come before its config's.
+    """
+    features = (widths(layer) or (0, 0))[1]
+    own = vars(holder)
+    width = next((own[key] for key in _head_widths(name) if _is_count(own.get(key))), 0)
+    counts = [own.get(key) for key in KEY_HEADS]
+    counts += [features // width if width and features % width == 0 else None]
+    counts += [count for key, count in head_counts(holder).items() if key in KEY_HEADS]
+    return next((count for count in counts if _is_count(count) and features % count == 0), None)
+
+
+def groups_of(holder: nn.Module) -> tuple[str, ...]:
+    """Return the attributes of an attention that say how many heads of queries share one of keys."""
+    return tuple(name for name in _GROUPS if _is_count(vars(holder).get(name)))
+
+
+def _head_widths(name: str) -> tuple[str, ...]:
+    return ("v_head_dim", "head_dim") if name.rpartition(".")[2] in _VALUES else ("head_dim",)
+
+
+def is_of_keys(name: str) -> bool:
+    """Return whether a layer is named like an attention's projection of keys or values alone."""
+    leaf = name.rpartition(".")[2]
+    return any(leaf in (own.rpartition(".")[2] for own in columns[1:]) for columns, _ in _ATTENTIONS)
+
+
+def is_of_feed_forward(name: str, module: nn.Module) -> bool:
+    """Return whether a layer of a module is one of those with the usual names of a feed-forward part."""
+    parts = [(*columns, *rows) for columns, rows in _FEED_FORWARDS]
+    named_so = [(names, own) for names in parts for own in names if f".{name}".endswith(f".{own}")]
+    holders = [(names, module.get_submodule(name.removesuffix(own).removesuffix("."))) for names, own in named_so]
+    return any(all(widths(_get(holder, other)) for other in names) for names, holder in holders)
 
 
 def is_projection(name: str) -> bool:
@@ -182,11 +221,11 @@ def _norms_of_heads(holder: nn.Module, width: int) -> dict[str, str] | None:
 
 def _numbers(holder: nn.Module, width: int) -> Iterator[str]:
     attributes = vars(holder)
-    yield from (name for name in (*_HEADS, *_KEY_HEADS) if _is_count(attributes.get(name)))
+    yield from (name for name in (*_HEADS, *KEY_HEADS) if _is_count(attributes.get(name)))
     yield from (name for name in _WIDTHS if attributes.get(name) == width)
 
 
-def _is_count(value: object) -> bool:
+def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,32 +12,48 @@ from torch import Tensor, nn
 
 from ..state.dtensor import is_dtensor
 from ..torch_internals import strided_shard
-from .exchanges import TensorGroup
+from .exchanges import TensorGroup, bounds
 
 Forward = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Slices:
-    """The cut of a parameter: along `dim`, within each of `sections` equal parts that are side by side there."""
+    """The cut of a parameter: along `dim`, within each of `sections` equal parts that are side by side there.
+
+    The last parts are shorter, as in ``torch.chunk``, if the number of ranks does not divide the length.
+    """
 
     dim: int
     sections: int = 1
+    copies: int = 1
+    """The number of neighboring ranks that hold the same part, such as a key-value head of several ranks' queries."""
 
     def __str__(self) -> str:
         parts = f" in each of {self.sections} sections" if self.sections > 1 else ""
-        return f"along dimension {self.dim}{parts}"
+        held = f", each part on {self.copies} ranks" if self.copies > 1 else ""
+        return f"along dimension {self.dim}{parts}{held}"
 
     def of(self, tensor: Tensor, rank: int, size: int) -> Tensor:
         """Return a rank's part of a whole tensor."""
         sections = tensor.chunk(self.sections, self.dim)
-        return torch.cat([section.chunk(size, self.dim)[rank] for section in sections], self.dim)
+        return torch.cat([self._part(section, rank, size) for section in sections], self.dim)
 
-    def placement(self) -> Any:
-        """Return the placement of the DTensor."""
-        from torch.distributed.tensor import Shard
+    def _part(self, section: Tensor, rank: int, size: int) -> Tensor:
+        start, stop = bounds(section.shape[self.dim], size // self.copies, rank // self.copies)
+        return section.narrow(self.dim, start, stop - start)
 
-        return Shard(self.dim) if self.sections == 1 else strided_shard(self.dim, self.sections)
+    def shape_on_a_rank(self, shape: Sequence[int], size: int) -> list[int]:
+        """Return the shape of the first rank's part of a tensor, the largest, if `size` ranks hold its parts."""
+        parts = size // self.copies
+        return [-(-length // parts) if dim == self.dim else length for dim, length in enumerate(shape)]
+
+    def placements(self) -> list[Any]:
+        """Return the placements of the DTensor, on the mesh that `TensorGroup.mesh_of` gives."""
+        from torch.distributed.tensor import Replicate, Shard
+
+        cut = Shard(self.dim) if self.sections == 1 else strided_shard(self.dim, self.sections)
+        return [cut] if self.copies == 1 else [cut, Replicate()]
 
 
 @dataclass(frozen=True)
@@ -68,17 +84,26 @@ class ColumnCut(CutLayer):
     keeps_logits: bool = False
     """Whether the output is a DTensor sharded along its last dimension, as ``loss_parallel`` requires."""
 
+    @property
+    def is_whole_after(self) -> bool:
+        """Whether its features are together after it, so that ranks may have different numbers of them."""
+        return self.gathers_output or self.keeps_logits
+
     def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
         first, rest, named = first_input(inputs, named)
         if self.takes_copies:
             whole = first
         else:
             whole = group.copy(first) if self.shard_dim is None else group.join_copy(first, self.shard_dim)
-        with local_parameters(module, **_local_width(module, self.slices)):
+        with local_parameters(module, **_local_width(module, self.slices), **_held(module, self.slices, group)):
             output = forward(whole, *rest, **named)
         if self.keeps_logits:
-            return _as_logits(output, group)
-        return group.join(output, -1) if self.gathers_output else output
+            return _as_logits(output, group, self._num_features(module))
+        return group.join(output, -1, self._num_features(module)) if self.gathers_output else output
+
+    def _num_features(self, module: nn.Module) -> int:
+        """Return the number of output features of all ranks."""
+        return module.get_parameter("weight").shape[self.slices["weight"].dim]
 
 
 @dataclass(frozen=True)
@@ -110,11 +135,10 @@ class VocabularyCut(CutLayer):
 
     def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
         indices, rest, named = first_input(inputs, named)
-        weight = local(module.weight)  # type: ignore[arg-type]
-        start = group.rank * weight.shape[0]
-        is_elsewhere = (indices < start) | (indices >= start + weight.shape[0])
+        start, stop = bounds(len(module.weight), group.size, group.rank)  # type: ignore[arg-type]
+        is_elsewhere = (indices < start) | (indices >= stop)
         padding: Any = getattr(module, "padding_idx", None)
-        own_padding = None if padding is None or not 0 <= padding - start < weight.shape[0] else padding - start
+        own_padding = None if padding is None or not start <= padding < stop else padding - start
         with local_parameters(module, padding_idx=own_padding):
             output = forward((indices - start).masked_fill(is_elsewhere, 0), *rest, **named)
         return group.sum(output.masked_fill(is_elsewhere.unsqueeze(-1), 0.0))
@@ -145,6 +169,21 @@ class SummedOutput(CutLayer):
 
     def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
         return group.sum(forward(*inputs, **named))
+
+
+@dataclass(frozen=True)
+class SummedTail(CutLayer):
+    """A whole layer whose last features go to this rank's heads, such as the rotary keys of DeepSeek's attention.
+
+    Their gradients are summed; those of the other features, which pass through a cut layer, are whole.
+    """
+
+    num_features: int = 0
+
+    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+        output = forward(*inputs, **named)
+        rest, tail = output.split([output.shape[-1] - self.num_features, self.num_features], -1)
+        return torch.cat([rest, group.copy(tail)], -1)
 
 
 @dataclass(frozen=True)
@@ -205,7 +244,17 @@ def _local_width(module: nn.Module, slices: Mapping[str, Slices]) -> dict[str, i
     return {"nf": local(module.weight).shape[slices["weight"].dim]}  # type: ignore[arg-type]
 
 
-def _as_logits(output: Tensor, group: TensorGroup) -> Any:
+def _held(module: nn.Module, slices: Mapping[str, Slices], group: TensorGroup) -> dict[str, Tensor]:
+    """Return the parameters of which several ranks hold this rank's part, with gradients that are summed over them."""
+    held = {name: own.copies for name, own in slices.items() if own.copies > 1}
+    return {name: group.holders(copies).copy(local(module.get_parameter(name))) for name, copies in held.items()}
+
+
+def _as_logits(output: Tensor, group: TensorGroup, num_classes: int) -> Any:
     from torch.distributed.tensor import DTensor, Shard
 
-    return DTensor.from_local(output, group.mesh, [Shard(output.dim() - 1)], run_check=False)
+    shape = torch.Size((*output.shape[:-1], num_classes))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        output, group.mesh, [Shard(output.dim() - 1)], run_check=False, shape=shape, stride=stride
+    )

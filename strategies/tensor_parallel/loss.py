@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..state.dtensor import is_dtensor
 from ..targets.target_mean import TargetMean, note_target_mean
-from .exchanges import TensorGroup
+from .exchanges import TensorGroup, bounds
 
 _SIGNATURE: Final = inspect.signature(F.cross_entropy)
 _RESULTS: Final = frozenset((torch.argmax, Tensor.argmax, torch.topk, Tensor.topk))
@@ -65,7 +65,7 @@ def _cross_entropy(
     from torch.distributed.tensor import Shard
 
     classes = 0 if input.dim() == 1 else 1
-    is_cut = tuple(input.placements) == (Shard(classes),) and input.shape[classes] % input.device_mesh.size() == 0
+    is_cut, num_classes = tuple(input.placements) == (Shard(classes),), input.shape[classes]
     if not is_cut or target.is_floating_point() or size_average is not None or reduce is not None:
         options = (size_average, ignore_index, reduce, reduction, label_smoothing)
         return F.cross_entropy(_plain(input), _plain(target), weight, *options)
@@ -74,7 +74,7 @@ def _cross_entropy(
     if torch.is_autocast_enabled(logits.device.type):
         logits = logits.float()
     is_ignored = target == ignore_index
-    losses, counts = _losses(logits, target.masked_fill(is_ignored, 0), weight, label_smoothing, group)
+    losses, counts = _losses(logits, target.masked_fill(is_ignored, 0), weight, label_smoothing, group, num_classes)
     losses = losses.masked_fill(is_ignored, 0.0)
     if reduction == "none":
         return losses
@@ -87,23 +87,23 @@ def _cross_entropy(
 
 
 def _losses(
-    logits: Tensor, target: Tensor, weight: Tensor | None, smoothing: float, group: TensorGroup
+    logits: Tensor, target: Tensor, weight: Tensor | None, smoothing: float, group: TensorGroup, num_classes: int
 ) -> tuple[Tensor, Tensor]:
     """Return the loss of each target, and its weight in a mean; logits have the shape (..., own classes)."""
-    size = logits.shape[-1]
+    start, stop = bounds(num_classes, group.size, group.rank)
     largest = group.largest(logits.amax(-1))
     shifted = logits - largest.unsqueeze(-1)
     log_total = group.sum(shifted.exp().sum(-1)).log()
-    own = target - group.rank * size
-    is_elsewhere = (own < 0) | (own >= size)
+    own = target - start
+    is_elsewhere = (own < 0) | (target >= stop)
     chosen = shifted.gather(-1, own.masked_fill(is_elsewhere, 0).unsqueeze(-1)).squeeze(-1)
     losses = log_total - group.sum(chosen.masked_fill(is_elsewhere, 0.0))
     counts = torch.ones_like(losses) if weight is None else weight[target]
     losses = losses * counts
     if not smoothing:
         return losses, counts
-    weights = shifted.new_ones(size * group.size) if weight is None else weight
-    own_weights = weights.chunk(group.size)[group.rank]
+    weights = shifted.new_ones(num_classes) if weight is None else weight
+    own_weights = weights[start:stop]
     spread = log_total * weights.sum() - group.sum((shifted * own_weights).sum(-1))
     return (1 - smoothing) * losses + smoothing / len(weights) * spread, counts
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 from torch import nn
@@ -41,12 +42,12 @@ def _cuts(submodule: nn.Module, layer: CutLayer, tp: int) -> dict[str, tuple[str
     sizes = {}
     for name, slices in layer.slices.items():
         parameter = submodule.get_parameter(name)
-        shape = list(parameter.shape)
-        shape[slices.dim] //= tp
+        shape = slices.shape_on_a_rank(parameter.shape, tp)
         text = f"{name} {_by(shape)} of {_by(parameter.shape)}" + (
             f" ({slices.sections} sections)" if slices.sections > 1 else ""
         )
-        sizes[name] = text, parameter.nbytes // tp
+        text += f" (on {slices.copies} ranks each)" if slices.copies > 1 else ""
+        sizes[name] = text, prod(shape) * parameter.element_size()
     return sizes
 
 

@@ -16,7 +16,7 @@ _HARMLESS: Final = frozenset(
     [
         *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.register_hook),
         *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "is_leaf")),
-        *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_meta", "is_sparse")),
+        *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_meta", "is_sparse", "_base")),
     ]
 )
 """What may be asked of a share: it is the same for all ranks' shares, and computes nothing."""
@@ -47,9 +47,15 @@ class OutputShare(Tensor):
             shape = () if share is None else tuple(share.shape)
             raise ModuleError(
                 f"{name} returned a tensor of shape {shape} with this rank's share of its features or heads, and "
-                f"{getattr(func, '__name__', func)} computes with it, which needs all of them: leave the block's "
+                f"{_called(func)} computes with it, which needs all of them: leave the block's "
                 "layers out of tp_plan, or compute without this output."
             )
+
+
+def _called(func: Any) -> str:
+    """Return the name of a function, or of the attribute that it reads."""
+    name = getattr(func, "__name__", str(func))
+    return str(getattr(func.__self__, "__name__", name)) if name == "__get__" else name
 
 
 def _leaves(data: Any) -> list[Any]:

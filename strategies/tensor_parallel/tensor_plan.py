@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from ...common.errors import ConfigError
 from .attention import AttentionCut
-from .known_layers import head_counts, is_projection
+from .known_layers import KEY_HEADS, groups_of, is_projection
 from .layers import ColumnCut, CutLayer
+from .limits import Limit, copies_of_heads, degrees_within, limits_of
 from .plan_table import plan_table
 from .sequence import JoinedInput, ShardedBlock, SharedInput, sharded_blocks
-from .words import OPEN_COLUMNS, OPEN_OTHERS, OPEN_ROWS, cut_layer, is_style, validate_width
+from .words import OPEN_COLUMNS, OPEN_OTHERS, OPEN_ROWS, cut_layer, is_style
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,13 @@ class TensorPlan:
         head = self.head if self.head in words else None
         return replace(self, words=words, numbers=numbers, head=head, ends=frozenset(ends))
 
-    def layers(self, module: nn.Module) -> dict[str, CutLayer]:
-        """Return the cut of each layer that a word names."""
+    def layers(self, module: nn.Module, tp: int = 1) -> dict[str, CutLayer]:
+        """Return the cut of each layer that a word names, for `tp` ranks, of which several may hold one key head."""
         named = {name: word for name, word in self.words.items() if not is_style(word)}
         layers = {name: cut_layer(name, module.get_submodule(name), word) for name, word in named.items()}
+        for name, copies in self.copies(module, tp).items():
+            slices = {own: replace(cut, copies=copies) for own, cut in layers[name].slices.items()}
+            layers[name] = replace(layers[name], slices=slices)
         head = layers.get(self.head or "")
         if self.head and isinstance(head, ColumnCut):
             layers[self.head] = replace(head, gathers_output=False, keeps_logits=True)
@@ -52,6 +56,24 @@ class TensorPlan:
             inside = {name: layer for name, layer in layers.items() if _is_inside(name, block)}
             layers |= {name: _amid_shards(name, layer, block, sharded.dim) for name, layer in inside.items()}
         return layers
+
+    def copies(self, module: nn.Module, tp: int) -> dict[str, int]:
+        """Return the layers of which each part is on several ranks, as they have fewer key heads than `tp`."""
+        copies = {name: copies_of_heads(name, module, word, tp) for name, word in self.words.items()}
+        return {name: number for name, number in copies.items() if number > 1}
+
+    def numbers_on_a_rank(self, module: nn.Module, tp: int) -> dict[str, dict[str, int]]:
+        """Return the attributes of modules, by their names, that differ where only some heads are computed."""
+        own: dict[str, dict[str, int]] = {}
+        for holder, names in self.numbers.items():
+            numbers = {name: int(vars(module.get_submodule(holder))[name]) for name in names}
+            # several ranks may hold one head of keys
+            own[holder] = {name: max(n // tp, int(name in KEY_HEADS)) for name, n in numbers.items()}
+        for layer, copies in self.copies(module, tp).items():
+            attention = module.get_submodule(_parent(layer))
+            groups = {name: vars(attention)[name] // copies for name in groups_of(attention)}
+            own.setdefault(_parent(layer), {}).update(groups)
+        return own
 
     def holders(self, module: nn.Module) -> dict[str, CutLayer]:
         """Return the cuts of modules around several layers with the same input, which they exchange for these."""
@@ -97,29 +119,32 @@ class TensorPlan:
             ConfigError: for a width or a number of heads that `tp` does not divide, and for tied weights that are cut
                 in two different ways.
         """
-        layers = self.layers(module)
-        problems = [
-            p for name, layer in layers.items() for p in validate_width(name, module.get_submodule(name), layer, tp)
-        ]
-        problems += _problems_of_heads(self.words, module, tp)
+        limits = self.limits(module)
+        problems = [limit.problem(tp) for limit in limits if not limit.allows(tp)]
         if problems:
+            degrees = degrees_within(limits)
+            others = f"choose {_either(degrees)}" if degrees else "no tp up to 64 does"
             raise ConfigError(
-                f"tp={tp} does not divide what {self.source} cuts: {'; '.join(problems[:5])}; choose another tp, or "
-                "give these layers the word 'replicate' in tp_plan."
+                f"tp={tp} does not divide what {self.source} cuts: {'; '.join(problems[:5])}; {others}, or give these "
+                "layers the word 'replicate' in tp_plan."
             )
-        self._check_ties(module, layers)
+        self._check_ties(module, self.layers(module, tp))
+
+    def limits(self, module: nn.Module) -> list[Limit]:
+        """Return what the number of ranks must suit, such as numbers of heads."""
+        return limits_of(module, self.words, self.layers(module))
 
     def table(self, module: nn.Module, tp: int) -> str:
         """Return a table of the cut layers: their words, and the shapes and bytes that a rank holds."""
-        return plan_table(module, self.words, self.layers(module), tp)
+        return plan_table(module, self.words, self.layers(module, tp), tp)
 
     def cut_shapes(self, module: nn.Module, tp: int) -> dict[nn.Parameter, Sequence[int]]:
         """Return the shapes of what a rank holds of the parameters that are cut."""
         shapes: dict[nn.Parameter, Sequence[int]] = {}
-        for name, layer in self.layers(module).items():
+        for name, layer in self.layers(module, tp).items():
             for parameter, slices in layer.slices.items():
                 whole = module.get_submodule(name).get_parameter(parameter)
-                shapes[whole] = [size // tp if dim == slices.dim else size for dim, size in enumerate(whole.shape)]
+                shapes[whole] = slices.shape_on_a_rank(whole.shape, tp)
         return shapes
 
     def _check_ties(self, module: nn.Module, layers: Mapping[str, CutLayer]) -> None:
@@ -180,6 +205,11 @@ def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
+def _either(degrees: Sequence[int]) -> str:
+    *some, last = [f"tp={tp}" for tp in degrees[:7]]
+    return f"{', '.join(some)} or {last}" if some else last
+
+
 def _common(names: list[str]) -> str:
     first, *rest = [name.split(".")[:-1] for name in names]
     while any(other[: len(first)] != first for other in rest):
@@ -194,19 +224,3 @@ def _amid_shards(name: str, layer: CutLayer, block: str, dim: int) -> CutLayer:
         return replace(layer, has_cut_memory=name.rpartition(".")[2] != "multihead_attn")
     is_held = isinstance(layer, ColumnCut) and is_projection(name) and _parent(name) != block
     return replace(layer, takes_copies=True) if is_held else layer  # type: ignore[call-arg]
-
-
-def _problems_of_heads(words: Mapping[str, Any], module: nn.Module, tp: int) -> list[str]:
-    """Return descriptions of the numbers of attention heads that `tp` does not divide."""
-    problems = []
-    for name, word in words.items():
-        holder = _parent(name)
-        layer = module.get_submodule(name)
-        if isinstance(layer, nn.MultiheadAttention):
-            counts, holder = {"num_heads": layer.num_heads}, name
-        elif _base(word) in OPEN_COLUMNS and is_projection(name):
-            counts = head_counts(module.get_submodule(holder))
-        else:
-            continue
-        problems += [f"{holder} has {count} {key}" for key, count in counts.items() if count % tp]
-    return list(dict.fromkeys(problems))

@@ -19,6 +19,7 @@ from .layers import (
     Slices,
     SummedGradients,
     SummedOutput,
+    SummedTail,
     VocabularyCut,
     WholeLayer,
 )
@@ -27,11 +28,11 @@ OPEN_COLUMNS: Final = frozenset({"colwise", "packed_colwise"})
 """The words whose layers return cut activations."""
 OPEN_ROWS: Final = frozenset({"rowwise", "packed_rowwise"})
 """The words whose layers take cut activations."""
-OPEN_OTHERS: Final = frozenset({"replicated_with_grad_allreduce", "all_reduce"})
+OPEN_OTHERS: Final = frozenset({"replicated_with_grad_allreduce", "all_reduce", "mla_kv_a_proj"})
 """The words whose layers are used between those."""
 _PACKED_IN_THREE: Final = ("qkv", "c_attn", "in_proj")
 _EXPERTS: Final = frozenset(
-    ["ep_dispatch_experts", "grouped_gemm", "moe_tp_experts", "moe_identity_expert", "mla_kv_a_proj", "local_params"]
+    ["ep_dispatch_experts", "grouped_gemm", "moe_tp_experts", "moe_identity_expert", "local_params"]
 )
 
 
@@ -91,7 +92,7 @@ def cut_layer(name: str, module: nn.Module, word: str) -> CutLayer:
 
 def _is_packed(word: str) -> bool:
     base, _, sections = word.partition(":")
-    return base in ("packed_colwise", "packed_rowwise") and sections.isdigit() and int(sections) > 1
+    return base in ("packed_colwise", "packed_rowwise", "mla_kv_a_proj") and sections.isdigit() and int(sections) > 1
 
 
 def _advice(module: nn.Module) -> str:
@@ -144,6 +145,10 @@ def _packed_row(name: str, module: nn.Module, sections: int | None) -> CutLayer 
     return None if slices is None else RowCut(slices)
 
 
+def _summed_tail(name: str, module: nn.Module, sections: int | None) -> CutLayer | None:
+    return None if widths(module) is None or sections is None else SummedTail({}, num_features=sections)
+
+
 def _vocabulary(name: str, module: nn.Module, sections: int | None) -> CutLayer | None:
     return VocabularyCut({"weight": Slices(0)}) if _is_plain_embedding(name, module) else None
 
@@ -186,19 +191,6 @@ _WORDS: Final[dict[str, _Make]] = {
     "sequence_parallel": _always(ShardedLayer({})),
     "replicated_with_grad_allreduce": _always(SummedGradients({})),
     "all_reduce": _always(SummedOutput({})),
+    "mla_kv_a_proj": _summed_tail,
     "replicate": _always(WholeLayer({})),
 }
-
-
-def validate_width(name: str, module: nn.Module, layer: CutLayer, tp: int) -> list[str]:
-    """Return the reasons why a layer's parameters cannot be cut into `tp` equal parts."""
-    problems = []
-    for parameter, slices in layer.slices.items():
-        tensor = module.get_parameter(parameter)
-        length = tensor.shape[slices.dim]
-        if length % (slices.sections * tp):
-            times = f"{slices.sections} x " if slices.sections > 1 else ""
-            problems.append(
-                f"{name}.{parameter} has {length} along dimension {slices.dim}, not a multiple of {times}{tp}"
-            )
-    return problems

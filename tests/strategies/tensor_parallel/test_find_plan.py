@@ -136,8 +136,8 @@ def test_shards_of_the_sequence_need_blocks():
 @pytest.mark.parametrize(
     ("plan", "tp", "message"),
     [
-        ({"attention": "attention"}, 4, r"attention has 2 num_heads; choose another tp"),
-        ({"head": "colwise_gather_output"}, 5, r"head\.weight has 12 along dimension 0, not a multiple of 5"),
+        ({"attention": "attention"}, 4, r"attention has 2 num_heads; choose tp=2, or give"),
+        ({"head": "colwise_gather_output"}, 5, r"head\.weight has 12 .* too few for a part on each rank"),
         (
             {"blocks.*.0": "packed_colwise:3", "blocks.*.3": "rowwise"},
             2,
@@ -155,11 +155,11 @@ def test_heads_of_transformers_that_tp_does_not_divide_are_refused():
     import transformers
 
     config = transformers.LlamaConfig(
-        vocab_size=16, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2,
+        vocab_size=16, hidden_size=24, intermediate_size=32, num_hidden_layers=1, num_attention_heads=6,
+        num_key_value_heads=3,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
-    with pytest.raises(ConfigError, match=r"model\.layers\.0\.self_attn has 2 num_key_value_heads"):
+    with pytest.raises(ConfigError, match=r"model\.layers\.0\.self_attn has 3 num_key_value_heads, neither"):
         find_plan(model).validate(model, 4)
 
 
