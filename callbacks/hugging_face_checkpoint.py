@@ -82,6 +82,17 @@ class HuggingFaceCheckpoint(Callback):
         self.last_path = self._written = ""
         """The folder that was written last."""
 
+    @property
+    def state_key(self) -> str:
+        """A run may have several, which write different folders, or different parts or forms of a model."""
+        about = {
+            "dirpath": self.dirpath,
+            "part": self.part,
+            "dtype": self.settings.dtype,
+            "merge_adapters": self.settings.merge_adapters,
+        }
+        return f"{type(self).__name__}{about}"
+
     def state_dict(self) -> dict[str, Any]:
         """Return the folder that was written last, which a program that has launched a fit asks for."""
         return {"last_path": self.last_path}
