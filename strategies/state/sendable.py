@@ -86,8 +86,8 @@ def check_wrapped(module: nn.Module, strategy: str, degrees: Mapping[str, int]) 
         for axis in ("tp", "pp"):
             if degrees[axis] > 1:
                 raise ModuleError(
-                    f"{what}, and {axis}={degrees[axis]} divides layers of plain tensors only; train quantized ones "
-                    "with strategy='fsdp', which shards them, or 'ddp'."
+                    f"{what}, and {axis}={degrees[axis]} divides layers of plain tensors only; use strategy='fsdp', "
+                    "which shards quantized ones, or strategy='ddp'."
                 )
         if not can_be_cut(parameter, degrees["shards"]):
             raise ModuleError(
