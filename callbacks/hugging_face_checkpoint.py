@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ..strategies.pretrained.adapters import base_of, is_adapted
 from ..strategies.pretrained.find_folder import check_dtype
 from ..strategies.pretrained.save_folder import parse_size
 from ..strategies.pretrained.save_model import FolderSettings, find_model, save_model, tensors_of
+from ..strategies.state.schema import TEXT, check
 from .callback import Callback
 from .run import Run
 
@@ -77,8 +79,28 @@ class HuggingFaceCheckpoint(Callback):
         self.every_n_train_steps, self.every_n_epochs = every_n_train_steps, every_n_epochs
         self.part, self.push_to_hub = part, push_to_hub
         self.settings = FolderSettings(check_dtype(dtype), parse_size(max_shard_size), merge_adapters, tokenizer)
-        self.last_path = ""
+        self.last_path = self._written = ""
         """The folder that was written last."""
+
+    @property
+    def state_key(self) -> str:
+        """A run may have several, which write different folders, or different parts or forms of a model."""
+        about = {
+            "dirpath": self.dirpath,
+            "part": self.part,
+            "dtype": self.settings.dtype,
+            "merge_adapters": self.settings.merge_adapters,
+        }
+        return f"{type(self).__name__}{about}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the folder that was written last, which a program that has launched a fit asks for."""
+        return {"last_path": self.last_path}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the folder that was written last."""
+        check(state_dict, {"last_path": TEXT}, "The saved state of HuggingFaceCheckpoint")
+        self.last_path = state_dict["last_path"]
 
     def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
         """Check that there is a model that can be written; on every rank."""
@@ -108,10 +130,10 @@ class HuggingFaceCheckpoint(Callback):
         """Write the model now, unless this step's has been written. Collective: every rank calls it."""
         folder = self.dirpath or trainer.strategy.ranks.all.broadcast(str(Path(trainer.log_dir) / "huggingface"))
         path = Path(folder) / f"step={trainer.global_step}"
-        if str(path) == self.last_path:
+        if str(path) == self._written:
             return
         save_model(path, module, self.part, trainer.strategy.placed, self.settings)
-        self.last_path = str(path)
+        self.last_path = self._written = str(path)
         if self.push_to_hub is not None and trainer.is_global_zero:
             self._push(path)
 

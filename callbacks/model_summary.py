@@ -19,6 +19,7 @@ from ..strategies import Precision
 from ..strategies.distributed.nested import to_device
 from ..strategies.module.memory_estimate import shared_bytes
 from ..strategies.module.untouched import Untouched
+from ..strategies.state.dtensor import bytes_of
 from .callback import Callback
 from .helpers.flop_count import counted_flops
 from .run import Run
@@ -214,7 +215,7 @@ def summarize(
         layers=tuple(layers),
         total_parameters=_count(parameters),
         trainable_parameters=_count(parameter for parameter in parameters if parameter.requires_grad),
-        parameter_bytes=sum(p.numel() * p.element_size() for p in parameters if not is_lazy(p)),
+        parameter_bytes=round(sum(bytes_of(p) for p in parameters if not is_lazy(p))),
         num_training=sum(part.training for part in modules),
         num_eval=sum(not part.training for part in modules),
         has_lazy=has_lazy,

@@ -21,7 +21,7 @@ from .placed.placed import Placed
 from .placed.shards import PlacedShards, Sharding
 from .pretrained.plain_builds import recording
 from .state.dtensor import is_dtensor
-from .state.sendable import check_sendable, check_shardable
+from .state.sendable import check_sendable, check_shardable, check_wrapped
 from .state.shared_memory import check_unshared
 from .strategy import Strategy
 
@@ -76,6 +76,8 @@ class ShardedStrategy(Strategy):
     def _check_dimensions(self, module: nn.Module) -> None:
         if self.degrees.tp > 1 or self.degrees.pp > 1:
             check_dimensions(module)
+        shards = self.degrees.dp_shard * self.degrees.cp
+        check_wrapped(module, self.name, {"tp": self.degrees.tp, "pp": self.degrees.pp, "shards": shards})
 
     @property
     def keeps_shards_on_host(self) -> bool:

@@ -9,8 +9,8 @@ from scorecard import Source, package_sources
 MOST = {
     "names of Strategy, as its authors see it": 31,
     "names of Strategy, what its users call of ranks": 25,
-    "names of Placed": 31,
-    "names of Strategy, what its users call of a module": 11,
+    "names of Placed": 32,
+    "names of Strategy, what its users call of a module": 12,
     "names of Ranks": 15,
     "names of RunLauncher": 4,
     "fields of a run's state": 86,

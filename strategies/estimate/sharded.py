@@ -12,6 +12,7 @@ from torch import Tensor
 from ..module.memory_estimate import MemoryShare, whole
 from ..parallel.mesh import Degrees
 from ..parallel.sharding_policy import Shape, ShardingOptions, ShardingPlan, Unit, largest_share
+from ..state.dtensor import bytes_of
 from .estimate import Activations, Estimate, all_reduced, estimate_held, exchanged
 from .profile import Profile
 
@@ -50,7 +51,7 @@ def estimate_sharded(
 
     def fraction(parameter: Tensor) -> float:
         shape = cut_shapes.get(parameter, parameter.shape)
-        return largest_share(parameter, shape, num_shards, parts.get(parameter, 1)) / max(1, parameter.nbytes)
+        return largest_share(parameter, shape, num_shards, parts.get(parameter, 1)) / max(1, bytes_of(parameter))
 
     dtypes = dtypes_of(profile, options)
     sizes = [_UnitSizes.of(unit, num_shards // unit.num_parts, *dtypes) for unit in plan.units]
@@ -98,9 +99,11 @@ class _UnitSizes:
         padded = unit.bytes_a_rank * num_shards
         if "BatchNorm" in unit.kind or not padded:
             return cls(padded, padded)
-        element = unit.num_bytes / unit.num_parameters
-        in_compute = padded * (computing / element) if computing else padded
-        return cls(in_compute, padded * (reducing / element) if reducing else in_compute)
+        quantized = padded * unit.quantized_bytes / unit.num_bytes
+        plain, number = padded - quantized, unit.num_parameters - unit.num_quantized
+        element = (unit.num_bytes - unit.quantized_bytes) / max(1, number)
+        in_compute = plain * (computing / element) if computing and number else plain
+        return cls(quantized + in_compute, plain * (reducing / element) if reducing and number else in_compute)
 
 
 def dtypes_of(profile: Profile, options: ShardingOptions) -> tuple[int | None, int | None]:

@@ -12,6 +12,7 @@ from ..module.memory_estimate import MemoryShare
 from ..parallel.sharding_policy import Shape, largest_share
 from ..pipeline.partition import Partition, make_partition, stages_of_parameters
 from ..pipeline.schedule import Schedule
+from ..state.dtensor import bytes_of
 from .cut_layout import CutLayout
 from .estimate import Activations, Estimate, all_reduced, estimate_held, exchanged
 from .sharded import dtypes_of
@@ -51,7 +52,7 @@ class StageEstimates:
             if parameter not in own:
                 return 0.0
             shape = self._shapes.get(parameter, parameter.shape)
-            return largest_share(parameter, shape, num_shards) / max(1, parameter.nbytes)
+            return largest_share(parameter, shape, num_shards) / max(1, bytes_of(parameter))
 
         whole = [(p, self._numel(p)) for p in own]
         computing = sum(number * (self._computing or p.element_size()) for p, number in whole)

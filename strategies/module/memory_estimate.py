@@ -12,8 +12,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ..distributed.nested import iterate_tensors
-from ..state.dtensor import local_shard
+from ..state.dtensor import bytes_of, local_shard
 from ..torch_tensors import base_of, components_of
+from ..wrapped.wrapped_tensors import held_tensors, is_wrapped
 
 Share = Callable[[Tensor], float]
 
@@ -63,7 +64,7 @@ def expected_memory(module: nn.Module, optimizers: Sequence[Optimizer], share: M
 
 def shared_bytes(parameters: Iterable[Tensor], share: Share) -> float:
     """Return the bytes of parameters on a rank that keeps a share of each."""
-    return sum(parameter.numel() * parameter.element_size() * share(parameter) for parameter in parameters)
+    return sum(bytes_of(parameter) * share(parameter) for parameter in parameters)
 
 
 def _expected_state(optimizer: Optimizer, share: Share) -> float:
@@ -85,6 +86,8 @@ def size_of(tensor: Tensor) -> int:
     """Return the bytes of the numbers of a tensor; of a sparse one, with its indices."""
     if tensor.is_sparse:
         return sum(part.nbytes for part in components_of(tensor))
+    if is_wrapped(tensor):
+        return sum(size_of(held) for held in held_tensors(tensor))
     if tensor.is_meta or tensor.layout is not torch.strided:
         return tensor.nbytes
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())  # an expanded tensor stores fewer elements

@@ -18,6 +18,7 @@ from ..devices.abilities import has_sync_batchnorm
 from ..distributed.collectives import Collectives
 from ..state.sendable import is_sent
 from ..torch_internals import ignore_in_ddp, is_reduced, is_without_memory
+from ..wrapped.wrapped_tensors import held_tensors, is_wrapped
 from .compression import CommHook, Compression, check_compression, register_compression
 from .sharding_policy import sparse_layers
 from .step_caller import SYNCHRONIZED, StepCaller, zero_loss_of
@@ -146,7 +147,7 @@ class Replica:
                 copy_from_first(chain(self._module.parameters(), self._module.buffers()), self._collectives)
             return
         self._caller = StepCaller(self._module, returns_tensors=options.find_unused_parameters or options.static_graph)
-        unsent = {name: tensor for name, tensor in self._named_tensors() if not is_sent(tensor)}
+        unsent = {name: t for name, t in self._named_tensors() if not is_sent(t) or _is_frozen_wrapper(t)}
         if unsent:
             self._send_as_bytes(unsent, is_first=is_first)
         if unsent or self._ignored:
@@ -313,11 +314,22 @@ def _with_values_of_its_own(gradient: Tensor) -> Tensor:
     return gradient.clone() if gradient.is_sparse else gradient
 
 
+def _is_frozen_wrapper(tensor: Tensor) -> bool:
+    """Return whether a tensor is quantized or the like, and has no gradient: DDP would send numbers and quantize."""
+    return not tensor.requires_grad and is_wrapped(tensor)
+
+
 def copy_from_first(tensors: Iterable[Tensor], collectives: Collectives) -> None:
-    """Copy the values that these tensors have on rank 0 to all ranks. Collective: every rank calls it."""
+    """Copy the values that these tensors have on rank 0 to all ranks. Collective: every rank calls it.
+
+    Of those that keep their elements in others, these are copied: sent as numbers, they would be quantized anew.
+    """
     own = list(tensors)
+    held = [inner for tensor in own for inner in held_tensors(tensor)]
+    is_plain = len(held) == len(own)  # inner tensors may be laid out in any way
     with torch.no_grad():
-        for tensor, first in zip(own, collectives.broadcast([tensor.detach() for tensor in own]), strict=True):
+        sent = [tensor.detach() if is_plain else tensor.detach().contiguous() for tensor in held]
+        for tensor, first in zip(held, collectives.broadcast(sent), strict=True):
             tensor.copy_(first)
 
 

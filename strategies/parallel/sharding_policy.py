@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from ...common.errors import ConfigError, ModuleError
 from ..module.blocks import CONTAINERS, Predicate, as_predicate, repeated_blocks
 from ..module.precision import Precision
+from ..state.dtensor import bytes_of, is_wrapper
 from ..torch_internals import BatchNorm
 from ..units.whole_parameters import is_number
 from .mesh import Degrees
@@ -45,6 +46,10 @@ class Unit:
     """Whether parameters are freed after forward; or the number of ranks among which they are kept."""
     num_parts: int = 1
     """The number of parts, such as those of experts, each of which is sharded over ranks of its own."""
+    num_quantized: int = 0
+    """The number of its parameters that are quantized, and so gathered as they are in any precision."""
+    quantized_bytes: int = 0
+    """The size of these over all ranks."""
 
 
 @dataclass(frozen=True)
@@ -327,16 +332,19 @@ def make_plan(
         own = [parameter for parameter in dict.fromkeys(submodule.parameters()) if parameter not in taken]
         taken.update(own)
         number = parts.get(name, 1)
+        quantized = [parameter for parameter in own if is_wrapper(parameter)]
         units.append(
             Unit(
                 name=name,
                 kind=type(submodule).__name__,
                 num_parameters=sum(parameter.numel() for parameter in own),
-                num_bytes=sum(parameter.numel() * parameter.element_size() for parameter in own),
+                num_bytes=round(sum(map(bytes_of, own))),
                 bytes_a_rank=sum(largest_share(p, shapes.get(p, p.shape), num_shards, number) for p in own),
                 # torch keeps the root's parameters, which backward needs first
                 reshard=reshard if name else False,
                 num_parts=number,
+                num_quantized=sum(parameter.numel() for parameter in quantized),
+                quantized_bytes=round(sum(map(bytes_of, quantized))),
             )
         )
     return ShardingPlan((*reversed(units[:-1]), units[-1]), layout)
@@ -355,12 +363,13 @@ def largest_share(parameter: Tensor, shape: Shape, num_shards: int, num_parts: i
     # computed from the shape, since indexing a DTensor is a collective
     if not shape:
         return parameter.element_size()
+    element = bytes_of(parameter) / max(1, parameter.numel())
     if num_parts > 1:
         part, size = (shape[0] // num_parts, *shape[1:]), num_shards // num_parts
         if any(length % size == 0 for length in part):
-            return prod(part) // size * parameter.element_size()
+            return round(prod(part) // size * element)
         return largest_share(parameter, part, size)
-    return -(-shape[0] // num_shards) * prod(shape[1:]) * parameter.element_size()
+    return round(-(-shape[0] // num_shards) * prod(shape[1:]) * element)
 
 
 def _size(module: nn.Module) -> int:

@@ -162,6 +162,11 @@ class Cuts:
         """Return what a step has returned, with whole tensors."""
         return map_tensors(gathered, output) if self._gathers else output
 
+    @property
+    def has_cut_sequences(self) -> bool:
+        """Whether the step that runs now has a part of the sequences."""
+        return self.sequences is not None and self.sequences.context.is_cut
+
     def recomputing(self) -> AbstractContextManager[object]:
         """Return the context of a backward: activation checkpointing needs positions and attention again."""
         return nullcontext() if self.sequences is None else self.sequences.context.recomputing()

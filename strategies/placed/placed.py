@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from ..pipeline.work import WindowWork
 from ..state.dtensor import multiply_all, whole_on_cpu
 from ..state.optimizer_state import load_by_name, state_by_name
 from ..state.tied_names import as_tied, with_tied_names
+from .plain_copies import PlainCopies, release
 
 ClipAlgorithm = Literal["norm", "value"]
 
@@ -62,6 +63,7 @@ class Placed:
 
     def __init__(self, site: Site, module: nn.Module) -> None:
         self.module = module
+        self._plain = PlainCopies()
         self.take_site(site)
 
     def take_site(self, site: Site) -> None:
@@ -191,6 +193,21 @@ class Placed:
     def whole_tensors(self, named: Mapping[str, nn.Parameter], *, gradients: bool = False) -> dict[str, Tensor]:
         """Return unsharded copies of parameters, or of their gradients, on the CPU of every rank. Collective."""
         return whole_on_cpu({name: p.grad if gradients else p for name, p in named.items()})
+
+    @contextmanager
+    def gathered(self, part: nn.Module | None = None) -> Iterator[nn.Module]:
+        """Yield a plain copy of a part with whole weights; see `PlacedMethods.gathered`. Collective."""
+        part = self.module if part is None else part
+        copied = self._plain.copy_of(part, self._whole_of(part))
+        try:
+            with torch.no_grad(), self.precision.forward_context(self.device):
+                yield copied
+        finally:
+            release(copied.modules())
+
+    def _whole_of(self, part: nn.Module) -> dict[Tensor, Tensor]:
+        """Return whole tensors for the parameters of a part, or these, and copies of its buffers. Collective."""
+        return {p: p for p in part.parameters()} | {b: b.detach().clone() for b in part.buffers()}
 
     def load_model_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Load a state dict with the plain module's names, one or more of tied weights. Collective: all ranks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -58,6 +59,30 @@ class PlacedMethods:
     def whole_tensors(self, named: Mapping[str, nn.Parameter], *, gradients: bool = False) -> dict[str, Tensor]:
         """Return unsharded copies of parameters, or of their gradients, on the CPU of every rank. Collective."""
         return self.placed.whole_tensors(named, gradients=gradients)
+
+    def gathered(self, part: nn.Module | None = None) -> AbstractContextManager[nn.Module]:
+        """Gather the weights of a part of the module once, for code that calls it as often as each rank wants to.
+
+        The block gets a copy of the part in eval mode, of its own class, with whole weights on this rank's device, and
+        runs without gradients and in the precision of the run. Nothing in it waits for other ranks: they may have other
+        prompts, or end at other lengths. What it writes is lost, and with the block, the copy is::
+
+            with self.trainer.strategy.gathered(self.lm) as lm:
+                tokens = lm.generate(prompts, max_new_tokens=20)
+
+        Collective: every rank enters it, in the order of the others. It works in hooks, and in the steps of an
+        evaluation; where a rank has no batch left, it runs the step of another one, as docs/fsdp.md says. Where weights
+        are whole on each rank (``single``, ``ddp``, ``zero``), the copy shares them; elsewhere a rank needs memory for
+        all weights of the part, beside its shards.
+
+        Args:
+            part: a part of the module, or the module itself, which is the default.
+
+        Raises:
+            ConfigError: for a module that is no part of the one that was placed, where that has shards.
+            RunError: in a step that has a part of the model (``pp``) or of the sequences (``cp``) only.
+        """
+        return self.placed.gathered(part)
 
     def load_model_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Load a state dict with the plain module's names, one or more of tied weights. Collective: all ranks."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...common.errors import ConfigError, ModuleError
+from ...common.errors import ConfigError, ModuleError, RunError
 from ..context_parallel.cut_steps import CutSteps
 from ..distributed.collectives import Collectives
 from ..distributed.nested import map_tensors
@@ -26,15 +26,17 @@ from ..parallel.shard_update import note_use_of_shards, on_shards, step_on_shard
 from ..parallel.sharded_module import ShardedModule
 from ..parallel.sharding_policy import ShardingOptions
 from ..pretrained.whole_builds import warn_of_whole_builds
-from ..state.dtensor import clip_by_norm, gather_whole, is_dtensor, local_shard, multiply_all, shard_like
+from ..state.dtensor import clip_by_norm, gather_whole, is_dtensor, local_shard, multiply_all, shard_like, whole_tensor
 from ..state.optimizer_state import agree_on_wrapped
 from ..state.random_shards import draw_whole
 from ..state.shards import Holders
 from ..state.tied_names import as_tied
 from ..units.gradient_hooks import GradientHooks
+from ..units.torch_units import gathered_parameters
 from ..units.whole_parameters import is_number
 from .cuts import Cuts
 from .placed import ClipAlgorithm, Placed, Site
+from .plain_copies import PlainCopies, attributes_of
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class PlacedShards(Placed):
 
     def __init__(self, site: Site, module: nn.Module, sharding: Sharding, cuts: Cuts) -> None:
         super().__init__(site, module)
-        mesh, deferred = sharding.mesh, sharding.deferred
+        mesh, deferred, before = sharding.mesh, sharding.deferred, attributes_of(module)
         self._cuts, self._holders = cuts, Holders()
         self._plain_only: set[int] = set()
         """The ids of optimizers whose operations fail on DTensors, and that update each element by itself."""
@@ -94,6 +96,7 @@ class PlacedShards(Placed):
         self._sharded.fill(deferred, places)
         hooks.attach(module, self._sharded.roots, is_manual=is_manual)
         self._gradient_hooks = hooks
+        self._plain = PlainCopies(before)
 
     def begin_run(self, site: Site, sequences: CutSteps | None, *, is_manual: bool) -> None:
         """Begin another run of the module, with the site and what cuts the sequences of that run."""
@@ -262,6 +265,35 @@ class PlacedShards(Placed):
 
     def full_model_state(self) -> dict[str, Any]:
         return as_tied(self.module, gather_whole(self.model_state(), is_kept=self._is_first_of_node()))
+
+    def _whole_of(self, part: nn.Module) -> dict[Tensor, Tensor]:
+        if all(part is not each for each in self.module.modules()):
+            raise ConfigError(
+                f"strategy.gathered must get a part of {type(self.module).__name__}, which strategy="
+                f"{self.site.name!r} has placed, got another {type(part).__name__}; name the part as self.<name>."
+            )
+        if not self._is_whole_step:
+            raise RunError(
+                f"strategy.gathered was called inside a step of strategy={self.site.name!r}, in which each rank has "
+                "only a part of the model or of the sequences; call it in a hook, such as on_validation_epoch_end."
+            )
+        shards = {gathered: shard for shard, gathered in gathered_parameters(self._sharded.roots)}
+        named = {p: name for name, p in self.module.named_parameters()}
+        found = {p: self._whole_parameter(named[p], shards.get(p, p)) for p in part.parameters()}
+        return found | self._copied_buffers(part)
+
+    @property
+    def _is_whole_step(self) -> bool:
+        """Whether code that runs now has the whole module and whole sequences."""
+        return not self._cuts.has_cut_sequences
+
+    def _whole_parameter(self, name: str, shard: Tensor) -> Tensor:
+        """Return a whole parameter on the device. Collective."""
+        return whole_tensor(shard) if is_dtensor(shard) else shard
+
+    def _copied_buffers(self, part: nn.Module) -> dict[Tensor, Tensor]:
+        """Return copies of the buffers of a part. Collective."""
+        return {b: whole_tensor(b) if is_dtensor(b) else b.detach().clone() for b in part.buffers()}
 
     def load_model_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         own = self.module.state_dict()

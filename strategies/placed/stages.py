@@ -25,6 +25,7 @@ from ..pipeline.spec import signature_of
 from ..pipeline.state import gather_all, here, marked, own_entries, whole_of_stages, without_elsewhere
 from ..pipeline.timeline import WindowRecorder
 from ..pipeline.work import StepContext, WindowWork
+from ..state.dtensor import is_dtensor
 from ..state.tied_names import as_tied
 from ..tensor_parallel.tensor_plan import TensorPlan
 from .cuts import Cuts
@@ -172,6 +173,19 @@ class PlacedStages(PlacedShards):
     def whole_tensors(self, named: Mapping[str, nn.Parameter], *, gradients: bool = False) -> dict[str, Tensor]:
         self._sharded.reshard()
         return whole_of_stages(self.pipeline, {name: p.grad if gradients else p for name, p in named.items()})
+
+    @property
+    def _is_whole_step(self) -> bool:
+        return super()._is_whole_step and not self.pipeline.staged.is_passing
+
+    def _whole_parameter(self, name: str, shard: Tensor) -> Tensor:
+        return whole_of_stages(self.pipeline, {name: shard})[name].to(self.device)
+
+    def _copied_buffers(self, part: nn.Module) -> dict[Tensor, Tensor]:
+        found = super()._copied_buffers(part)
+        names = {name: b for name, b in self.module.named_buffers() if b in found and not is_dtensor(b)}
+        self.sync_buffers({name: found[b] for name, b in names.items()})
+        return found
 
     def load_model_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         super().load_model_state(without_elsewhere(self.pipeline, state), strict=strict)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ...common.errors import ConfigError
 from ..state.dtensor import is_dtensor
 from ..torch_tensors import buffers_by_name, parameters_by_name
+from ..wrapped.wrapped_tensors import dequantized, is_wrapped
 from .saved_names import Fetch, Outline, SavedTensors, untied
 
 
@@ -198,7 +199,9 @@ class MergedTensors:
     def _merge(self, layer: _Layer, whole: dict[str, Tensor]) -> dict[str, Tensor]:
         if layer.layer is None:
             return {layer.base_prefix + name.removeprefix(layer.prefix): value for name, value in whole.items()}
-        copied = _with_whole(layer.layer, layer.prefix, whole)
+        # what an adapter adds to a quantized weight is lost if the sum is quantized again
+        plain = {name: dequantized(value) if is_wrapped(value) else value for name, value in whole.items()}
+        copied = _with_whole(layer.layer, layer.prefix, plain)
         with torch.no_grad():
             copied.merge(adapter_names=[self._adapter])
         return {layer.base_prefix + name: value for name, value in copied.get_base_layer().state_dict().items()}

@@ -17,6 +17,15 @@ from ...common.errors import CheckpointError, ModuleError
 from ..distributed.collectives import Collectives
 from ..torch_internals import is_traceable_wrapper_subclass, is_without_memory, read_by_placements, strided_shard
 from ..torch_tensors import norms_of, with_shard_elsewhere
+from ..wrapped.wrapped_tensors import (
+    copied,
+    held_tensors,
+    put_together,
+    rule_of,
+    take_apart,
+    why_not_kept,
+    with_changed,
+)
 from .lazy_tensor import Block, StoredTensor, own_copy, read_block
 from .shards import Holders, cuts_of, pieces_of, shard_size
 
@@ -46,6 +55,14 @@ def held_as(tensor: Tensor) -> Tensor:
 def is_wrapper(tensor: Tensor) -> bool:
     """Return whether a tensor, or its shard, is of a class that keeps its elements in other tensors."""
     return is_traceable_wrapper_subclass(held_as(tensor))
+
+
+def bytes_of(tensor: Tensor) -> float:
+    """Return the bytes of a tensor's elements, of a DTensor whole; of a quantized one, those that it takes in fact."""
+    if not is_wrapper(tensor):
+        return tensor.numel() * tensor.element_size()
+    held = held_as(tensor)
+    return tensor.numel() * sum(inner.nbytes for inner in held_tensors(held)) / max(1, held.numel())
 
 
 def unfit(tensor: Tensor) -> str:
@@ -182,7 +199,7 @@ def check_whole(state: Mapping[str, Any]) -> None:
         ModuleError: naming one whose shards are not dense tensors.
     """
     for name, value in state.items():
-        reason = unfit(value) if is_dtensor(value) else ""
+        reason = unfit(value) if is_dtensor(value) and not _can_be_joined(value) else ""
         if reason:
             raise ModuleError(
                 f"{name} is sharded, and {reason}: its shards cannot be put together, as a fit that starts its own "
@@ -196,6 +213,9 @@ def whole_on_cpu(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         if tensor is not None:
             found = whole_tensor(tensor) if is_dtensor(tensor) else tensor
+            if is_wrapper(found):
+                whole[name] = copied(found, "cpu")
+                continue
             dense = found.detach().to_dense() if found.is_sparse else found.detach()
             whole[name] = dense.to("cpu", copy=True)
     return whole
@@ -215,10 +235,12 @@ def multiply_all(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
 
 
 def whole_tensor(tensor: Any) -> Tensor:
-    """Return a whole DTensor, which may be packed. Collective: the ranks of its mesh call it."""
+    """Return a whole DTensor, which may be packed or quantized. Collective: the ranks of its mesh call it."""
     from torch.distributed.tensor import Shard
 
     mesh = tensor.device_mesh
+    if is_wrapper(tensor):
+        return _joined(tensor)
     # a tensor that is offloaded to the CPU is moved to the device on which its mesh communicates
     local = local_shard(tensor).to(mesh.device_type)
     if mesh.ndim == 1:
@@ -233,6 +255,37 @@ def whole_tensor(tensor: Any) -> Tensor:
     for submesh, placement, whole in reversed(steps):
         local = _full(local, submesh, placement, whole)
     return local
+
+
+def _can_be_joined(tensor: Any) -> bool:
+    """Return whether the shards of a tensor that wrap others are equal blocks of rows, each quantized by itself."""
+    if not is_wrapper(tensor) or why_not_kept(held_as(tensor)):
+        return False
+    cuts = {dim: cuts_of(tensor, dim) for dim in range(tensor.dim())}
+    number = math.prod(tensor.device_mesh.shape[cut.axis] for cut in cuts[0])
+    are_rows = not any(cuts[dim] for dim in cuts if dim) and all(cut.split_factor == 1 for cut in cuts[0])
+    return are_rows and held_as(tensor).shape[0] * number == tensor.shape[0]
+
+
+def _joined(tensor: Any) -> Tensor:
+    """Return a whole DTensor whose shards wrap others, bit by bit. Collective: the ranks of its mesh call it."""
+    from torch.distributed.tensor import Shard
+
+    check_whole({f"A tensor of {list(tensor.shape)}": tensor})
+    mesh, whole = tensor.device_mesh, held_as(tensor).detach()
+    for cut in reversed(cuts_of(tensor, 0)):
+        axis, number = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[cut.axis]], mesh.shape[cut.axis]
+        parts, rule = take_apart(whole), rule_of(type(whole))
+        shape = (parts.shape[0] * number, *parts.shape[1:])
+        inner = {
+            name: held
+            if name in rule.shared or not held.dim()
+            else _full(held.to(mesh.device_type), axis, Shard(0), torch.Size((held.shape[0] * number, *held.shape[1:])))
+            for name, held in parts.tensors.items()
+        }
+        context = with_changed(parts.context, rule, parts.shape, shape)
+        whole = put_together(parts._replace(tensors=inner, context=context, shape=shape))
+    return whole
 
 
 def _full(local: Tensor, mesh: Any, placement: Any, shape: torch.Size) -> Tensor:

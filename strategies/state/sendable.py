@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import chain
 from typing import Final
 
@@ -11,6 +12,8 @@ from torch.nn.parameter import is_lazy
 
 from ...common.errors import ModuleError
 from ...common.foreign import is_equal_to_itself
+from ..wrapped.wrapped_blocks import can_be_cut
+from ..wrapped.wrapped_tensors import is_wrapped
 from .dtensor import is_dtensor
 
 _SENT: Final = frozenset(
@@ -62,6 +65,35 @@ def check_shardable(module: nn.Module, strategy: str, device_type: str) -> None:
                 f"{name} of {type(module).__name__} is a parameter of {parameter.dtype}, of which "
                 f"strategy={strategy!r} can gather no shards on CPUs; make it a buffer (register_buffer), or use "
                 "strategy='ddp' or 'zero'."
+            )
+
+
+def check_wrapped(module: nn.Module, strategy: str, degrees: Mapping[str, int]) -> None:
+    """Check that parameters which keep their elements in others, as quantized ones do, can be divided over ranks.
+
+    Args:
+        module: the module, before it is placed.
+        strategy: its name, for messages.
+        degrees: of tp and pp, and ``shards``, the number of shards.
+
+    Raises:
+        ModuleError: naming one that cannot.
+    """
+    for name, parameter in module.named_parameters():
+        if not is_wrapped(parameter):
+            continue
+        what = f"{name} of {type(module).__name__} is a {type(parameter).__name__} of {list(parameter.shape)}"
+        for axis in ("tp", "pp"):
+            if degrees[axis] > 1:
+                raise ModuleError(
+                    f"{what}, and {axis}={degrees[axis]} divides layers of plain tensors only; use strategy='fsdp', "
+                    "which shards quantized ones, or strategy='ddp'."
+                )
+        if not can_be_cut(parameter, degrees["shards"]):
+            raise ModuleError(
+                f"{what}, whose quantization blocks cannot be dealt to {degrees['shards']} ranks (strategy="
+                f"{strategy!r}) in equal numbers of rows; quantize it in smaller blocks, leave it unquantized, or use "
+                "strategy='ddp'."
             )
 
 

@@ -15,6 +15,18 @@ Spans = Sequence[tuple[int, int]]
 """For each dimension, the first index and the last index + 1."""
 
 
+def can_be_cut(tensor: Tensor, number: int) -> bool:
+    """Return whether the rows of a wrapped tensor can be cut into equal parts that cut no quantization block."""
+    parts = take_apart(tensor)
+    shared = rule_of(parts.kind).shared
+    of_blocks = [
+        held
+        for name, held in parts.tensors.items()
+        if name not in shared and held.dim() and tuple(held.shape) != parts.shape
+    ]
+    return all(held.shape[0] % number == 0 == parts.shape[0] % number for held in of_blocks)
+
+
 class _Overlap(NamedTuple):
     """A stored block, and what is wanted of it."""
 

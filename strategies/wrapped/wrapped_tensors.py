@@ -149,6 +149,13 @@ def take_apart(tensor: Tensor) -> TensorParts:
     return TensorParts(type(tensor), tensors, context, tuple(tensor.shape), tuple(tensor.stride()))
 
 
+def held_tensors(tensor: Tensor) -> list[Tensor]:
+    """Return the plain tensors in which a tensor keeps its elements, which share its memory; itself if it is plain."""
+    if not is_wrapped(tensor):
+        return [tensor]
+    return [held for inner in take_apart(tensor).tensors.values() for held in held_tensors(inner)]
+
+
 def put_together(parts: TensorParts) -> Tensor:
     """Return the wrapped tensor that has these parts.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,10 +26,10 @@ from ..resume.find_checkpoint import read_checkpoint
 from ..resume.run_state import of_data_ranks, put_generators_back
 from .forgotten import refuse_optimizers, warn_of_loaders
 from .prepared_loader import PreparedLoader
-from .prepared_module import check_plain, prepare
+from .prepared_module import check_plain, prepare, unprepare
 from .prepared_optimizer import OptimizerSteps, adopt, check_optimizers
 from .processes import EngineProcesses
-from .saved_objects import OWN, check_names, put_back, state_of
+from .saved_objects import OWN, check_names, items_of, put_back, state_of
 
 
 class Engine(EngineProcesses):
@@ -266,6 +266,21 @@ class Engine(EngineProcesses):
         finally:
             gradients.sync(modules, before)
 
+    @contextmanager
+    def gathered(self, module: nn.Module) -> Iterator[nn.Module]:
+        """Gather the weights of what was set up, or of a part of it, as ``trainer.strategy.gathered`` does. Collective.
+
+        Raises:
+            ConfigError: for a module that this engine has not set up, nor one that it is in.
+        """
+        placed = self._owner(module)
+        if placed is None:
+            owners = dict.fromkeys(self._placed.values())
+            placed = next((p for p in owners if any(part is module for part in p.module.modules())), None)
+        with (self._placed_of(module) if placed is None else placed).gathered(module) as copied:
+            unprepare(copied, module)
+            yield copied
+
     def clip_gradients(
         self, optimizer: Any, *, max_norm: float | None = None, clip_val: float | None = None
     ) -> Tensor | None:
@@ -334,7 +349,7 @@ class Engine(EngineProcesses):
         with torch.no_grad():
             saved = {name: state_of(value, self._owner, self._gradients.sync_replicas) for name, value in state.items()}
         for name, is_kept in (filter or {}).items():
-            saved[name] = {key: value for key, value in _items(saved, name) if is_kept(key, value)}
+            saved[name] = {key: value for key, value in items_of(saved, name) if is_kept(key, value)}
         saved["precision"] = self.strategy.site.scaling.scaler.state_dict()
         saved["rng"] = of_data_ranks(self.strategy, capture_rng(self.strategy.devices))
         self._origin = self._origin.after()
@@ -399,17 +414,3 @@ class Engine(EngineProcesses):
     def _plain(value: Any) -> Any:
         """Return the optimizer inside the one that the user holds; return anything else as it is."""
         return value.optimizer if type(value) is ManagedOptimizer else value
-
-
-def _items(saved: Mapping[str, Any], name: str) -> ItemsView[str, Any]:
-    """Return the items of a state to filter.
-
-    Raises:
-        ConfigError: if there is none of this name.
-    """
-    if not isinstance(saved.get(name), Mapping):
-        raise ConfigError(
-            f"filter must name modules and other objects with a state among {sorted(saved)}, got {name!r}; give one of "
-            "those."
-        )
-    return saved[name].items()  # type: ignore[no-any-return]

@@ -122,6 +122,14 @@ def _new(plain: type[nn.Module]) -> nn.Module:
     return plain.__new__(plain)
 
 
+def unprepare(copied: nn.Module, prepared: nn.Module) -> None:
+    """Let the calls of a copy of a module, or of a part of one, run as those of the plain module, if it is prepared."""
+    if isinstance(prepared, PreparedModule):
+        copied.__class__ = type(prepared).__mro__[2]
+        for name in (_CALLS, *vars(prepared)[_CALLS].marked):
+            vars(copied).pop(name, None)
+
+
 def check_plain(module: Any) -> None:
     """Check that a module can be set up.
 

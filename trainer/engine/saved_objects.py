@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, ItemsView, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -105,3 +105,17 @@ def _is_stateful(value: Any) -> bool:
 def _plain(optimizer: Any) -> Optimizer:
     """Return the optimizer inside the one that the user holds."""
     return vars(optimizer).get("optimizer", optimizer)  # type: ignore[no-any-return]
+
+
+def items_of(saved: Mapping[str, Any], name: str) -> ItemsView[str, Any]:
+    """Return the items of a state to filter.
+
+    Raises:
+        ConfigError: if there is none of this name.
+    """
+    if not isinstance(saved.get(name), Mapping):
+        raise ConfigError(
+            f"filter must name modules and other objects with a state among {sorted(saved)}, got {name!r}; give one of "
+            "those."
+        )
+    return saved[name].items()  # type: ignore[no-any-return]

@@ -1,0 +1,21 @@
+"""benchmarks/finetune.py runs, at a size too small to measure anything, and prints both ratios."""
+
+import json
+from pathlib import Path
+
+import pytest
+from programs import run_program
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "finetune.py"
+SIZE = ("--width", "16", "--memory-width", "16", "--steps", "2", "--warmup", "1", "--rounds", "2", "--contests", "1")
+
+
+def test_each_contender_has_a_time_and_a_peak(tmp_path):
+    pytest.importorskip("peft")
+    pytest.importorskip("accelerate")
+    done = run_program(SCRIPT, *SIZE, "--json", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert list(found["rows"]) == ["plain loop", "echelon", "transformers"]
+    assert all(row["us_per_step"] > 0 and row["peak_bytes"] >= 0 for row in found["rows"].values())
+    assert set(found["ratio"]) == {"time", "memory"}
