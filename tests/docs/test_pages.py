@@ -15,6 +15,7 @@ from echelon.trainer.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
+RECIPES = sorted((ROOT / "docs/howto").glob("*.md"))  # test_howto.py runs them
 OF_THE_SITE = {"index.md", "gallery.md"}  # which `make docs` builds, including pictures
 IMPORT_MAIN = "from echelon.trainer.cli.main import main"
 
@@ -75,7 +76,7 @@ def test_the_code_of_a_page_runs(page, tmp_path):
         run(tmp_path, "-W", "error", "-c", f"{IMPORT_MAIN}\nfor words in {commands}: assert main(words) == 0")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*PAGES, *RECIPES], ids=lambda page: page.stem)
 def test_the_links_of_a_page_lead_to_files_and_headings(page):
     for target, anchor in re.findall(r"\]\((?!https?:|_pictures/)([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
         file = page.parent / target if target else page
