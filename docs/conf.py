@@ -39,13 +39,14 @@ maximum_signature_line_length = 88
 
 _DOCS = Path(__file__).parent
 _OF_MODULES = frozenset(vars(nn.Module)) - {"forward"}
+_IMAGE = re.compile(r"!\[([^\]]+)\]\((?!https?:)([^)\s]+)\)")
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def _rewrite_links(text: str, folder: Path, shown_in: Path) -> str:
     """Let links, those of a text in `folder` that a page in `shown_in` shows, lead to pages of the site or to files.
 
-    The files are copied; folders of the repository are named only.
+    The files are copied, and pictures are shown; folders of the repository are named only.
     """
 
     def rewritten(link: re.Match[str]) -> str:
@@ -55,7 +56,10 @@ def _rewrite_links(text: str, folder: Path, shown_in: Path) -> str:
             return f"[{label}]({os.path.relpath(target, shown_in)}{anchor})"
         return label
 
-    return _LINK.sub(rewritten, text)
+    def moved(image: re.Match[str]) -> str:
+        return f"![{image[1]}]({os.path.relpath(folder / image[2], shown_in)})"
+
+    return _IMAGE.sub(moved, _LINK.sub(rewritten, text))
 
 
 def _page_of(notebook: str) -> str:

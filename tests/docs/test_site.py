@@ -74,6 +74,8 @@ def test_a_browser_shows_the_site(site, chromium):
         page.on("requestfailed", lambda request: failed.append(request.url))
         page.goto((site / "index.html").as_uri())
         assert page.locator("h1").first.inner_text().startswith("Echelon")
+        widths = page.locator("article img").evaluate_all("all => all.map(one => one.naturalWidth)")
+        assert len(widths) == 2 and min(widths) > 100  # the badges and the moving picture of the README
         page.get_by_role("link", name="Strategies", exact=True).first.click()
         page.locator("#echelon\\.FSDPStrategy").wait_for(state="visible")
         browser.close()
