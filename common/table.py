@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 _WIDTH: Final = 80
+_NARROWEST: Final = 16
+"""Columns of text that a table which is too wide leaves them."""
 
 
 def render_table(results: Sequence[Mapping[str, float]], title: str) -> str:
@@ -34,6 +37,40 @@ def render_table(results: Sequence[Mapping[str, float]], title: str) -> str:
         tables.append(boxed([title, *heads[start:stop]], rows, "<" + ">" * (stop - start)))
         start = stop
     return "\n".join(tables)
+
+
+def fitted(head: Sequence[str], rows: Sequence[Sequence[str]], alignment: str, width: int | None) -> str:
+    """Return a framed table that fits into `width` characters, where its words allow it; None sets no limit.
+
+    Long texts in columns that are aligned left are wrapped; then columns that do not fit follow in another table below,
+    which repeats the first.
+    """
+    if width is None:
+        return boxed(head, rows, alignment)
+    wide = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    while sum(wide) + 3 * len(wide) + 1 > width:
+        longest = max((wide[at], at) for at in range(len(wide)) if alignment[at] == "<" or at == 0)[1]
+        if wide[longest] <= _NARROWEST or alignment[longest] != "<":
+            break
+        wide[longest] -= 1
+    shown = [line for row in rows for line in _wrapped(row, wide)]
+    tables, start = [], 1
+    while start < len(head):
+        stop, used = start, wide[0] + 4
+        while stop < len(head) and (stop == start or used + wide[stop] + 3 <= width):
+            used += wide[stop] + 3
+            stop += 1
+        columns = [0, *range(start, stop)]
+        cut = [[row[column] for column in columns] for row in (head, *shown)]
+        tables.append(boxed(cut[0], cut[1:], "".join(alignment[column] for column in columns)))
+        start = stop
+    return "\n".join(tables)
+
+
+def _wrapped(row: Sequence[str], wide: Sequence[int]) -> Iterator[list[str]]:
+    cells = [textwrap.wrap(cell, width) or [""] for cell, width in zip(row, wide, strict=True)]
+    for line in range(max(map(len, cells))):
+        yield [cell[line] if line < len(cell) else "" for cell in cells]
 
 
 def boxed(head: Sequence[str], rows: Sequence[Sequence[str]], alignment: str) -> str:

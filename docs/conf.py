@@ -19,6 +19,8 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphin
 exclude_patterns = ["_build"]
 source_suffix = {".md": "markdown", ".ipynb": "markdown"}  # of a notebook, what `_page_of` makes of it
 html_theme = "furo"
+html_static_path, html_css_files, html_js_files = ["static"], ["site.css"], ["copy.js"]
+html_search_scorer = str(Path(__file__).parent / "static/scorer.js")
 html_title = f"Echelon {release}"
 html_copy_source = html_show_copyright = False
 html_theme_options = {"sidebar_hide_name": False, "navigation_with_keys": True}
@@ -37,20 +39,27 @@ maximum_signature_line_length = 88
 
 _DOCS = Path(__file__).parent
 _OF_MODULES = frozenset(vars(nn.Module)) - {"forward"}
+_IMAGE = re.compile(r"!\[([^\]]+)\]\((?!https?:)([^)\s]+)\)")
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
-def _rewrite_links(text: str, folder: Path) -> str:
-    """Let links lead to pages of the site or to files, which are copied; folders of the repository are named only."""
+def _rewrite_links(text: str, folder: Path, shown_in: Path) -> str:
+    """Let links, those of a text in `folder` that a page in `shown_in` shows, lead to pages of the site or to files.
+
+    The files are copied, and pictures are shown; folders of the repository are named only.
+    """
 
     def rewritten(link: re.Match[str]) -> str:
         label, target, anchor = link[1], (folder / link[2]).resolve(), link[3] or ""
         is_page = target.suffix == ".md" and target.is_relative_to(_DOCS)
         if is_page or (target.is_file() and target.suffix != ".md"):
-            return f"[{label}]({os.path.relpath(target, _DOCS)}{anchor})"
+            return f"[{label}]({os.path.relpath(target, shown_in)}{anchor})"
         return label
 
-    return _LINK.sub(rewritten, text)
+    def moved(image: re.Match[str]) -> str:
+        return f"![{image[1]}]({os.path.relpath(folder / image[2], shown_in)})"
+
+    return _IMAGE.sub(moved, _LINK.sub(rewritten, text))
 
 
 def _page_of(notebook: str) -> str:
@@ -63,15 +72,38 @@ def _page_of(notebook: str) -> str:
     return "\n\n".join(parts)
 
 
+def _table_of(page: str) -> str:
+    """Return the table of contents that leads, in the margin of the site, to what the page lists."""
+    names = re.findall(r"^- \[.*\]\((\w+)\.md\)$", page, re.MULTILINE)
+    return "\n".join(["", "```{toctree}", ":hidden:", "", *names, "```", ""])
+
+
+def _index_questions(page: str) -> str:
+    """Enter what newcomers would ask a recipe for, its last paragraph, into the index that the search goes through.
+
+    A phrase that is typed whole then leads to its recipe before any page that merely has its words.
+    """
+    asked = re.search(r"^Also asked as: (.*)\.\s*\Z", page, re.MULTILINE | re.DOTALL)
+    if asked is None:
+        return page
+    phrases = [" ".join(phrase.split()) for phrase in asked[1].split(",")]
+    return "```{index} " + ", ".join(f"! {phrase}" for phrase in phrases) + "\n```\n\n" + page
+
+
 def _read_page(app: Sphinx, name: str, content: list[str]) -> None:
     if app.env.doc2path(name).suffix == ".ipynb":
         content[0] = _page_of(content[0])
-    if "/" not in name:  # the pages of the reference are written for the site
-        content[0] = _rewrite_links(content[0], _DOCS)
+    if name == "howto/index":
+        content[0] += _table_of(content[0])
+    elif name.startswith("howto/"):
+        content[0] = _index_questions(content[0])
+    if not name.startswith("reference/"):  # whose pages are written for the site
+        folder = Path(app.env.doc2path(name)).parent
+        content[0] = _rewrite_links(content[0], folder, folder)
 
 
 def _read_included(app: Sphinx, path: Path, page: str, content: list[str]) -> None:
-    content[0] = _rewrite_links(content[0], (_DOCS / path).resolve().parent)
+    content[0] = _rewrite_links(content[0], (_DOCS / path).resolve().parent, (_DOCS / page).parent)
 
 
 def _is_left_out(app: Sphinx, kind: str, name: str, member: Any, skip: bool, options: Any) -> bool | None:

@@ -124,6 +124,7 @@ class LearningRateCurve:
         if ax is None:
             ax = new_axes()
         ax.plot(rates, losses)
+        self._keep_in_view(ax)
         if self.mode == "exponential":
             ax.set_xscale("log")
         ax.set_xlabel("learning rate")
@@ -137,6 +138,14 @@ class LearningRateCurve:
         if show:
             importlib.import_module("matplotlib.pyplot").show()
         return ax.figure
+
+    def _keep_in_view(self, ax: Any) -> None:
+        """Cut the last loss off, where it has diverged: it would press all others into a flat line."""
+        *before, newest = [loss for loss in self.results["loss"] if math.isfinite(loss)] or [math.nan]
+        low, high = min(before, default=math.nan), max(before, default=math.nan)
+        if newest - high > high - low > 0:
+            room = 0.1 * (high - low)
+            ax.set_ylim(low - room, high + 2 * room)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the arguments and the results."""

@@ -28,20 +28,29 @@ class Patient:
 
 def examine(patient: Patient) -> list[Finding]:
     """Return all that is wrong with this machine."""
-    checks: list[Callable[[], Iterator[Finding]]] = [
-        machine.check_torch,
-        machine.check_limits,
-        machine.check_shared_memory,
-        machine.check_temporary,
-        partial(machine.check_threads, patient.num_processes),
-        partial(machine.check_timeouts, patient.timeouts),
-        folder.check_clock,
-        partial(folder.check_folder, patient.run_folder),
-        reachable.check_loopback,
-        reachable.check_interfaces,
-        partial(reachable.check_name, patient.host),
-    ]
+    return [finding for check in _checks(patient).values() for finding in check()]
+
+
+def examined(patient: Patient) -> list[str]:
+    """Return what `examine` looks at, in a few words each."""
+    return [*_checks(patient)]
+
+
+def _checks(patient: Patient) -> dict[str, Callable[[], Iterator[Finding]]]:
+    checks: dict[str, Callable[[], Iterator[Finding]]] = {
+        "torch and its devices": machine.check_torch,
+        "limits of this process": machine.check_limits,
+        "shared memory": machine.check_shared_memory,
+        "the temporary folder": machine.check_temporary,
+        f"threads of {patient.num_processes} process(es)": partial(machine.check_threads, patient.num_processes),
+        "timeouts": partial(machine.check_timeouts, patient.timeouts),
+        "the clock": folder.check_clock,
+        f"the folder {patient.run_folder}": partial(folder.check_folder, patient.run_folder),
+        "loopback": reachable.check_loopback,
+        "network interfaces": reachable.check_interfaces,
+        f"the name of {patient.host or 'this host'}": partial(reachable.check_name, patient.host),
+    }
     if patient.port is not None:
         way = partial(reachable.check_way, patient.host) if patient.host is not None else reachable.check_port
-        checks.append(partial(way, patient.port))
-    return [finding for check in checks for finding in check()]
+        checks[f"port {patient.port}"] = partial(way, patient.port)
+    return checks

@@ -226,6 +226,15 @@ def test_the_suggestion_is_in_the_steepest_fifth(tmp_path: Path) -> None:
         LearningRateCurve("linear", 1e-3, 1, 9).plot()
 
 
+def test_a_loss_that_has_diverged_leaves_the_others_in_view() -> None:
+    losses = [1.0 - 0.02 * n for n in range(20)]
+    (axes,) = curve([*losses, 1e6]).plot().axes
+    low, high = axes.get_ylim()
+    assert low < min(losses) and max(losses) < high < 2.0
+    (whole,) = curve([*losses, 0.8]).plot().axes
+    assert whole.get_ylim()[1] > max(losses)
+
+
 def test_the_search_ends_where_the_loss_grows(tmp_path: Path) -> None:
     search = finder(max_lr=1e6, num_training_steps=60)
     fit(tmp_path, 0.01, search)

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from echelon.trainer.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
+RECIPES = sorted((ROOT / "docs/howto").glob("*.md"))  # test_howto.py runs them
 OF_THE_SITE = {"index.md", "gallery.md"}  # which `make docs` builds, including pictures
 IMPORT_MAIN = "from echelon.trainer.cli.main import main"
 
@@ -75,7 +77,7 @@ def test_the_code_of_a_page_runs(page, tmp_path):
         run(tmp_path, "-W", "error", "-c", f"{IMPORT_MAIN}\nfor words in {commands}: assert main(words) == 0")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*PAGES, *RECIPES], ids=lambda page: page.stem)
 def test_the_links_of_a_page_lead_to_files_and_headings(page):
     for target, anchor in re.findall(r"\]\((?!https?:|_pictures/)([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
         file = page.parent / target if target else page
@@ -83,6 +85,29 @@ def test_the_links_of_a_page_lead_to_files_and_headings(page):
         headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE) if anchor else []
         slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
         assert not anchor or anchor in slugs, f"{page.name} links to #{anchor}; {target or 'it'} has {slugs}"
+
+
+def test_the_badges_of_the_readme_are_true():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    badges = re.findall(r"<text [^>]*>(.*?)</text>", (ROOT / "docs/badges.svg").read_text())
+    shown = dict(zip(badges[::2], badges[1::2], strict=True))
+    torch_needed = next(each for each in project["dependencies"] if each.startswith("torch>="))
+    status = next(each for each in project["classifiers"] if each.startswith("Development Status"))
+    assert "strict = True" in (ROOT / "setup.cfg").read_text()
+    assert shown == {
+        "Python": project["requires-python"].removeprefix(">=") + "+",
+        "torch": torch_needed.removeprefix("torch>=") + "+",
+        "types": "mypy --strict",
+        "license": project["license"],
+        "status": status.rpartition(" ")[2].lower(),
+    }
+    told = re.search(r"!\[(.*)\]\(docs/badges.svg\)", PAGES[0].read_text())
+    assert told and told[1] == ", ".join(f"{name} {value}" for name, value in shown.items())
+
+
+def test_the_first_program_of_the_readme_needs_what_is_installed_with_echelon():
+    imported = re.findall(r"^(?:import|from) (\w+)", blocks(PAGES[0], "python")[0], re.MULTILINE)
+    assert {*imported} == {"torch", "echelon"}
 
 
 def test_every_page_is_reached_from_the_readme():

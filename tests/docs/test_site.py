@@ -5,7 +5,10 @@ import inspect
 import re
 import subprocess
 import sys
+import threading
 import zlib
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -71,7 +74,94 @@ def test_a_browser_shows_the_site(site, chromium):
         page.on("requestfailed", lambda request: failed.append(request.url))
         page.goto((site / "index.html").as_uri())
         assert page.locator("h1").first.inner_text().startswith("Echelon")
+        widths = page.locator("article img").evaluate_all("all => all.map(one => one.naturalWidth)")
+        assert len(widths) == 2 and min(widths) > 100  # the badges and the moving picture of the README
         page.get_by_role("link", name="Strategies", exact=True).first.click()
         page.locator("#echelon\\.FSDPStrategy").wait_for(state="visible")
         browser.close()
     assert failed == []
+
+
+QUESTIONS = {
+    "multiple gpus": "two_gpus",
+    "how do i use multiple gpus": "two_gpus",
+    "train on two gpus": "two_gpus",
+    "use all gpus": "two_gpus",
+    "out of memory": "out_of_memory",
+    "gpu memory": "out_of_memory",
+    "cuda out of memory": "out_of_memory",
+    "save best model": "save_the_best_model",
+    "best checkpoint": "save_the_best_model",
+    "resume training": "resume_training",
+    "continue from a checkpoint": "resume_training",
+    "continue training after a crash": "resume_training",
+    "loss is nan": "loss_is_nan",
+    "exploding gradients": "loss_is_nan",
+    "early stopping": "stop_early",
+    "gradient accumulation": "accumulate_gradients",
+    "warmup learning rate": "scheduler_per_step",
+    "lr scheduler": "scheduler_per_step",
+    "slow dataloader": "training_is_slow",
+    "training is very slow": "training_is_slow",
+    "gpu utilization": "training_is_slow",
+    "huggingface": "fine_tune_hugging_face",
+    "hugging face trainer": "from_hugging_face_trainer",
+    "freeze layers": "freeze_and_unfreeze",
+    "mixed precision": "mixed_precision",
+    "fp16": "mixed_precision",
+    "cross validation": "k_fold",
+    "two optimizers": "train_a_gan",
+    "custom training loop": "my_own_loop",
+    "log images": "log_images",
+    "inference": "use_the_trained_model",
+    "slurm": "slurm",
+    "multiple nodes": "several_nodes",
+    "torchmetrics": "metrics_on_several_gpus",
+    "migrate from lightning": "from_lightning",
+    "accelerate": "from_accelerate",
+    "plain pytorch": "from_a_hand_written_loop",
+}
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """Serves files without a line for each."""
+
+    def log_message(self, *words):
+        pass
+
+
+def test_the_search_finds_a_recipe_by_the_words_of_a_newcomer(site, chromium):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    found = {}
+    with server, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page()
+        for question in QUESTIONS:
+            page.goto(f"http://127.0.0.1:{server.server_port}/search.html?q={question}")
+            first = page.locator("#search-results ul.search li a").first
+            first.wait_for(timeout=60_000)
+            found[question] = re.sub(r"^(.*/)?howto/|\.html.*", "", first.get_attribute("href"))
+        browser.close()
+        server.shutdown()
+    assert found == QUESTIONS
+
+
+def test_code_is_whole_at_1400_pixels_and_can_be_copied(site, chromium):
+    is_cut = "block => block.scrollWidth > block.clientWidth"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1400, "height": 1000})
+        for name in ("index", "module", *(f"howto/{recipe}" for recipe in QUESTIONS.values())):
+            page.goto((site / f"{name}.html").as_uri())
+            blocks = page.locator("div.highlight-python pre")
+            assert [block.inner_text() for block in blocks.all() if block.evaluate(is_cut)] == [], name
+            assert page.locator("div.highlight button.copy").count() == page.locator("div.highlight pre").count()
+        context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
+        page = context.new_page()
+        page.goto((site / "index.html").as_uri())
+        page.locator("div.highlight-python button.copy").first.click()
+        page.locator("button.copy", has_text="Copied").wait_for()
+        copied = page.evaluate("navigator.clipboard.readText()")
+        browser.close()
+    assert copied.startswith("import torch\n") and copied.rstrip().endswith("best_model_path)")

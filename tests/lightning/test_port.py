@@ -175,7 +175,9 @@ def test_the_command_shows_a_diff_and_writes_on_demand(tmp_path, capsys):
     shown = capsys.readouterr()
     assert "-import lightning as L  # the framework\n" in shown.out
     assert "+import echelon as L  # the framework\n" in shown.out
-    assert f"{file}:44: departs: Timer: the sanity check" in shown.out and "places changed" in shown.err
+    assert f"{file}:44: departs: Timer: the sanity check" in shown.out
+    (places, notes) = re.search(r"(\d+ places?) changed, (\d+ notes?) on", shown.err).groups()
+    assert all(text.endswith("s") == (text.split()[0] != "1") for text in (places, notes))
     assert file.read_text() == PROGRAM
     assert main(["port", "--write", str(file)]) == 0
     assert file.read_text() == port(PROGRAM).source

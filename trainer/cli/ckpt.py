@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,14 +19,19 @@ from ...strategies.pretrained.find_folder import check_dtype
 from ...strategies.pretrained.save_folder import parse_size
 from ...strategies.pretrained.save_model import FolderSettings
 from ...strategies.wrapped.wrapped_tensors import UnknownTensorError, is_wrapped, take_apart
-from ..checkpoint.atomic_folder import unfinished
-from ..checkpoint.finding import FoundCheckpoint, is_gone, list_checkpoints, resolve
+from ..checkpoint.finding import is_gone, list_checkpoints, resolve
 from ..checkpoint.load_weights import export, weights_with_base
 from ..checkpoint.loading import load, verify
 from ..checkpoint.manifest import read_manifest
+from .checkpoint_list import ListedCheckpoint, left_unfinished, listed
 from .output import printable
 
 _WIDEST: Final = 100
+_SHOWN: Final[Mapping[str, Sequence[str]]] = {
+    "hyper_parameters": (),
+    "loop": ("global_step", "epoch", "samples_seen", "global_batch_size"),
+}
+"""The parts of which a short account shows values: these, or all."""
 _PLAIN: Final = (bool, int, float, str)
 _EPILOG: Final = """\
 exit codes:
@@ -45,8 +52,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         command.set_defaults(read=read)
         return command
 
-    add("ls", "List the checkpoints of a folder.", lambda given: (list_folder(given.folder), True), "folder")
-    add("show", "Show what a checkpoint holds.", lambda given: (show(given.path), True), "path")
+    listing = add(
+        "ls",
+        "List the checkpoints below a folder, with step and score; * marks the best.",
+        lambda given: (list_folder(given.folder, as_json=given.json), True),
+        "folder",
+    )
+    listing.add_argument("--json", action="store_true", help="print the list as JSON")
+    showing = add("show", "Show what a checkpoint holds.", lambda given: (show(given.path, given.all), True), "path")
+    showing.add_argument("--all", action="store_true", help="show every tensor and every other value")
     add("verify", "Compare checkpoints with their hashes.", lambda given: verify_all(given.path), "path+")
     add("diff", "Show how two checkpoints differ.", lambda given: diff(given.first, given.second), "first", "second")
     exporting = add(
@@ -73,15 +87,18 @@ def run(options: argparse.Namespace) -> int:
     return 0 if is_good else 1
 
 
-def list_folder(folder: str | Path) -> list[str]:
-    """Return a line for each checkpoint in a folder, oldest first, and for each unfinished one."""
-    lines = [_line(checkpoint) for checkpoint in list_checkpoints(folder)]
-    lines += [f"unfinished  {path}" for path in unfinished(Path(folder))]
+def list_folder(folder: str | Path, *, as_json: bool = False) -> list[str]:
+    """Return a line for each checkpoint below a folder, oldest first, and for each unfinished one."""
+    rows, begun = listed(folder), left_unfinished(folder)
+    if as_json:
+        values = {"checkpoints": [asdict(row) for row in rows], "unfinished": [str(path) for path in begun]}
+        return [json.dumps(values)]
+    lines = [_line(row) for row in rows] + [f"unfinished  {path}" for path in begun]
     return lines or [f"{folder} holds no checkpoints."]
 
 
-def show(path: str | Path) -> list[str]:
-    """Return the contents of a checkpoint: its origin, its files, every tensor and every other value."""
+def show(path: str | Path, shows_all: bool = False) -> list[str]:
+    """Return the contents of a checkpoint: its origin, its files, and its parts, or each of their values."""
     path = _checkpoint_at(path)
     manifest = read_manifest(path)
     mesh = " x ".join(f"{axis} {degree}" for axis, degree in manifest.mesh.items()) or "one process"
@@ -90,9 +107,36 @@ def show(path: str | Path) -> list[str]:
         f"{path}: saved {manifest.saved_at} {origin}",
         *(f"  {name:40} {_bytes(file.size):>10}" for name, file in manifest.files.items()),
     ]
-    for key, value in _load(path, verify=False).items():
+    state = _load(path, verify=False)
+    if not shows_all:
+        return [*lines, "", *_in_short(state), "", "--all shows every value."]
+    for key, value in state.items():
         lines += ["", f"{key}:", *(f"  {name}: {_describe(leaf)}" for name, leaf in _leaves(value))]
     return lines
+
+
+def _in_short(state: Mapping[str, Any]) -> list[str]:
+    """Return a line for each part of a state that is not empty."""
+    lines = []
+    for key, value in state.items():
+        leaves = [leaf for _, leaf in _leaves(value)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        others = [leaf for leaf in leaves if not isinstance(leaf, Tensor) and leaf not in ({}, [], (), None)]
+        if tensors:
+            dtypes = ", ".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in tensors))
+            number = sum(tensor.numel() for tensor in tensors)
+            text = f"{_counted(len(tensors), 'tensor')} with {number:,} elements ({dtypes})"
+            lines.append(f"{key}: {text}" + (f", {_counted(len(others), 'value')}" if others else ""))
+        elif key in _SHOWN and others:
+            shown = [(name, leaf) for name, leaf in _leaves(value) if name in (_SHOWN[key] or (name,))]
+            lines.append(f"{key}: {', '.join(f'{name} {_describe(leaf)}' for name, leaf in shown)}")
+        elif others:
+            lines.append(f"{key}: {_counted(len(others), 'value')}")
+    return lines
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def verify_all(paths: Sequence[str | Path]) -> tuple[list[str], bool]:
@@ -153,11 +197,13 @@ def _load(path: Path, *, verify: bool = True) -> dict[str, Any]:
         return load(path, verify=verify, wrapped="opened")
 
 
-def _line(checkpoint: FoundCheckpoint) -> str:
-    if checkpoint.manifest is None:
-        return f"damaged     {checkpoint.path.name}: {checkpoint.fault}"
-    size = _bytes(sum(file.size for file in checkpoint.manifest.files.values()))
-    return f"{checkpoint.saved_at[:19]}  {size:>10}  {checkpoint.path.name}"
+def _line(row: ListedCheckpoint) -> str:
+    if row.fault:
+        return f"damaged     {row.name}: {row.fault}"
+    step = "" if row.step is None else f"step {row.step}"
+    scores = ", ".join(f"{metric} {score:.6g}" for metric, score in (row.scores or {}).items())
+    mark = "*" if row.is_best else " "
+    return f"{row.saved_at[:19]}  {_bytes(row.size):>10}  {step:12} {mark} {scores:24}  {row.name}"
 
 
 class _Description(str):

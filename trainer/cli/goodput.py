@@ -122,7 +122,7 @@ def run(options: argparse.Namespace) -> int:
         say(f"{path.parent}: goodput {goodput_of(goodput.micros):.1%} since {began:%Y-%m-%d %H:%M:%S}")
         say(render(goodput))
     draw_for_command(
-        lambda target: draw(goodput, target, title=str(path.parent)),
+        lambda target: draw(goodput, target, title="/".join(path.parent.absolute().parts[-2:])),
         options.png,
         path.with_name("goodput.png"),
         prints_json=options.json,

@@ -17,7 +17,7 @@ from typing import Final, Protocol, cast
 from ...common.console import say
 from ...common.errors import ConfigError, EchelonError, did_you_mean
 from ...strategies.cluster.version import VERSION
-from .output import printable
+from .output import TerminalHelp, printable
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ COMMANDS: Final = {
     "samples": Command("Show whether every sample of every epoch was used exactly once.", "samples", error_code=2),
     "verify": Command("Compare each strategy with one process, on the module and data of a config.", "checks.verify"),
     "doctor": Command("Look for problems that would break a run on this machine, or between nodes.", "checks.doctor"),
+    "env": Command("Print versions and hardware, for an issue.", "checks.env"),
     "completion": Command(
         "Print a script that lets a shell complete commands, options and keys.", "choices.completion"
     ),
@@ -157,7 +158,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         prog="echelon",
         description="Train a PyTorch model on one process, one machine or many.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=TerminalHelp,
     )
     parser.add_argument("--version", action="version", version=f"echelon {VERSION}")
     parser.set_defaults(traceback=False)
@@ -167,7 +168,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
             name,
             help=command.help,
             description=command.help,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=TerminalHelp,
             allow_abbrev=False,
         )
         for name, command in COMMANDS.items()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import shutil
+import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +19,42 @@ def printable(text: str) -> str:
         letter if letter.isprintable() or letter == "\n" else letter.encode("unicode_escape").decode()
         for letter in text
     )
+
+
+def terminal_width() -> int | None:
+    """Return the columns of the terminal that is standard output; None where it is a file or a pipe."""
+    if sys.stdout is None or not sys.stdout.isatty():
+        return None
+    return shutil.get_terminal_size().columns
+
+
+class TerminalHelp(argparse.HelpFormatter):
+    """Help as wide as the terminal: prose is filled, and examples keep their lines where these fit."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines: list[str] = []
+        is_open = False  # the line before is prose that goes on
+        for line in text.splitlines():
+            is_prose = bool(line) and not line.startswith(" ")
+            if is_prose and is_open:
+                lines[-1] += f" {line}"
+            else:
+                lines.append(line)
+            is_open = is_prose and not line.endswith(":")
+        return "\n".join(part for line in lines for part in _folded(indent + line, width))
+
+
+def _folded(line: str, width: int) -> list[str]:
+    """Return a line in parts that fit; what follows a gap, a comment say, goes below first."""
+    if len(line) <= width:
+        return [line]
+    margin = line[: len(line) - len(line.lstrip())]
+    command, gap, comment = line.lstrip().partition("   ")
+    if gap and margin:
+        return [*_folded(margin + command, width), *_folded(f"{margin}    {comment.strip()}", width)]
+    further = margin + "    " if margin else ""
+    words = textwrap.TextWrapper(width, margin, further, break_long_words=False, break_on_hyphens=False)
+    return words.wrap(line.strip()) or [line]
 
 
 def draw_for_command(draw: Callable[[Path], None], asked: Path | None, usual: Path, *, prints_json: bool) -> None:

@@ -205,6 +205,11 @@ class FolderLogger:
         """Continue in the folder of the run that wrote `checkpoint`, unless a version was given."""
         self._folder.continue_at(checkpoint)
 
+    def continue_in(self, folder: Path) -> None:
+        """Continue in a folder that a checkpoint names, if it is still there and one of this logger's."""
+        if folder.is_dir():
+            self._folder.continue_at(folder)
+
     def continue_as(self, version: int | str) -> None:
         """Continue in the folder of a run that another process has opened: rank 0, or the workers of a `fit`."""
         self._folder.continue_as(version)
@@ -212,6 +217,24 @@ class FolderLogger:
     def silence(self) -> None:
         """Write nothing from now on: another process writes the same data."""
         self._is_silent = True
+
+
+def folder_runs(loggers: Sequence[Logger]) -> list[dict[str, str]]:
+    """Return the entries of a checkpoint that name the folders of these loggers: it may lie in the first one's only."""
+    return [
+        {"type": type(logger).__name__, "name": str(logger.name), "version": os.path.abspath(logger.log_dir)}
+        for logger in loggers
+        if isinstance(logger, FolderLogger)
+    ]
+
+
+def continue_in_folders(loggers: Sequence[Logger], runs: Sequence[Mapping[str, str]]) -> None:
+    """Make loggers continue in the folders that a checkpoint names for their type, where these are theirs."""
+    for logger in loggers:
+        if isinstance(logger, FolderLogger):
+            for run in runs:
+                if run["type"] == type(logger).__name__:
+                    logger.continue_in(Path(run["version"]))
 
 
 def prefixed(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:

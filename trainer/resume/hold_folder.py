@@ -18,6 +18,7 @@ from ...callbacks.model_checkpoint import ModelCheckpoint
 from ...common.errors import CheckpointError
 from ..checkpoint import list_checkpoints, load
 from ..checkpoint.manifest import read_manifest
+from ..loggers.base import continue_in_folders
 from ..loggers.tracker import continue_saved_runs
 from ..session.session import Session
 from .find_checkpoint import find_checkpoint, folders_of_runs
@@ -74,11 +75,11 @@ def open_loggers(session: Session, resumed_from: Path | None) -> list[int | str 
     loggers = session.loggers
     if resumed_from is not None:
         tell(loggers, "continue_run", resumed_from)
-        if (
-            any(hasattr(logger, "continue_saved") for logger in loggers)
-            and "loggers" in read_manifest(resumed_from).parts
-        ):
-            continue_saved_runs(loggers, load(resumed_from, parts=("loggers",))["loggers"])
+        has_tracker = any(hasattr(logger, "continue_saved") for logger in loggers)
+        if (has_tracker or len(loggers) > 1) and "loggers" in read_manifest(resumed_from).parts:
+            runs = load(resumed_from, parts=("loggers",))["loggers"]
+            continue_saved_runs(loggers, runs)
+            continue_in_folders(loggers, runs)
     trackers = [logger for logger in loggers if hasattr(logger, "continue_saved")]
     tell([logger for logger in loggers if logger not in trackers], "open")  # creates folders, and only that
     if not loggers or loggers[0].version is not None:  # a tracker gives a new run its id when it opens

@@ -20,6 +20,7 @@ from ...strategies.state.optimizer_state import group_sources, match_optimizers
 from ..checkpoint import difference
 from ..checkpoint.saved_state import FORGED, NAMES_FOR_HOOKS, reading, unfit
 from ..data.seed import derive, restore_rng, seed_devices, seed_generators
+from ..loggers.base import folder_runs
 from ..loggers.tracker import tracker_runs
 from ..loop.schedule import num_steps
 from ..module.hparams import is_omegaconf, saved_hparams
@@ -95,7 +96,7 @@ def training_state(session: Session) -> dict[str, Any]:
         "datamodule_hyper_parameters_argument": datamodule.hparams_argument if datamodule is not None else None,
         "metrics": session.metrics.state_dict(),
         "callbacks": callback_states(session.callbacks),
-        "loggers": tracker_runs(session.loggers),
+        "loggers": [*tracker_runs(session.loggers), *folder_runs(session.loggers[1:])],
         "rng": list(rng),
     }
 

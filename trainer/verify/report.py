@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from ...common.table import boxed
+from ...common.table import fitted
 
 KINDS: Final = ("loss", "gradient norm", "gradients", "parameters", "metrics", "checkpoint")
 """The columns of the table."""
@@ -76,6 +76,10 @@ class Report:
         return {"is_same": self.is_same, **_finite(asdict(self))}
 
     def __str__(self) -> str:
+        return self.as_text()
+
+    def as_text(self, width: int | None = None) -> str:
+        """Return the report as text, its table in `width` characters."""
         head = ["Layout", *(kind.capitalize() for kind in KINDS), ""]
         rows = [
             [one.layout, *(_cell(one.largest.get(kind)) for kind in KINDS), "same" if one.is_same else "DIFFERS"]
@@ -86,7 +90,7 @@ class Report:
         lines = [
             begin + "the largest differences from one process, relative to the largest value.",
             *(f"- {note}" for note in self.notes),
-            boxed(head, rows, "<" + ">" * len(KINDS) + "<"),
+            fitted(head, rows, "<" + ">" * len(KINDS) + "<", width),
         ]
         for one in self.comparisons:
             if one.finding is not None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import echelon
 from echelon.trainer.checkpoint import save
 from echelon.trainer.checkpoint.atomic_folder import committed
 from echelon.trainer.cli.main import main
@@ -33,8 +37,66 @@ def test_ls_lists_by_age_with_damage_and_unfinished_writes(tmp_path: Path, capsy
     assert "holds no checkpoints" in capsys.readouterr().out
 
 
+class Falling(echelon.TrainModule):
+    """Its validation loss is 3, 1, 2 in the first epochs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.layer(batch).square().mean()
+        return loss
+
+    def validation_step(self, batch: torch.Tensor) -> None:
+        self.log("loss/val", [3.0, 1.0, 2.0][self.current_epoch])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def run_below(folder: Path) -> None:
+    saves = echelon.ModelCheckpoint(monitor="loss/val", save_top_k=-1)
+    data = torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2)
+    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    echelon.Trainer(max_epochs=3, default_root_dir=folder, callbacks=saves, **quiet).fit(Falling(), data, data)
+
+
+def test_ls_searches_below_and_shows_step_score_and_the_best(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_below(tmp_path)
+    assert main(["ckpt", "ls", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    parts = r"(step \d+) .* (loss/val \d)  .*/checkpoints/epoch=\d"
+    shown = [(" * " in line, *re.findall(parts, line)) for line in lines]
+    assert shown == [
+        (False, ("step 2", "loss/val 3")),
+        (True, ("step 4", "loss/val 1")),
+        (False, ("step 6", "loss/val 2")),
+    ]
+    assert main(["ckpt", "ls", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["step"] for one in found["checkpoints"]] == [2, 4, 6]
+    assert [one["is_best"] for one in found["checkpoints"]] == [False, True, False]
+    assert found["checkpoints"][1]["scores"] == {"loss/val": 1.0} and found["unfinished"] == []
+    assert (tmp_path / found["checkpoints"][0]["name"]).exists()
+
+
+def test_show_is_short_unless_all_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_below(tmp_path)
+    path = next(tmp_path.rglob("epoch=1*.ckpt"))
+    assert main(["ckpt", "show", str(path)]) == 0
+    short = capsys.readouterr().out
+    assert len(short.splitlines()) < 25
+    assert "model: 2 tensors with 3 elements (float32)" in short and "global_step 4" in short
+    assert main(["ckpt", "show", str(path), "--all"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) > 60
+
+
 def test_show_tells_origin_files_tensors_and_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ckpt", "show", str(make(tmp_path / "a.ckpt", 7))]) == 0
+    assert main(["ckpt", "show", "--all", str(make(tmp_path / "a.ckpt", 7))]) == 0
     shown = capsys.readouterr().out
     for text in (
         "dp_shard 2",
@@ -96,13 +158,14 @@ def test_control_characters_in_names_are_shown_as_escapes(tmp_path: Path, capsys
     evil = "a\x1b[2J\x07\nb\x9b31m"
     path = tmp_path / f"{evil}.ckpt"
     save(path, {"model": {f"w{evil}": torch.zeros(2)}, f"more{evil}": {"value": evil}})
-    for words in (["ls", tmp_path], ["show", path], ["verify", path], ["diff", path, path], ["export", path, path]):
+    shown_whole = ["show", "--all", path]
+    for words in (["ls", tmp_path], shown_whole, ["verify", path], ["diff", path, path], ["export", path, path]):
         main(["ckpt", *map(str, words)])
         shown = capsys.readouterr()
         text = shown.out + shown.err
         assert [letter for letter in text if not letter.isprintable() and letter != "\n"] == []
         assert "a\nb" not in text
-    assert main(["ckpt", "show", str(path)]) == 0
+    assert main(["ckpt", "show", "--all", str(path)]) == 0
     assert r"a\x1b[2J\x07\nb\x9b31m" in capsys.readouterr().out
     assert main(["ckpt", "show", str(tmp_path / evil)]) == 2
     assert "\x1b" not in capsys.readouterr().err

@@ -14,6 +14,7 @@ from programs import run_program
 from echelon.callbacks.goodput.ledger import CATEGORIES, EndRecord, LedgerFile, PeriodRecord, StartRecord, read_ledger
 from echelon.callbacks.goodput.spans import Span, account
 from echelon.strategies.resilience.rounds import RoundEnd
+from echelon.trainer.cli import goodput
 from echelon.trainer.cli.goodput_figure import cells
 from echelon.trainer.cli.main import main
 
@@ -138,6 +139,15 @@ def test_a_file_that_is_no_ledger_is_an_error(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "goodput.jsonl").write_text("hello\nworld\n")
     assert main(["goodput", str(tmp_path)]) == 1
     assert "holds no valid records, but 2 other lines; give another run." in capsys.readouterr().err
+
+
+def test_the_figure_is_titled_by_the_run_and_not_by_where_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    titles: list[str] = []
+    monkeypatch.setattr(goodput, "draw", lambda account, target, title: titles.append(title))
+    assert main(["goodput", str(write_ledger(tmp_path / "logs" / "version_3"))]) == 0
+    assert titles == ["logs/version_3"]
 
 
 def test_the_command_stands_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:

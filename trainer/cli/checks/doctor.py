@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,12 +14,12 @@ from ....common.console import say
 from ....common.table import boxed
 from ....strategies.cluster.environment import DEFAULT_PORT, Environment
 from ....strategies.cluster.launchers import detect_environment
-from ....strategies.doctor.examine import Patient, examine
+from ....strategies.doctor.examine import Patient, examine, examined
 from ....strategies.doctor.finding import Finding
 from ....strategies.doctor.machine import NestedTimeouts
 from ....strategies.doctor.peers import NodeReport, Way, meet
 from ..launch import seconds
-from ..output import printable
+from ..output import printable, terminal_width
 
 _EPILOG: Final = f"""\
 on one machine:
@@ -74,10 +75,16 @@ def run(options: argparse.Namespace) -> int:
     if is_launched:
         return _tell_all(environment, meet(environment, found, patient.run_folder), as_json=options.json)
     if options.json:
-        say(json.dumps({"is_sound": not found, "findings": [asdict(one) for one in found]}))
+        checked = examined(patient)
+        say(json.dumps({"is_sound": not found, "findings": [asdict(one) for one in found], "checked": checked}))
     else:
-        say(printable("\n".join([*(one.describe() for one in found), _verdict(found)])))
+        say(printable("\n".join([*(one.describe() for one in found), _checked(patient), _verdict(found)])))
     return int(any(one.stops for one in found))
+
+
+def _checked(patient: Patient) -> str:
+    text = f"Checked: {', '.join(examined(patient))}."
+    return textwrap.fill(text, terminal_width() or 120, break_long_words=False, break_on_hyphens=False)
 
 
 def _tell_all(environment: Environment, reports: Sequence[NodeReport], *, as_json: bool) -> int:

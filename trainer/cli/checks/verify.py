@@ -19,7 +19,7 @@ from ...verify.verify import OF_FLOAT32, SETTINGS, TOLERANCE
 from ..config import build_module, check_config
 from ..config_file import load_config
 from ..instantiate import build
-from ..output import printable
+from ..output import printable, terminal_width
 
 _EPILOG = f"""\
 strategies:
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the report; return 0 if all layouts agree, else 1."""
     sys.path[:0] = [str(Path(options.config).resolve().parent), str(Path.cwd())]
     report = _verify(options)
-    say(json.dumps(report.as_json()) if options.json else printable(str(report)))
+    say(json.dumps(report.as_json()) if options.json else printable(report.as_text(terminal_width())))
     return 0 if report.is_same else 1
 
 

@@ -17,7 +17,7 @@ from ....callbacks.callback import Callback
 from ....callbacks.helpers.peak_flops import peak_flops_by_name
 from ....common.console import say
 from ....common.errors import ConfigError
-from ....common.table import boxed
+from ....common.table import fitted
 from ....strategies import ActivationCheckpointing, Hardware, Precision
 from ....strategies.torch_internals import fake_mode
 from ...data.seed import seed_everything
@@ -31,13 +31,14 @@ from ...trainer import Trainer
 from ..config import build_module, check_config
 from ..config_file import load_config
 from ..instantiate import build
-from ..output import draw_for_command, printable
+from ..output import draw_for_command, printable, terminal_width
 from .plan_figure import draw
 
 _KEPT: Final = ("precision", "gradient_clip_val", "gradient_clip_algorithm", "max_steps", "max_epochs")
 """The settings of a config's trainer that a profile needs."""
 _OF_A_STEP: Final = ("global_batch_size", "accumulate_grad_batches")
 _SHOWN: Final = 12
+_RUNGS: Final = ("ddp", "zero", "fsdp")
 _HEAD: Final = ("Layout", "Recomputes", "Micro-batch", "Train state", "Activations", "Other", "All", "Fits", "Sends")
 
 _EPILOG: Final = """\
@@ -95,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
     number = sum(parameter.numel() for parameter in first.parameters)
     title = f"{type(first.module).__name__}, {f'{number / 1e6:,.1f} M' if number >= 1e5 else f'{number:,}'} parameters"
     if not options.json:
-        say(printable(render(plan, title, trainer, shows_all=options.all)))
+        say(printable(render(plan, title, trainer, shows_all=options.all, width=terminal_width())))
     draw_for_command(lambda path: draw(plan, path, title), options.png, Path("plan.png"), prints_json=options.json)
     if options.json:  # last, since an error is one JSON value, too
         say(json.dumps(as_json(plan, title, trainer), indent=2))
@@ -181,14 +182,16 @@ def _global_batch_size(asked: int | None, trainer: Mapping[str, Any], machine: M
     return profiles.batch_size * machine.num_devices * int(trainer.get("accumulate_grad_batches", 1))
 
 
-def render(plan: Plan, title: str, trainer: Mapping[str, Any], *, shows_all: bool = False) -> str:
+def render(
+    plan: Plan, title: str, trainer: Mapping[str, Any], *, shows_all: bool = False, width: int | None = None
+) -> str:
     """Return a plan as text: a table, and what a config says for the first layout that fits."""
     shown = plan.layouts if shows_all else plan.layouts[:_SHOWN]
     has_times = any(planned.seconds is not None for planned in plan.layouts)
     head = [*_HEAD, "Step"] if has_times else list(_HEAD)
     rows = [_row(planned, has_times=has_times) for planned in shown]
     batch = f"{plan.global_batch_size:,} samples per step"
-    lines = [f"{title}: {plan.machine}, {batch}", boxed(head, rows, "<<>>>><>" + (">" * (len(head) - 8)))]
+    lines = [f"{title}: {plan.machine}, {batch}", fitted(head, rows, "<<>>>><>" + (">" * (len(head) - 8)), width)]
     left = len(plan.layouts) - len(shown)
     lines += ["All is less than the sum if activations are freed before the gradients are complete."]
     lines += [f"--all shows {left} more."] if left else []
@@ -207,7 +210,19 @@ def render(plan: Plan, title: str, trainer: Mapping[str, Any], *, shows_all: boo
     lines += ["", "The first in a config:", _indented(yaml.safe_dump(settings, sort_keys=False))]
     if best.num_samples != plan.batch_size:
         lines.append(f"with batches of {best.num_samples} from the loader.")
+    simplest = _of_auto(plan)
+    if simplest is not None and simplest.layout.name != best.layout.name:
+        lines.append(
+            f'strategy="auto" takes {simplest.layout.name}, the simplest that fits; {best.layout.name} comes first '
+            "here because it sends less."
+        )
     return "\n".join(lines)
+
+
+def _of_auto(plan: Plan) -> PlannedLayout | None:
+    """Return what ``strategy="auto"`` takes: the first rung that fits; None where only a later one does."""
+    whole = {one.layout.name: one for one in plan.layouts if one.fits and not one.recomputes}
+    return next((whole[name] for name in _RUNGS if name in whole), None)
 
 
 def settings_of(planned: PlannedLayout, plan: Plan, trainer: Mapping[str, Any]) -> dict[str, object]:

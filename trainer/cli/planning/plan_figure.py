@@ -23,6 +23,7 @@ _COLOURS: Final = {
     "communication": "#ff7f00",
     "workspace": "#bdbdbd",
 }
+_UNITS: Final = ((1e9, "GB"), (1e6, "MB"), (1e3, "KB"))
 _MOST: Final = 24
 """The most bars to draw."""
 
@@ -44,9 +45,12 @@ def draw_bars(axes: Axes, plan: Plan, shown: Sequence[PlannedLayout]) -> None:
     """Draw layouts from top to bottom, with lines at a device's memory and at what a plan uses of it."""
     limit = plan.machine.memory
     largest = max(*(planned.estimate.total for planned in shown), limit)
-    unit, name = (1e9, "GB") if limit >= 1e9 else (1e6, "MB")
+    held = max(planned.estimate.total for planned in shown)
+    is_small = held < limit / 20  # bars as thin as the axis, if it went as far as the memory
+    scale = held if is_small else limit
+    unit, name = next((size, name) for size, name in _UNITS if scale >= size or size == 1e3)
     # a bar far beyond the memory would leave no room for the others
-    end = min(largest, 2.5 * limit) * 1.02 / unit
+    end = (1.2 * held if is_small else min(largest, 2.5 * limit) * 1.02) / unit
     for row, planned in enumerate(shown):
         left = 0.0
         for kind, size in _shown_sizes(planned.estimate).items():
@@ -72,7 +76,10 @@ def draw_bars(axes: Axes, plan: Plan, shown: Sequence[PlannedLayout]) -> None:
     axes.set_yticks(range(len(shown)), [_label(planned) for planned in shown], fontsize=8)
     axes.set_ylim(len(shown) - 0.4, -0.6)
     axes.set_xlim(0, end)
-    axes.set_xlabel(f"{name} on a device; the solid line is its memory, the dotted line what a plan may use")
+    memory = "the solid line is its memory, the dotted line what a plan may use"
+    if is_small:
+        memory = f"its memory, {in_units(limit)}, lies far to the right"
+    axes.set_xlabel(f"{name} on a device; {memory}")
     axes.legend(ncols=len(_COLOURS), loc="lower center", bbox_to_anchor=(0.42, 1.0), frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
 

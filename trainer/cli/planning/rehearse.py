@@ -19,7 +19,7 @@ import torch
 
 from ....common.console import say
 from ....common.errors import ConfigError
-from ....common.table import boxed
+from ....common.table import fitted
 from ....strategies.launch.launcher import launch_all
 from ....strategies.placement import BY_NAME, is_auto
 from ....strategies.registry import find_strategy
@@ -32,7 +32,7 @@ from ...trainer import Trainer
 from ..config import build_module, check_config
 from ..config_file import load_config
 from ..instantiate import build
-from ..output import printable
+from ..output import printable, terminal_width
 
 _KEPT: Final = (
     *("precision", "gradient_clip_val", "gradient_clip_algorithm", "max_steps", "max_epochs"),
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         say(json.dumps(as_json(noted)))
     else:
-        say(printable("\n\n".join(render(one, nproc) for one in noted)))
+        say(printable("\n\n".join(render(one, nproc, terminal_width()) for one in noted)))
     return 1 if any(one.problems for one in noted) else 0
 
 
@@ -193,12 +193,12 @@ def as_json(noted: Sequence[RehearsedRank]) -> dict[str, Any]:
     return {"runs": not any(one.problems for one in noted), "ranks": ranks}
 
 
-def render(noted: RehearsedRank, nproc: int) -> str:
+def render(noted: RehearsedRank, nproc: int, width: int | None = None) -> str:
     """Return the findings about a rank as text."""
     lines = [f"Rank {noted.rank} of {noted.world_size:,}, strategy {noted.strategy}"]
     lines[0] += f": {noted.rank % nproc} on node {noted.node_rank}" if noted.axes or noted.groups else ""
     rows = [*_of_layout(noted), *_of_samples(noted), *_of_module(noted), *_of_step(noted), *_of_files(noted)]
-    lines += [boxed(["", ""], rows, "<<")] if rows else []
+    lines += [fitted(["", ""], rows, "<<", width)] if rows else []
     lines += [f"Note: {warning}" for warning in noted.warnings]
     verdict = "It would fail." if noted.is_known else "It cannot be rehearsed."
     lines += [f"{verdict} {problem}" for problem in noted.problems]

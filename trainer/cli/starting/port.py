@@ -65,11 +65,15 @@ def _print_notes(file: Path, result: Ported) -> None:
     missing = len(result.notes) - departing
     print(
         printable(
-            f"{file}: {result.num_changes} places changed, {departing} notes on differences, {missing} on missing "
-            "counterparts"
+            f"{file}: {_counted(result.num_changes, 'place')} changed, {_counted(departing, 'note')} on differences, "
+            f"{missing} on missing counterparts"
         ),
         file=sys.stderr,
     )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _read(file: Path) -> tuple[str, str]:

@@ -2,11 +2,13 @@
 
 import json
 import textwrap
+from pathlib import Path
 
 import pytest
 import yaml
 
 from echelon.trainer.cli.main import main
+from echelon.trainer.cli.planning import plan_figure
 
 MODULE = """
 import signal
@@ -144,6 +146,29 @@ def test_what_is_printed_can_be_pasted(capsys, config):
     assert yaml.safe_load(lines) == {"trainer": {"strategy": "ddp"}}
     assert "Step" in printed
     assert (config / "plan.png").exists()
+
+
+def test_what_auto_takes_is_said_where_another_layout_comes_first(capsys, config):
+    digits = Path(__file__).parents[4] / "examples" / "digits.yaml"
+    assert main(["plan", str(digits), "--devices", "2", "--memory", "16GB"]) == 0
+    printed = capsys.readouterr().out
+    first = yaml.safe_load(printed.partition("The first in a config:\n")[2].partition("strategy=")[0])
+    assert first["trainer"]["strategy"] == "fsdp"
+    assert 'strategy="auto" takes ddp, the simplest that fits; fsdp comes first here because it sends less.' in printed
+    main(["plan", "config.yaml", "--devices", "2", "--memory", "1GB"])
+    assert 'strategy="auto"' not in capsys.readouterr().out
+
+
+def test_the_figure_of_a_model_that_is_small_beside_the_memory_shows_its_bars(config, monkeypatch):
+    drawn = []
+    original = plan_figure.draw_bars
+    monkeypatch.setattr(plan_figure, "draw_bars", lambda axes, *rest: [original(axes, *rest), drawn.append(axes)])
+    main(["plan", "config.yaml", "--devices", "2", "--memory", "800GB"])
+    main(["plan", "config.yaml", "--devices", "2", "--memory", "40MB"])
+    for axes, label in zip(drawn, ("its memory, 800 GB, lies far to the right", "the solid line"), strict=True):
+        assert label in axes.get_xlabel()
+        ends = [bar.get_x() + bar.get_width() for bar in axes.patches]
+        assert max(ends) > 0.3 * axes.get_xlim()[1]
 
 
 def test_nothing_fits_is_said_with_the_nearest(capsys):
