@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ...common.foreign import attribute_of
 from .context import ContextParallel
 from .document_masks import documents_of, mask_of_rows
 
@@ -100,9 +101,9 @@ def _whole_mask(model: nn.Module, rows: Tensor, documents: Tensor | None, paddin
         padding: True for the tokens that are no padding; None without padding.
         length: of the whole sequences.
     """
-    config = getattr(model, "config", None)
-    causal = {part.is_causal for part in model.modules() if hasattr(part, "is_causal")}
-    if getattr(config, "_attn_implementation", None) != "sdpa" or causal != {True}:
+    config: Any = attribute_of(model, "config")
+    causal = {attribute_of(part, "is_causal") for part in model.modules()} - {None}
+    if attribute_of(config, "_attn_implementation") != "sdpa" or causal != {True}:
         return None
     kinds = _kinds_of_attention(config.get_text_config())
     is_padded = padding is not None and not bool(padding.all())

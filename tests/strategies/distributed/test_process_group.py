@@ -94,9 +94,10 @@ def test_rank_0_says_whom_it_waits_for_and_how_long_it_still_will():
     first, second = run_ranks(join_loudly, 2, timeout=240.0)
     assert len(first) > 1 and second == []
     pattern = (
-        r"Waiting for rank 2 of 3 processes to connect to 127.0.0.1:\d+; giving up in [12] s \(start_timeout is 2 s\)."
+        r"Waiting for rank (?:1, )?2 of 3 processes to connect to 127.0.0.1:\d+; giving up in [12] s "
+        r"\(start_timeout is 2 s\)."
     )
-    assert re.fullmatch(pattern, first[0])
+    assert re.fullmatch(pattern, first[-1])  # rank 1 may be late
 
 
 def test_a_rank_says_that_it_cannot_reach_the_store(unused_port, monkeypatch, caplog):
