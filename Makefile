@@ -23,7 +23,7 @@ demo: $(call installed,examples)
 	$(BIN)/python examples/digits.py
 
 test: $(call installed,test)
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests --numprocesses 3 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-fast: $(call installed,test)
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests -m 'not slow' --numprocesses 3 --dist loadfile --no-loadscope-reorder

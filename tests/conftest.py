@@ -54,7 +54,7 @@ def is_slow(path):
 def in_turn(paths):
     """Return files in the order in which pytest-xdist hands them out: no worker may get a long one last.
 
-    Those that wait alternate with those that compute, so that three workers keep two cores busy.
+    Those that wait alternate with those that compute, so that four workers keep two cores busy.
     """
     tests, slow = Path(__file__).parent, [path for path in paths if is_slow(path)]
     waiting, computing = (

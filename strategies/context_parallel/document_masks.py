@@ -33,8 +33,9 @@ def document_mask(
 
     Example::
 
-        mask = echelon.document_mask(batch["document_ids"])
-        F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        query = key = value = torch.randn(1, 2, 5, 8)  # 2 heads, 5 tokens
+        mask = document_mask(torch.tensor([[0, 0, 1, 1, 1]]))
+        output = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     """
     if document_ids.ndim != 2:
         raise ConfigError(

@@ -228,7 +228,7 @@ def test_readers_and_commands_follow(memory_path, caplog):
         load_weights(path, include="*.base.*")
     assert verify_all([path])[1]
     assert diff(path, path)[1]
-    assert any(f"{BASE[0]}.digest" in line for line in show(path))
+    assert any(f"{BASE[0]}.digest" in line for line in show(path, shows_all=True))
     with pytest.raises(CheckpointError, match=r"leaves out 4 frozen weights .*base=.*--partial"):
         export(path, memory_path / "out")
     assert sorted(load_weights(export(path, memory_path / "part", partial=True))) == sorted(load_weights(path))

@@ -76,7 +76,7 @@ def namespace():
     net = nn.Linear(4, 1)
     public = {name: getattr(echelon, name) for name in dir(echelon) if name[0].isupper()}
     functions = (echelon.export, echelon.load_weights, echelon.rank_zero_first, echelon.rank_zero_only)
-    functions = (*functions, echelon.register_tensor_class, echelon.lengths_of)
+    functions = (*functions, echelon.register_tensor_class, echelon.lengths_of, echelon.document_mask)
     engine = Engine(accelerator="cpu", devices=1)
     net, optimizer = engine.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
     return {

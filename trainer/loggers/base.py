@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import importlib.util
+import itertools
 import math
 import os
 import re
@@ -230,11 +231,10 @@ def folder_runs(loggers: Sequence[Logger]) -> list[dict[str, str]]:
 
 def continue_in_folders(loggers: Sequence[Logger], runs: Sequence[Mapping[str, str]]) -> None:
     """Make loggers continue in the folders that a checkpoint names for their type, where these are theirs."""
-    for logger in loggers:
-        if isinstance(logger, FolderLogger):
-            for run in runs:
-                if run["type"] == type(logger).__name__:
-                    logger.continue_in(Path(run["version"]))
+    in_folders = [logger for logger in loggers if isinstance(logger, FolderLogger)]
+    for logger, run in itertools.product(in_folders, runs):
+        if run["type"] == type(logger).__name__:
+            logger.continue_in(Path(run["version"]))
 
 
 def prefixed(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:

@@ -243,7 +243,7 @@ def test_a_reader_keeps_the_file_that_it_has_opened(file: Path) -> None:
 def test_the_commands_take_files(file: Path, tmp_path: Path) -> None:
     save(tmp_path / "b.ckpt", state(1))
     assert [line.split()[-1] for line in list_folder(tmp_path)] == ["a.ckpt", "b.ckpt"]
-    assert any("model.w: float32 (4, 3)" in line.replace("  w:", "model.w:") for line in show(file))
+    assert any("model.w: float32 (4, 3)" in line.replace("  w:", "model.w:") for line in show(file, shows_all=True))
     assert verify_all([tmp_path])[1]
     assert diff(file, tmp_path / "b.ckpt")[1]
     assert_same(load_weights(export(file, tmp_path / "out"))["w"], state(1)["model"]["w"])

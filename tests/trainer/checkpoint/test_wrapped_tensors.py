@@ -129,7 +129,7 @@ def test_commands_show_compare_and_export_them(kinds, tmp_path):
     changed.qdata[0, 0] += 1
     save(tmp_path / "a.ckpt", {"model": {"0.weight": tensor, "0.bias": torch.ones(2)}})
     save(tmp_path / "b.ckpt", {"model": {"0.weight": changed, "0.bias": torch.ones(2)}})
-    shown = "\n".join(show(tmp_path / "a.ckpt"))
+    shown = "\n".join(show(tmp_path / "a.ckpt", shows_all=True))
     assert "0.weight: Int8Tensor, bfloat16 (128, 64), {" in shown
     assert "0.weight.qdata: int8 (128, 64)" in shown
     assert diff(tmp_path / "a.ckpt", tmp_path / "a.ckpt")[1]
