@@ -60,14 +60,11 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output for each token; tokens are vectors along the last dimension."""
-        tokens = x.reshape(-1, x.shape[-1])
-        scores = _precise(self.router(tokens)).softmax(-1)
+        scores = _precise(self.router(x)).softmax(-1)
         chosen = (scores + self.selection_bias).topk(self.top_k, sorted=False).indices
-        weights = scores.gather(1, chosen)
-        output: Tensor = self.stack(tokens, chosen, (weights / weights.sum(-1, keepdim=True)).to(x.dtype))
-        if self.shared is not None:
-            output = output + self.shared(tokens)
-        return output.view_as(x)
+        weights = scores.gather(-1, chosen)
+        output: Tensor = self.stack(x, chosen, (weights / weights.sum(-1, keepdim=True)).to(x.dtype))
+        return output if self.shared is None else output + self.shared(x)
 
 
 class ExpertStack(nn.Module):
@@ -93,12 +90,16 @@ class ExpertStack(nn.Module):
             nn.init.uniform_(weight, -bound, bound)
 
     def forward(self, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Return, for each token, the sum of its experts' outputs times their weights."""
+        """Return, for each token, the sum of its experts' outputs times their weights.
+
+        Shapes: (..., width), (..., n) and (..., n) for n experts of a token.
+        """
         chosen = experts.flatten()
         order = chosen.argsort(stable=True)
         counts = torch.zeros(self.num_experts, dtype=torch.int64, device=chosen.device)
         counts.scatter_add_(0, chosen, torch.ones_like(chosen))
-        gate, up = grouped_product(tokens[order // experts.shape[-1]], self.gate_up, counts).chunk(2, -1)
+        rows = tokens.reshape(-1, tokens.shape[-1])
+        gate, up = grouped_product(rows[order // experts.shape[-1]], self.gate_up, counts).chunk(2, -1)
         outputs = grouped_product(F.silu(gate) * up, self.down, counts)[order.argsort()]
         weighted: Tensor = outputs.unflatten(0, experts.shape) * weights[..., None]
         return weighted.sum(-2)

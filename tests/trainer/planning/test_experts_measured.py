@@ -41,8 +41,8 @@ class AsIfKnown(Mixture):
 
     def spread(self, stack):
         def forward(tokens, experts, weights):
-            gate, up = torch.einsum("nw,ewh->neh", tokens, stack.gate_up).chunk(2, -1)
-            return torch.einsum("neh,ehw,ne->nw", nn.functional.silu(gate) * up, stack.down, weights)
+            gate, up = torch.einsum("...w,ewh->...eh", tokens, stack.gate_up).chunk(2, -1)
+            return torch.einsum("...eh,ehw,...e->...w", nn.functional.silu(gate) * up, stack.down, weights)
 
         return forward
 
