@@ -36,11 +36,18 @@ def _children() -> set[int]:
     """Return the processes that this one has started, except Python's helpers, including those that have ended."""
     children = set()
     for task in Path("/proc/self/task").iterdir():
-        for pid in (task / "children").read_text().split():
-            line = Path(f"/proc/{pid}/cmdline").read_text() if Path(f"/proc/{pid}").exists() else ""
-            if not any(helper in line for helper in _HELPERS):
+        for pid in _text(task / "children").split():
+            if not any(helper in _text(Path(f"/proc/{pid}/cmdline")) for helper in _HELPERS):
                 children.add(int(pid))
     return children
+
+
+def _text(file: Path) -> str:
+    """Return the text of a file of a thread or a process, nothing if that has ended since it was listed."""
+    try:
+        return file.read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def _descriptors() -> list[str]:
