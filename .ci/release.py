@@ -27,24 +27,8 @@ ROOT = Path(__file__).parents[1]
 DIST = ROOT / "dist"
 RELEASED = ROOT / "tests" / "trainer" / "checkpoint" / "released"
 
-PROGRAM = """
-import pathlib, sys, torch, echelon
-assert pathlib.Path(echelon.__file__).is_relative_to(sys.prefix), echelon.__file__
-class Line(echelon.TrainModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-    def training_step(self, batch):
-        return (self.layer(batch) - 1).square().mean()
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-def fit(epochs, **where):
-    trainer = echelon.Trainer(max_epochs=epochs, accelerator="cpu", enable_progress_bar=False)
-    trainer.fit(Line(), torch.utils.data.DataLoader(torch.ones(8, 1), batch_size=2), **where)
-    return trainer.global_step
-assert (fit(1), fit(2, ckpt_path="last")) == (4, 8)
-print("a run, and a resume from its checkpoint: 8 steps")
-"""
+ONE_PROCESS = ROOT / "tests" / "systems" / "one_process.py"
+IS_INSTALLED = "import pathlib, sys, echelon; assert pathlib.Path(echelon.__file__).is_relative_to(sys.prefix)"
 
 
 def version() -> str:
@@ -167,9 +151,9 @@ def check(wheel: Path, folder: Path, *, whole: bool) -> None:
         places = {sysconfig.get_path("purelib"), str(Path(torch.__file__).parents[1])}
         (site / "needed.pth").write_text("\n".join(places) + "\n")
         run(*pip, "--no-deps", "--no-index", wheel)
-    (folder / "check.py").write_text(PROGRAM)
     print(" ", run(folder / "env" / "bin" / "echelon", "--version", folder=folder))
-    print(" ", run(python, "-W", "error", "check.py", folder=folder).splitlines()[-1])
+    run(python, "-c", IS_INSTALLED, folder=folder)
+    print(" ", run(python, "-W", "error", ONE_PROCESS, folder=folder).splitlines()[-1])
 
 
 def outward(commands: Sequence[Sequence[str | Path]], *, publish: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from collections.abc import Collection
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Final
 
 from torch import nn
 
+from ..common.process_memory import peak_of_process
 from ..strategies.devices.memory import memory_stats
 from .callback import Callback
 from .run import Run
@@ -98,9 +98,5 @@ def _memory() -> dict[str, float]:
     if pages.exists():
         resident = int(pages.read_text(encoding="ascii").split()[1])
         return {"rss_bytes": float(resident * os.sysconf("SC_PAGE_SIZE"))}
-    if sys.platform == "win32":
-        return {}
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"peak_rss_bytes": float(peak if sys.platform == "darwin" else peak * 1024)}
+    peak = peak_of_process()
+    return {"peak_rss_bytes": float(peak)} if peak else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from torch.utils.hooks import RemovableHandle
 from ...common.foreign import attribute_of
 from .context import ContextParallel
 from .document_masks import documents_of, mask_of_rows
+
+_Limits = tuple[int | None, int | None]
+"""The window and the chunk of a kind of attention."""
 
 
 class GivesPositions:
@@ -29,6 +33,7 @@ class GivesPositions:
     def __init__(self, context: ContextParallel, model: nn.Module) -> None:
         self._context: ContextParallel | None = context
         self._signature = inspect.signature(model.forward)
+        self._kinds = _kinds_of_attention(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GivesPositions:
         return self  # a copy of the module trains in the same processes
@@ -51,7 +56,7 @@ class GivesPositions:
         if "attention_mask" in self._signature.parameters and (mask is None or _is_padding(mask)):
             documents = None if positions is None or positions.ndim != 2 else _documents(context, positions)
             padding = None if mask is None else context.whole(mask.bool(), 1)
-            made = _whole_mask(model, own[0], documents, padding, context.size * inputs.shape[1])
+            made = _whole_mask(self._kinds, own[0], documents, padding, context.size * inputs.shape[1])
             if made is None and mask is None and documents is None:
                 made = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
             if made is not None:
@@ -91,21 +96,18 @@ def _documents(context: ContextParallel, positions: Tensor) -> Tensor | None:
     return documents if bool((documents != documents[:, :1]).any()) else None
 
 
-def _whole_mask(model: nn.Module, rows: Tensor, documents: Tensor | None, padding: Tensor | None, length: int) -> Any:
+def _whole_mask(
+    kinds: Mapping[str, _Limits], rows: Tensor, documents: Tensor | None, padding: Tensor | None, length: int
+) -> Any:
     """Return this part's rows of the masks of a model, one or by kind of layer; None if it needs none, or if unknown.
 
     Args:
-        model: a model of transformers.
+        kinds: the model's kinds of attention.
         rows: the places of this part's tokens.
         documents: document ids of the whole sequences; None if each is one document.
         padding: True for the tokens that are no padding; None without padding.
         length: of the whole sequences.
     """
-    config: Any = attribute_of(model, "config")
-    causal = {attribute_of(part, "is_causal") for part in model.modules()} - {None}
-    if attribute_of(config, "_attn_implementation") != "sdpa" or causal != {True}:
-        return None
-    kinds = _kinds_of_attention(config.get_text_config())
     is_padded = padding is not None and not bool(padding.all())
     is_cut = any(limit is not None and limit < length for limits in kinds.values() for limit in limits)
     if not kinds or not (is_cut or is_padded or documents is not None):
@@ -121,10 +123,15 @@ def _whole_mask(model: nn.Module, rows: Tensor, documents: Tensor | None, paddin
     return masks.get("", masks)
 
 
-def _kinds_of_attention(config: Any) -> dict[str, tuple[int | None, int | None]]:
-    """Return window and chunk for each kind of layer of a model, "" if there is one only; empty if one is unknown."""
-    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
-    known = {
+def _kinds_of_attention(model: nn.Module) -> dict[str, _Limits]:
+    """Return the limits of each kind of layer, "" if there is one only; empty unless all are causal, known and SDPA."""
+    whole: Any = attribute_of(model, "config")
+    causal = {attribute_of(part, "is_causal") for part in model.modules()} - {None}
+    if attribute_of(whole, "_attn_implementation") != "sdpa" or causal != {True}:
+        return {}
+    config = whole.get_text_config()
+    window, chunk = attribute_of(config, "sliding_window"), attribute_of(config, "attention_chunk_size")
+    known: dict[str, _Limits] = {
         "full_attention": (None, None),
         "sliding_attention": (window, None),
         "chunked_attention": (None, chunk),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from ...common.errors import ConfigError, did_you_mean
 from ...common.foreign import attribute_of
+from ..tensor_parallel.brought_plans import Plan, brought_plans, matches
 
 _DISPATCHED: Final = "ep_dispatch_experts"
 """The word of a transformers plan for the layer that gets tokens, and the experts of each."""
@@ -32,7 +32,7 @@ def find_experts(module: nn.Module) -> dict[str, int]:
     Raises:
         ConfigError: for a module without such layers, a plan that matches none, and layers that cannot be dealt.
     """
-    named = dict(_planned(module, "")) or {name: layer for name, layer in module.named_modules() if _is_stacked(layer)}
+    named = dict(_planned(module)) or {name: layer for name, layer in module.named_modules() if _is_stacked(layer)}
     if not named:
         kinds = ", ".join(sorted({type(layer).__name__ for layer in module.modules() if layer is not module})[:8])
         raise ConfigError(
@@ -92,25 +92,21 @@ def _around(name: str) -> Iterator[str]:
         yield name
 
 
-def _planned(part: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+def _planned(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the layers that plans name, those of the outermost parts that have a plan for experts."""
-    config = attribute_of(part, "config")
-    for holder, attribute in ((part, "ep_plan"), (part, "_ep_plan"), (config, "base_model_ep_plan")):
-        plan = attribute_of(holder, attribute)
-        if not isinstance(plan, Mapping):
-            continue
+    for name, part, attribute, plan in brought_plans(module, "ep", counts=_is_for_experts):
         patterns = [str(pattern) for pattern, word in plan.items() if word == _DISPATCHED]
-        if patterns or (attribute == "ep_plan" and plan):
-            yield from _matching(part, name, patterns or [str(next(iter(plan)))], is_strict=attribute == "ep_plan")
-            return
-    for child_name, child in part.named_children():
-        yield from _planned(child, f"{name}.{child_name}".lstrip("."))
+        yield from _matching(part, name, patterns or [str(next(iter(plan)))], is_strict=attribute == "ep_plan")
+
+
+def _is_for_experts(attribute: str, plan: Plan) -> bool:
+    return attribute == "ep_plan" or _DISPATCHED in plan.values()
 
 
 def _matching(part: nn.Module, name: str, patterns: list[str], *, is_strict: bool) -> Iterator[tuple[str, nn.Module]]:
     layers = dict(part.named_modules())
     for pattern in patterns:
-        found = [own for own in layers if _matches(own, pattern)]
+        found = [own for own in layers if matches(own, pattern)]
         if is_strict and not found:
             raise ConfigError(
                 f"ep_plan of {type(part).__name__} names {pattern!r}, which matches none of its layers."
@@ -118,11 +114,6 @@ def _matching(part: nn.Module, name: str, patterns: list[str], *, is_strict: boo
             )
         for own in found:
             yield f"{name}.{own}".strip("."), layers[own]
-
-
-def _matches(name: str, pattern: str) -> bool:
-    own, wanted = name.split("."), pattern.split(".")
-    return len(own) == len(wanted) and all(fnmatchcase(*pair) for pair in zip(own, wanted, strict=True))
 
 
 def _is_stacked(layer: nn.Module) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Mapping
 from typing import Any, Final
 
 from torch import nn
@@ -11,12 +10,12 @@ from torch import nn
 from ...common.errors import ConfigError, did_you_mean
 from ...common.foreign import attribute_of
 from ..module.blocks import repeated_blocks
+from .brought_plans import Plan, brought_plans, matches
 from .known_layers import KnownLayers, widths
 from .plan_table import generic_name
 from .tensor_plan import TensorPlan
 from .words import check_word, is_for_experts
 
-Plan = Mapping[str, Any]
 _HEAD_NAMES: Final = ("lm_head", "head", "output", "unembed", "to_logits", "decoder", "classifier", "embed_out")
 _OF_LATENT_KEYS: Final = "mla_kv_a_proj"
 _GATHERED: Final = ("colwise_gather_output", "colwise_rep")
@@ -80,7 +79,7 @@ def _match(module: nn.Module, plan: object, source: str, *, is_strict: bool = Tr
         if not is_strict and is_for_experts(word):
             continue
         check_word(pattern, word)
-        matching = [name for name in names if _matches(name, pattern)]
+        matching = [name for name in names if matches(name, pattern)]
         if is_strict and not matching:
             raise ConfigError(
                 f"{source} names {pattern!r}, which matches no submodule of {type(module).__name__}."
@@ -104,21 +103,10 @@ def _with_number(name: str, module: nn.Module, word: Any) -> Any:
 def _brought(module: nn.Module) -> dict[str, Any]:
     """Return the words of the plans that the outermost parts provide."""
     words: dict[str, Any] = {}
-    for name, part, plan in _plans(module, ""):
+    for name, part, _, plan in brought_plans(module, "tp"):
         matched = _match(part, plan, f"the plan of {name or type(part).__name__}", is_strict=not _is_brought(part))
         words |= {f"{name}.{layer}".lstrip("."): word for layer, word in matched.items()}
     return words
-
-
-def _plans(part: nn.Module, name: str) -> Iterator[tuple[str, nn.Module, Plan]]:
-    config = attribute_of(part, "config")
-    for holder, attribute in ((part, "tp_plan"), (part, "_tp_plan"), (config, "base_model_tp_plan")):
-        plan = attribute_of(holder, attribute)
-        if isinstance(plan, Mapping) and plan:
-            yield name, part, plan
-            return
-    for child_name, child in part.named_children():
-        yield from _plans(child, f"{name}.{child_name}".lstrip("."))
 
 
 def _is_brought(part: nn.Module) -> bool:
@@ -172,8 +160,3 @@ def _in_order(module: nn.Module, words: Mapping[str, Any]) -> dict[str, Any]:
         if name in words:
             layers.setdefault(layer, name)
     return {name: words[name] for name in layers.values()}
-
-
-def _matches(name: str, pattern: str) -> bool:
-    own, wanted = name.split("."), pattern.split(".")
-    return len(own) == len(wanted) and all(fnmatchcase(*pair) for pair in zip(own, wanted, strict=True))

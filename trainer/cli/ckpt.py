@@ -24,7 +24,7 @@ from ..checkpoint.load_weights import export, weights_with_base
 from ..checkpoint.loading import load, verify
 from ..checkpoint.manifest import read_manifest
 from .checkpoint_list import ListedCheckpoint, left_unfinished, listed
-from .output import printable
+from .output import counted, printable
 
 _WIDEST: Final = 100
 _SHOWN: Final[Mapping[str, Sequence[str]]] = {
@@ -125,18 +125,14 @@ def _in_short(state: Mapping[str, Any]) -> list[str]:
         if tensors:
             dtypes = ", ".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in tensors))
             number = sum(tensor.numel() for tensor in tensors)
-            text = f"{_counted(len(tensors), 'tensor')} with {number:,} elements ({dtypes})"
-            lines.append(f"{key}: {text}" + (f", {_counted(len(others), 'value')}" if others else ""))
+            text = f"{counted(len(tensors), 'tensor')} with {number:,} elements ({dtypes})"
+            lines.append(f"{key}: {text}" + (f", {counted(len(others), 'value')}" if others else ""))
         elif key in _SHOWN and others:
             shown = [(name, leaf) for name, leaf in _leaves(value) if name in (_SHOWN[key] or (name,))]
             lines.append(f"{key}: {', '.join(f'{name} {_describe(leaf)}' for name, leaf in shown)}")
         elif others:
-            lines.append(f"{key}: {_counted(len(others), 'value')}")
+            lines.append(f"{key}: {counted(len(others), 'value')}")
     return lines
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def verify_all(paths: Sequence[str | Path]) -> tuple[list[str], bool]:

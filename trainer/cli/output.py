@@ -21,6 +21,11 @@ def printable(text: str) -> str:
     )
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless it is 1."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def terminal_width() -> int | None:
     """Return the columns of the terminal that is standard output; None where it is a file or a pipe."""
     if sys.stdout is None or not sys.stdout.isatty():

@@ -13,10 +13,10 @@ from torch import Tensor
 from ..data.micro_batch import Window
 from ..module.arguments import num_step_arguments
 from ..module.loss import loss_of, mean_of
+from ..sequences.packed_dataset import IGNORED
 from ..session.session import Session
 from .shared_step import unseen
 
-_IGNORED: Final = -100
 _TOLERANCE: Final = 1e-6
 """Tokens that are masked have a weight of exactly 0, in every dtype."""
 
@@ -58,8 +58,8 @@ def _with_last_document(batch: Any) -> dict[str, Any] | None:
     if documents.ndim != 2 or not documents.shape == labels.shape == batch["input_ids"].shape:
         return None
     last = _last(documents)
-    kept = torch.where((documents == last) & (last > 0), labels, _IGNORED)
-    if not (kept != _IGNORED).any():
+    kept = torch.where((documents == last) & (last > 0), labels, IGNORED)
+    if not (kept != IGNORED).any():
         return None
     return {**batch, "labels": kept, "shift_labels": kept.roll(-1, 1)}  # the first token is no target
 

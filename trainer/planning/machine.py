@@ -203,16 +203,6 @@ def lift_limits() -> None:
         resource.setrlimit(limit, (most, most))
 
 
-def peak_of_process() -> int:
-    """Return the most bytes that this process has held; 0 where the system does not say, as on Windows."""
-    if sys.platform == "win32":
-        return 0
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
 def memory_of_host(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
     """Return the bytes that processes can still use here: of the machine, or of this container (cgroups 2 and 1).
 

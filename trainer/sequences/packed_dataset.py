@@ -14,7 +14,7 @@ from .keyed_sampler import KeyedSampler
 from .packing import PACKERS, Method, plan_packs
 from .token_batch_sampler import Lengths, lengths_of
 
-_IGNORED: Final = -100
+IGNORED: Final = -100
 """The label that cross-entropy ignores by default."""
 
 
@@ -101,7 +101,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         seq_len, end = self.seq_len, 0
         pack = {
             "input_ids": torch.full((seq_len,), self.pad_id, dtype=torch.int64),
-            "labels": torch.full((seq_len,), _IGNORED, dtype=torch.int64),
+            "labels": torch.full((seq_len,), IGNORED, dtype=torch.int64),
             "position_ids": torch.empty(seq_len, dtype=torch.int64),
             "document_ids": torch.full((seq_len,), -1, dtype=torch.int64),
         }
@@ -110,10 +110,10 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
             part = slice(end, end := end + stop - start)
             pack["input_ids"][part] = tokens[start:stop]
             pack["labels"][part] = labels[start:stop]
-            pack["labels"][part.start] = _IGNORED
+            pack["labels"][part.start] = IGNORED
             pack["position_ids"][part] = torch.arange(stop - start)
             pack["document_ids"][part] = number
-        pack["shift_labels"] = torch.cat([pack["labels"][1:], torch.tensor([_IGNORED])])
+        pack["shift_labels"] = torch.cat([pack["labels"][1:], torch.tensor([IGNORED])])
         pack["position_ids"][end:] = torch.arange(seq_len - end)
         return pack
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from as_rank import calm_down, double_trainer
+from as_rank import calm_down
+from cut_run import fit_words
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
 
-from echelon import ParallelStrategy, TrainModule, seed_everything
+from echelon import TrainModule
 from echelon.common.errors import ConfigError
 from echelon.strategies.tensor_parallel.find_plan import find_plan
 from echelon.testing import run_ranks
@@ -67,17 +67,8 @@ MODELS = {
 
 def train(name, path=None, ckpt_path=None, epochs=2, **degrees):
     """Return the whole parameters after some epochs, on one process by default; a checkpoint is written to `path`."""
-    seed_everything(1, verbose=False)
-    module = Words(MODELS[name]())
-    settings = {"strategy": ParallelStrategy(**degrees)} if degrees else {}
-    pp = degrees.get("pp", 1)
-    trainer = double_trainer(max_epochs=epochs, gradient_clip_val=0.1, global_batch_size=8, **settings)
-    torch.manual_seed(3)
-    loader = DataLoader(TensorDataset(torch.randint(0, 12, (16, 8))), 8 // pp // degrees.get("dp_shard", 1))
-    trainer.fit(module, loader, ckpt_path=ckpt_path)
-    if path is not None:
-        trainer.save_checkpoint(path)
-    return trainer.strategy.full_model_state() if degrees else module.state_dict()
+    options = {"path": path, "ckpt_path": ckpt_path, "epochs": epochs}
+    return fit_words(lambda: Words(MODELS[name]()), 12, **options, **degrees)[-1]
 
 
 def train_cut(folder):

@@ -1,11 +1,12 @@
 """Embeddings and heads whose vocabulary ranks cannot share evenly: steps, words and checkpoints of one process."""
 
 import torch
-from as_rank import calm_down, double_trainer
+from as_rank import calm_down
+from cut_run import fit_words
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from echelon import ParallelStrategy, TrainModule, seed_everything
+from echelon import TrainModule
 from echelon.testing import run_ranks
 
 NO_SPECIAL = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
@@ -54,16 +55,9 @@ MODELS = {"tied": tied, "apart": apart}
 
 def train(name, path=None, ckpt_path=None, epochs=2, **strategy):
     """Return the parameters after some epochs, and what is predicted then."""
-    seed_everything(1, verbose=False)
-    settings = {"strategy": ParallelStrategy(**strategy)} if strategy else {}
-    trainer = double_trainer(max_epochs=epochs, gradient_clip_val=0.1, global_batch_size=8, **settings)
-    torch.manual_seed(3)
-    data, module = TensorDataset(torch.randint(0, 13, (16, 8))), Words(name)
-    trainer.fit(module, DataLoader(data, 8 // strategy.get("dp_shard", 1)), ckpt_path=ckpt_path)
-    if path is not None:
-        trainer.save_checkpoint(path)
-    predicted = trainer.predict(module, DataLoader(TensorDataset(data.tensors[0][:4]), 4))
-    return trainer.strategy.full_model_state() if strategy else module.state_dict(), predicted
+    options = {"path": path, "ckpt_path": ckpt_path, "epochs": epochs}
+    trainer, module, data, state = fit_words(lambda: Words(name), 13, **options, **strategy)
+    return state, trainer.predict(module, DataLoader(TensorDataset(data.tensors[0][:4]), 4))
 
 
 def train_cut(folder):

@@ -13,7 +13,7 @@ from typing import Final
 from ....common.errors import ConfigError
 from ....lightning.port import Ported, port
 from ....strategies.state.regular_file import read_regular
-from ..output import printable
+from ..output import counted, printable
 
 _LARGEST: Final = 16 << 20
 """Bytes of a program."""
@@ -65,15 +65,11 @@ def _print_notes(file: Path, result: Ported) -> None:
     missing = len(result.notes) - departing
     print(
         printable(
-            f"{file}: {_counted(result.num_changes, 'place')} changed, {_counted(departing, 'note')} on differences, "
+            f"{file}: {counted(result.num_changes, 'place')} changed, {counted(departing, 'note')} on differences, "
             f"{missing} on missing counterparts"
         ),
         file=sys.stderr,
     )
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _read(file: Path) -> tuple[str, str]:
