@@ -19,10 +19,10 @@ from ..state.dtensor import local_shard
 from ..torch_internals import TorchDispatchMode, is_without_memory, tree_leaves
 from ..torch_tensors import components_of, memory_id
 from .profile import CASTS, LayerUse, Sources, StepMemory
+from .step_work import ATTENTION, StepWork, work_of
 from .unknown_sizes import sparse_gradient, with_workspace
 
 _NOTHING: Final[Sources] = frozenset()
-_ATTENTION: Final = ("aten::_scaled_dot_product", "aten::scaled_dot_product")
 _CAST: Final = "aten::_to_copy"
 
 
@@ -41,6 +41,7 @@ class LiveMemory(TorchDispatchMode):
         # FlopCounterMode itself keeps the graph alive, and with it recomputed tensors
         self._flops_of: dict[Any, Any] = flop_registry
         self.flops = 0
+        self.work = self.work_of_update = StepWork()
         self._module = module
         own = [*module.parameters(), *module.buffers()]
         self._own = {_memory(tensor) for tensor in own}
@@ -181,11 +182,16 @@ class LiveMemory(TorchDispatchMode):
         if func.namespace == "prim":  # a query, for a device for instance; more than half of all calls here
             return output
         count = self._flops_of.get(getattr(func, "overloadpacket", None))
-        if count is not None:
-            self.flops += count(*args, **(kwargs or {}), out_val=output)
+        flops = 0 if count is None else count(*args, **(kwargs or {}), out_val=output)
         name = func.name().partition(".")[0]
-        if name.startswith(_ATTENTION):
-            self._note_attention(name, args)
+        if name.startswith(ATTENTION):
+            flops += self._note_attention(name, args)
+        self.flops += flops
+        work = work_of(func, flops, args, kwargs, output)
+        if self._is_update:
+            self.work_of_update += work
+        else:
+            self.work += work
         output = with_workspace(name, args, output)
         sparse = sparse_gradient(name, args, output)
         if sparse is not None:
@@ -196,19 +202,22 @@ class LiveMemory(TorchDispatchMode):
                 self._note(tensor, sources)
         return output
 
-    def _note_attention(self, name: str, args: Any) -> None:
+    def _note_attention(self, name: str, args: Any) -> int:
+        """Note the keys and values of an attention; return its FLOPs, if torch does not count them."""
         from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
         is_backward, is_cpu = "backward" in name, "_for_cpu" in name
+        flops = 0
         if is_cpu:  # torch (2.14) itself counts only those of GPUs
             shapes = [tensor.shape for tensor in args if isinstance(tensor, Tensor)]
-            self.flops += sdpa_backward_flop_count(*shapes[:4]) if is_backward else sdpa_flop_count(*shapes[:3])
+            flops = sdpa_backward_flop_count(*shapes[:4]) if is_backward else sdpa_flop_count(*shapes[:3])
         if is_backward:
-            return
+            return flops
         size = sum(tensor.nbytes for tensor in args[1:3])
         self.attention_bytes += 0 if self._is_backward else size
         self.attention_bytes_again += size if self._is_backward else 0
         self.largest_attention_bytes = max(self.largest_attention_bytes, size)
+        return flops
 
     def _sources(self, operator: str, args: Any) -> Sources:
         tensors = [tensor for tensor in tree_leaves(args) if isinstance(tensor, Tensor)]

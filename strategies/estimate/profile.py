@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ..module.memory_estimate import Share, shared_bytes
 from ..module.precision import Precision
+from .step_work import StepWork
 
 CASTS: Final = "(casts of parameters)"
 """The source of autocast's copies of parameters."""
@@ -114,6 +115,10 @@ class Profile:
     """Of the keys and values of one attention."""
     flops: int
     """Of the micro-batch's forward and backward, including recomputation."""
+    work: StepWork
+    """The same, with what operators move."""
+    work_of_update: StepWork
+    """What the optimizers do in a step."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -161,6 +166,7 @@ class Profile:
             attention_bytes_again=round(_between(self.attention_bytes_again, other.attention_bytes_again, way)),
             largest_attention_bytes=round(_between(self.largest_attention_bytes, other.largest_attention_bytes, way)),
             flops=round(_between(self.flops, other.flops, way)),
+            work=self.work.towards(other.work, way),
         )
 
 

@@ -21,6 +21,7 @@ from ...strategies.devices.backends import has_backend
 from ...strategies.devices.kinds import CPU, accelerator_of_build
 from ...strategies.devices.memory import total_memory
 from ...strategies.estimate.live_memory import storages_bytes
+from .step_time import DeviceSpeed, Links
 
 _UNITS: Final = {
     **{f"{prefix}B": 1000.0**power for power, prefix in enumerate(("", "k", "M", "G", "T"))},
@@ -57,10 +58,10 @@ class Machine:
     """Bytes of `memory` that a process does not have for tensors where forward communicates."""
     beside_axis: float = 0.0
     """Bytes that it does not have, beyond these, for each axis of the ranks after the first."""
-    peak_flops: float | None = None
-    """FLOP/s of each device in the dtype of computation; None if unknown."""
+    speed: DeviceSpeed | None = None
+    """Of each device; None if unknown."""
     bandwidth: float | None = None
-    """Bytes per second from a device to others on its node."""
+    """Bytes per second from a device to others on its node; None for that of `speed`."""
     node_bandwidth: float | None = None
     """Bytes per second from a device to those on other nodes; None for `bandwidth`."""
 
@@ -75,6 +76,13 @@ class Machine:
     def devices_of_node(self) -> int:
         """The number of devices on each node."""
         return self.num_devices // self.num_nodes
+
+    @property
+    def links(self) -> Links:
+        """What connects the devices, whose speed is known."""
+        assert self.speed is not None
+        inside = self.speed.link_bandwidth if self.bandwidth is None else self.bandwidth
+        return Links(inside=inside, between=self.node_bandwidth, devices_of_node=self.devices_of_node)
 
     def hardware(self, *, uses_processes: bool) -> Hardware:
         """Return the hardware for a strategy that runs one process per device, or one for all devices."""

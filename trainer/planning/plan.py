@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -13,9 +14,14 @@ from ...strategies.estimate.estimate import Estimate
 from ...strategies.estimate.profile import Profile
 from .layouts import RunLayout, possible_layouts
 from .machine import Machine
+from .step_time import StepTime, step_time
 
-_OF_A_NODE: Final = frozenset(("tp", "cp", "devices"))
-"""The axes of neighboring ranks, which are on one node."""
+_BESIDE: Final = frozenset(("dp_shard", "dp_replicate"))
+"""The axes along which is sent while the device computes."""
+
+
+_EQUAL: Final = 1.1
+"""Steps that take no longer than this times another's count as equal: an estimate says no more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +69,13 @@ class PlannedLayout:
     """The bytes of a device for tensors."""
     limit: float
     """Those of them that it may use, so that a margin stays free."""
-    seconds: float | None
-    """Of a step, if every device computes at its peak and nothing is sent meanwhile; None where that is not known."""
+    time: StepTime | None
+    """Of a step; None where the speed of the devices is not known."""
+
+    @property
+    def seconds(self) -> float | None:
+        """The time of a step, if it is known."""
+        return None if self.time is None else self.time.total
 
     @property
     def fits(self) -> bool:
@@ -117,9 +128,10 @@ class Plan:
 def make_plan(
     profiles: Profiles, machine: Machine, *, global_batch_size: int, only: Sequence[RunLayout] | None = None
 ) -> Plan:
-    """Return the layouts with one global batch: those that fit, by least traffic and then by least recomputation.
+    """Return the layouts with one global batch: those that fit, by the time of a step where it is known.
 
-    Pipelines, whose ranks wait for each other, come after the others.
+    Otherwise by the least that is sent while the device waits, then by what is sent at all and recomputed; pipelines,
+    whose ranks wait for each other, come after the others.
 
     Each layout and setting of activation checkpointing has the largest micro-batch that fits, or the smallest one.
 
@@ -216,26 +228,33 @@ def _planned(
         flops=flops,
         available=available,
         limit=available * (1 - machine.margin),
-        seconds=_seconds(machine, estimate, flops),
+        time=_time(machine, strategy, profile, estimate, layout.num_readers / machine.num_devices),
     )
 
 
-def _seconds(machine: Machine, estimate: Estimate, flops: float) -> float | None:
-    """Return the time of a step if nothing overlaps and every device and link runs at its peak."""
-    if machine.peak_flops is None:
+def _time(machine: Machine, strategy: Strategy, profile: Profile, estimate: Estimate, share: float) -> StepTime | None:
+    """Return the time of a step in which each device computes this share of a reader's micro-batches."""
+    if machine.speed is None:
         return None
-    seconds = flops / machine.peak_flops / (1 - estimate.idle)
-    for axis, sent in estimate.traffic.items():
-        is_inside = axis in _OF_A_NODE or machine.num_nodes == 1
-        bandwidth = machine.bandwidth if is_inside or machine.node_bandwidth is None else machine.node_bandwidth
-        if bandwidth is None:
-            return None
-        seconds += sent / bandwidth
-    return seconds
+    work = profile.work.times(share).times(profile.num_micro_batches)
+    whole = profile.state_bytes(lambda _: 1.0)
+    held = (
+        estimate.optimizer / whole if whole else estimate.parameters / max(1.0, profile.parameter_bytes(lambda _: 1.0))
+    )
+    update = profile.work_of_update.times(min(1.0, held))
+    traffic, degrees = estimate.traffic, strategy.mesh_axes
+    return step_time(machine.speed, machine.links, work, update, traffic, degrees, idle=estimate.idle)
 
 
 def _order(planned: PlannedLayout) -> tuple[object, ...]:
     if not planned.fits:
-        return True, False, planned.missing, 0.0, 0
-    # ranks that wait for other stages compute less, however little is sent
-    return False, planned.estimate.idle > 0, round(planned.estimate.sent), planned.flops, planned.num_micro_batches
+        return True, False, planned.missing, 0.0, 0.0, 0
+    estimate, last = planned.estimate, (planned.flops, planned.num_micro_batches)
+    all_sent = round(estimate.sent)
+    if planned.seconds is not None:
+        about = math.floor(math.log(planned.seconds, _EQUAL))
+        return False, False, about, estimate.idle > 0, all_sent, *last
+    # ranks that wait for other stages compute less, however little is sent; what is sent beside the computation costs
+    # less than what it waits for
+    waited_for = sum(sent for axis, sent in estimate.traffic.items() if axis not in _BESIDE)
+    return False, estimate.idle > 0, round(waited_for), all_sent, *last

@@ -84,6 +84,8 @@ def take_profiles(
             # an optimizer that evaluates the loss itself does so only in an update
             num_backwards=first.num_backwards,
             flops=profile.flops // profile.num_backwards * first.num_backwards,
+            work=profile.work.times(first.num_backwards / profile.num_backwards),
+            work_of_update=first.work_of_update,
         )
 
     keys, half = (False,) if setting is None else (False, True), first.num_samples // 2

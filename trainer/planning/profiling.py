@@ -204,6 +204,8 @@ class ProfiledModule(Placed):
             attention_bytes_again=memory.attention_bytes_again,
             largest_attention_bytes=memory.largest_attention_bytes,
             flops=memory.flops,
+            work=memory.work,
+            work_of_update=memory.work_of_update,
         )
 
 

@@ -7,14 +7,13 @@ import json
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
 from ....callbacks.callback import Callback
-from ....callbacks.helpers.peak_flops import peak_flops_by_name
 from ....common.console import say
 from ....common.errors import ConfigError
 from ....common.table import fitted
@@ -26,6 +25,7 @@ from ...planning.machine import Machine, in_units, nodes_for, parse_bytes, this_
 from ...planning.plan import Plan, PlannedLayout, Profiles, make_plan
 from ...planning.profiles import take_profiles
 from ...planning.profiling import ProfilingStrategy, building, lacks_values, needs_values
+from ...planning.step_time import speed_of
 from ...session.settings import Settings
 from ...trainer import Trainer
 from ..config import build_module, check_config
@@ -67,10 +67,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--nodes", type=int, metavar="N", help="the number of nodes (8 devices per node)")
     parser.add_argument("--global-batch-size", type=int, metavar="N", help="samples per step (as the config says)")
+    parser.add_argument("--gpu", metavar="NAME", help="the kind of device, such as H100, to show the time of a step")
     parser.add_argument(
-        "--gpu", metavar="NAME", help="the kind of device, such as H100, to show the time of a step at its peak"
+        "--bandwidth",
+        metavar="SIZE",
+        help="bytes per second that a device sends on its node, such as 450GB (as the kind does)",
     )
-    parser.add_argument("--bandwidth", metavar="SIZE", help="bytes per second that a device sends, such as 450GB")
     parser.add_argument("--node-bandwidth", metavar="SIZE", help="the same between nodes")
     parser.add_argument("--measure", action="store_true", help="run real steps here, for a module that needs values")
     parser.add_argument("--png", metavar="FILE", type=Path, help="where to draw the figure (plan.png)")
@@ -104,27 +106,27 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _machine(options: argparse.Namespace, precision: Precision) -> Machine:
-    peak = None
+    speed = None
     if options.gpu is not None:
-        dtype: Any = precision.autocast_dtype or precision.param_dtype
-        peak = peak_flops_by_name(options.gpu, *([dtype] if dtype else [_float32()]), uses_tf32=False)
-        if peak is None:
+        speed = speed_of(options.gpu, precision.autocast_dtype or precision.param_dtype or _float32())
+        if speed is None:
             raise ConfigError(
                 f"--gpu must be a device whose peak is known, got {options.gpu!r}; use H100, for example."
             )
     speeds: dict[str, Any] = {
-        "peak_flops": peak,
+        "speed": speed,
         "bandwidth": _bytes(options.bandwidth, "--bandwidth"),
         "node_bandwidth": _bytes(options.node_bandwidth, "--node-bandwidth"),
     }
     memory = _bytes(options.memory, "--memory")
-    if speeds["bandwidth"] is None and options.node_bandwidth is not None:
+    if speed is None and options.node_bandwidth is not None:
         raise ConfigError(
-            f"--node-bandwidth {options.node_bandwidth} needs --bandwidth, the bandwidth inside a node; give both."
+            f"--node-bandwidth {options.node_bandwidth} is for the time of a step, which also needs the kind of --gpu; "
+            "give both."
         )
-    if peak is None and options.bandwidth is not None:
+    if speed is None and options.bandwidth is not None:
         raise ConfigError(
-            f"--bandwidth {options.bandwidth} is for the time of a step, which also needs the peak of --gpu; give both."
+            f"--bandwidth {options.bandwidth} is for the time of a step, which also needs the kind of --gpu; give both."
         )
     if options.nodes is not None and options.devices is None:
         raise ConfigError(f"--nodes {options.nodes} needs --devices; give --devices and --memory as well.")
@@ -214,7 +216,7 @@ def render(
     if simplest is not None and simplest.layout.name != best.layout.name:
         lines.append(
             f'strategy="auto" takes {simplest.layout.name}, the simplest that fits; {best.layout.name} comes first '
-            "here because it sends less."
+            f"here because it {'sends less' if best.time is None else 'is faster'}."
         )
     return "\n".join(lines)
 
@@ -262,6 +264,7 @@ def as_json(plan: Plan, title: str, trainer: Mapping[str, Any]) -> dict[str, Any
                 "idle": planned.estimate.idle,
                 "flops": planned.flops,
                 "seconds": planned.seconds,
+                **({} if planned.time is None else {"time": asdict(planned.time)}),
             }
             for planned in plan.layouts
         ],
