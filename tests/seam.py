@@ -26,9 +26,12 @@ CLASSES = {
 STATES = {
     "Session": "trainer/session/session.py",
     "Progress": "trainer/session/progress.py",
+    "Timetable": "trainer/session/progress.py",
+    "Predictions": "trainer/session/progress.py",
+    "Saves": "trainer/session/saves.py",
     "TrainState": "trainer/session/train_state.py",
 }
-HOLDERS = ("session", "state", "progress", "current", "ended")
+HOLDERS = ("session", "state", "progress", "current", "ended", "timetable", "saves", "predictions")
 """The names under which the code holds an object of these classes."""
 
 WORDS = ("pipeline", "elastic", "rehears", "estimat", "server", "lightning", "expert")
@@ -53,6 +56,12 @@ def names_of(source: Source, name: str) -> set[str]:
         elif isinstance(node, ast.Assign):
             found.update(ast.unparse(target) for target in node.targets)
     return {each for each in found if re.fullmatch(r"[a-z]\w*", each)}
+
+
+def fields_of(source: Source, name: str) -> set[str]:
+    """Return the fields of a dataclass."""
+    one = next(each for each in source.classes if each.name == name)
+    return {ast.unparse(node.target) for node in one.body if isinstance(node, ast.AnnAssign)}
 
 
 def writers(sources: Iterable[Source]) -> dict[str, set[str]]:
@@ -135,7 +144,7 @@ def measures(sources: Sequence[Source]) -> dict[str, float]:
     found: dict[str, float] = {
         f"names of {title}": len(names_of(by_path[path], name)) for title, (path, name) in CLASSES.items()
     }
-    fields = [field for name, path in STATES.items() for field in names_of(by_path[path], name)]
+    fields = [field for name, path in STATES.items() for field in fields_of(by_path[path], name)]
     written = writers(sources)
     found["fields of a run's state"] = len(fields)
     found["fields written in three or more files"] = sum(len(written.get(field, ())) > 2 for field in set(fields))

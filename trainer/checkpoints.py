@@ -96,7 +96,7 @@ class Checkpoints:
 
         Call it only in ``on_train_step_end``. Collective: every rank calls it.
         """
-        path = self._runner.session.progress.last_checkpoint
+        path = self._runner.session.saves.last
         if path is not None:
             roll_back(self._runner.session, path)
         return path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -17,13 +18,14 @@ from .first_look import look_at
 from .loop.eval_mode import left_in_eval_mode
 from .loop.evaluate import Results, evaluate, sanity_check
 from .loop.finite_end import warn_if_not_finite
-from .loop.schedule import is_over, validates_in_this_epoch
+from .loop.schedule import is_over, start_clock, validates_in_this_epoch
+from .loop.step import Step
 from .loop.train import make_step, train
 from .request import Request
 from .resume.find_checkpoint import read_checkpoint
 from .resume.run_state import first_step_of, load_generators, load_position, load_training, load_weights
 from .resume.savable import check_savable
-from .session.progress import LoaderKind
+from .session.progress import LoaderKind, Predictions
 from .session.session import Session
 from .setup import (
     build_optimizers,
@@ -51,9 +53,8 @@ def fit(session: Session, request: Request) -> None:
     session.reload = partial(_load_data, session, request)
     _load_data(session, request, "train", is_resumed=saved is not None)
     checks = saved is None and session.settings.num_sanity_val_steps != 0 and session.settings.limit_val_batches != 0
-    session.progress.stage = "sanity_check" if checks else None  # what its loaders are for, as in Lightning
-    _load_data(session, request, "validate", is_resumed=saved is not None)
-    session.progress.stage = None
+    with session.progress.in_stage("sanity_check") if checks else nullcontext():  # what they are for, as in Lightning
+        _load_data(session, request, "validate", is_resumed=saved is not None)
     warn_if_endless(session)
     setting = ActivationCheckpointing.of(session.settings.activation_checkpointing)
     with checkpointed(session.module, setting):
@@ -64,7 +65,7 @@ def fit(session: Session, request: Request) -> None:
             load_weights(session, saved)
             load_training(session, saved, "saved" if session.is_restarted else request.optimizer_settings)
             if not session.is_restarted:  # otherwise it may be a snapshot, which the next one replaces
-                session.progress.last_checkpoint = session.resumed_from
+                session.saves.note(session.resumed_from)
         session.is_built = True
         note_trained(session.module, session.optimizers)
         # a run that asked for its last checkpoint, but was killed before there was one, starts its curves again
@@ -78,36 +79,37 @@ def fit(session: Session, request: Request) -> None:
         look_at(session, is_resumed=saved is not None)
         tell_start(session, request)
         known = set(session.module.parameters())
-        session.progress.left_in_eval = left_in_eval_mode(session.module)
+        left_in_eval = left_in_eval_mode(session.module)
         session.hooks.call("on_fit_start")
         warn_of_late_parameters(session, known)
-        with session.interruption.listening(lambda: session.progress.last_checkpoint):
+        with session.interruption.listening(lambda: session.saves.last):
             if saved is None:
                 sanity_check(session)
             else:
                 load_generators(session, saved)
             is_resumed, saved = saved is not None, None  # closes its files
-            session.progress.stage = "train"
-            session.interruption.start(session.state.seconds)
-            session.progress.validated_seconds = session.state.seconds
-            if _trains(session):
-                check_savable(session)
-                session.check_savable = partial(check_savable, session)
-                with first_step_of(session.state) if is_resumed else nullcontext():
-                    train(session, step)
-            elif session.resumed_from is not None and not session.is_restarted and session.strategy.rank == 0:
-                _log.warning(
-                    "Nothing is left to train: %s is at epoch %d and global_step %d, with max_epochs=%s and "
-                    "max_steps=%s; raise them to continue.",
-                    *(session.resumed_from, session.state.current_epoch, session.state.global_step),
-                    *(session.settings.last_epoch, session.settings.max_steps),
-                )
-            session.progress.stage = None
+            with session.progress.in_stage("train"), first_step_of(session.state) if is_resumed else nullcontext():
+                _train(session, step, left_in_eval)
         note_trained(session.module, session.optimizers)  # some may be unfrozen by now
         session.writer.close()
         warn_if_not_finite(session)
         session.hooks.call("on_fit_end")
         tell_end(session)
+
+
+def _train(session: Session, step: Step, left_in_eval: Sequence[str]) -> None:
+    """Train, if anything is left to train."""
+    start_clock(session)
+    if _trains(session):
+        check_savable(session)
+        train(session, step, left_in_eval=left_in_eval, after_first=partial(check_savable, session))
+    elif session.resumed_from is not None and not session.is_restarted and session.strategy.rank == 0:
+        _log.warning(
+            "Nothing is left to train: %s is at epoch %d and global_step %d, with max_epochs=%s and max_steps=%s; "
+            "raise them to continue.",
+            *(session.resumed_from, session.state.current_epoch, session.state.global_step),
+            *(session.settings.last_epoch, session.settings.max_steps),
+        )
 
 
 def run_evaluation(session: Session, request: Request) -> Results:
@@ -121,11 +123,11 @@ def run_evaluation(session: Session, request: Request) -> Results:
     session.is_built = True
     writes = any(isinstance(each, BasePredictionWriter) and each.writes_epoch for each in session.callbacks)
     if request.keeps_predictions or (writes and request.task == "predict"):
-        session.progress.predictions = [[] for _ in session.evaluation_data.loaders]
+        session.predictions = Predictions([[] for _ in session.evaluation_data.loaders])
     stage: Any = request.task
     results = evaluate(session, stage)
     if not request.keeps_predictions:
-        session.progress.predictions = None
+        session.predictions = None
     return results
 
 

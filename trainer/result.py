@@ -36,7 +36,8 @@ from .module.optimizers import LRSchedulerConfig
 from .module.train_module import TrainModule
 from .resume.run_state import module_state, shown_to_hooks, training_state
 from .session.interruption import Interruption
-from .session.progress import Progress
+from .session.progress import Predictions, Progress
+from .session.saves import Saves
 from .session.session import Session, Task
 from .session.train_state import TrainState
 from .tuning.attribute import set_attribute
@@ -77,7 +78,7 @@ class Result:
 
 def result_of(session: Session) -> Result:
     """Return the result of a run that ended without an error. Collective: every rank calls it."""
-    is_fit, progress = session.task == "fit", session.progress
+    is_fit = session.task == "fit"
     lost: list[str] = []
     left = None
     callbacks = _states_to_send(session.callbacks, lost)
@@ -93,12 +94,12 @@ def result_of(session: Session) -> Result:
         callbacks=callbacks,
         versions=[getattr(logger, "version", None) for logger in session.loggers],
         signal=session.interruption.signal,
-        should_stop=progress.should_stop,
-        predictions=progress.predictions,
-        last_checkpoint=progress.last_checkpoint,
+        should_stop=session.progress.should_stop,
+        predictions=None if session.predictions is None else session.predictions.outputs,
+        last_checkpoint=session.saves.last,
         resumed_from=session.resumed_from,
         origin=session.origin,
-        found=progress.found,
+        found=session.found,
         left=left,
         lost=lost,
     )
@@ -132,7 +133,7 @@ def _optimizer_bytes(session: Session) -> int:
 
 def _last_saved(run: Session | EndedRun, parts: Collection[str] | None = None) -> dict[str, Any] | None:
     """Return the last checkpoint of a run, or some parts of it, if it is of the last step."""
-    last = run.progress.last_checkpoint
+    last = run.saves.last
     saved = checkpoint.load(last, parts=parts) if last is not None and last.exists() else None
     return saved if saved is not None and saved["loop"]["global_step"] == run.state.global_step else None
 
@@ -202,6 +203,8 @@ class EndedRun:
     origin: Origin
     hooks: Hooks
     progress: Progress = field(default_factory=Progress)
+    saves: Saves = field(default_factory=Saves)
+    predictions: Predictions | None = None
     interruption: Interruption = field(default_factory=Interruption)
     optimizers: Sequence[Optimizer] = ()
     schedulers: Sequence[LRSchedulerConfig] = ()
@@ -238,8 +241,8 @@ def take_over(run: EndedRun, result: Result, loggers: Sequence[Logger]) -> None:
         lost.append(loss)
     run.interruption.signal = result.signal
     run.progress.should_stop = result.should_stop
-    run.progress.predictions = result.predictions
-    run.progress.last_checkpoint = result.last_checkpoint
+    run.predictions = None if result.predictions is None else Predictions(result.predictions)
+    run.saves.note(result.last_checkpoint)
     if result.left is not None:
         run.keep(result.left)
     run.metrics.load_state_dict(result.metrics)
@@ -289,7 +292,7 @@ def save_ended(run: EndedRun, path: Path, *, weights_only: bool, single_file: Si
     else:
         raise RunError(
             "The state of the optimizers is gone, as the processes of this fit have ended; its last checkpoint is "
-            f"{run.progress.last_checkpoint} (the run ended at step {run.state.global_step}). Save it in on_train_end, "
+            f"{run.saves.last} (the run ended at step {run.state.global_step}). Save it in on_train_end, "
             "fit with a ModelCheckpoint, or pass weights_only=True."
         )
     save(path, state, origin=run.origin.after())

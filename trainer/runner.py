@@ -237,7 +237,7 @@ class Runner:
                 if is_stopped and isinstance(ended, EndedRun) and ended is not before:
                     if isinstance(error, KeyboardInterrupt):
                         ended.interruption.signal = signal.SIGINT  # the workers got SIGTERM
-                    ended.interruption.raise_if_requested(ended.progress.last_checkpoint)
+                    ended.interruption.raise_if_requested(ended.saves.last)
                 point_to_checkpoint(error, newest_saved(saved_list))
                 name_roles(error, self.strategy)
                 from ..strategies.launch.launcher import without_launch
@@ -299,7 +299,7 @@ class Runner:
             raise
         finally:
             self._close(session, status)
-            last = session.progress.last_checkpoint
+            last = session.saves.last
             if failure is not None and not self._reports and last is not None and last != session.resumed_from:
                 point_to_checkpoint(failure, last)
 

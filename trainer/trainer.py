@@ -108,7 +108,7 @@ class Trainer(TrainerArguments, TrainerAttributes, Checkpoints, Trials):
         module = unwrapped(model, self.strategy)
         request = Request("fit", module, datamodule, train_dataloaders, val_dataloaders, ckpt_path, optimizer_settings)
         self._runner.execute(fit, request)
-        self._ran.interruption.raise_if_requested(self._ran.progress.last_checkpoint)
+        self._ran.interruption.raise_if_requested(self._ran.saves.last)
 
     @takes_no_others
     def validate(
@@ -270,11 +270,11 @@ class Trainer(TrainerArguments, TrainerAttributes, Checkpoints, Trials):
 
     @property
     def checkpoint_seconds(self) -> float:
-        return self._ran.progress.checkpoint_seconds
+        return self._ran.saves.seconds
 
     @property
     def is_taking_snapshot(self) -> bool:
-        return self._ran.progress.is_taking_snapshot
+        return self._ran.saves.is_taking_snapshot
 
     def _num_batches(self, *tasks: str) -> Sequence[int | float]:
         data = self._ran.evaluation_data if self._ran.task in tasks else None
@@ -396,8 +396,11 @@ class Trainer(TrainerArguments, TrainerAttributes, Checkpoints, Trials):
 
     @property
     def predictions(self) -> Sequence[Any] | None:
-        collected = current.progress.predictions if (current := self._runner.current) is not None else None
-        return collected[0] if collected is not None and len(collected) == 1 else collected
+        current = self._runner.current
+        if current is None or current.predictions is None:
+            return None
+        collected = current.predictions.outputs
+        return collected[0] if len(collected) == 1 else collected
 
     @property
     def batch_indices(self) -> Sequence[int]:
@@ -405,7 +408,8 @@ class Trainer(TrainerArguments, TrainerAttributes, Checkpoints, Trials):
 
     @property
     def prediction_indices(self) -> Sequence[Sequence[Sequence[int]]]:
-        return self._ran.progress.prediction_indices
+        predictions = self._ran.predictions
+        return [] if predictions is None else predictions.indices
 
 
 for _name, _member in vars(Trainer).items():  # properties without a docstring take it from `Run`

@@ -94,7 +94,7 @@ class Trials:
         """Set an attribute of the module, the data module, or their ``hparams``, also in the caller's objects."""
         session = self._runner.session
         attribute.set_attribute((session.module, session.datamodule), name, value, is_saved=is_saved)
-        session.progress.found[name] = value
+        session.found[name] = value
 
     @property
     def samples_per_step(self) -> int | None:
@@ -109,4 +109,4 @@ class Trials:
         assert data is not None
         data.cut_into(size)
         session.progress.accumulate_grad_batches = data.accumulate
-        session.state.batches_in_epoch = data.batches_done()
+        session.state.go_to(data.batches_done())

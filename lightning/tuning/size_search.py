@@ -73,7 +73,7 @@ class LoaderSizes(BatchSizeFinder):
     def take(self, size: int, session: Session) -> None:
         """Set the attribute that the loaders are built with."""
         set_attribute((session.module, session.datamodule), self._batch_arg_name, size)
-        session.progress.found[self._batch_arg_name] = size
+        session.found[self._batch_arg_name] = size
 
     @property
     def steps_per_trial(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FunctionType
 from typing import Any, Final
 
@@ -55,9 +55,8 @@ def _uses_mode(kind: type) -> bool:
     )
 
 
-def warn_of_eval_mode(session: Session) -> None:
+def warn_of_eval_mode(session: Session, names: Sequence[str]) -> None:
     """Warn, as the first epoch begins, of submodules that are still in the eval mode in which the fit found them."""
-    names, session.progress.left_in_eval = session.progress.left_in_eval, []
     parts = {name: session.module.get_submodule(name) for name in names}
     still = [f"{name or 'itself'} ({type(part).__name__})" for name, part in parts.items() if not part.training]
     if not still or session.strategy.rank:

@@ -13,15 +13,17 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 
+from ...strategies import Strategy
 from ..data.evaluation_data import EvaluationBatch
 from ..data.sample_checks import compared, gather_numbers
 from ..data.seed import isolated_rng
 from ..metrics.accumulator import to_numbers
 from ..metrics.reduction import Line
 from ..module.arguments import num_step_arguments
+from ..session.progress import Predictions
 from ..session.session import Session
 from .host_copy import HostCopy
-from .schedule import reload_if_due, validates
+from .schedule import note_validated, reload_if_due, validates
 from .shared_step import unseen
 
 EvaluationStage = Literal["sanity_check", "validate", "test", "predict"]
@@ -44,11 +46,7 @@ def validate(session: Session) -> None:
     with isolated_rng(session.strategy.devices), session.streams.kept():
         reload_if_due(session, "validate")
         evaluate(session, "validate")
-    session.progress.validated_at = session.state.global_step
-    if session.settings.validation_seconds is not None:
-        (session.progress.validated_seconds,) = session.strategy.ranks.all.all_reduce(
-            [session.interruption.elapsed()], "max"
-        )
+    note_validated(session)
 
 
 def sanity_check(session: Session) -> None:
@@ -66,36 +64,44 @@ def sanity_check(session: Session) -> None:
 def evaluate(session: Session, stage: EvaluationStage, limit: float = math.inf) -> Results:
     """Run every batch of the evaluation loaders through the stage's step, and reduce the logged values."""
     name = _STEP_NAMES[stage]
-    module, hooks, metrics, data = session.module, session.hooks, session.metrics, session.evaluation_data
+    module, metrics, data = session.module, session.metrics, session.evaluation_data
     assert data is not None
-    progress = session.progress
-    outer, training_batch_idx = progress.stage, progress.batch_idx
-    progress.stage = stage
-    session.replicas.sync()
-    logs_into = metrics.enter("validate" if stage == "sanity_check" else stage)
-    metrics.clear_stage()
-    may_infer = session.settings.inference_mode and session.strategy.supports_inference_mode
-    without_grad = torch.inference_mode() if may_infer else torch.no_grad()
-    with _in_eval_mode(module):
-        _call_own(module, f"on_{name}_model_eval")
-        with without_grad:
-            hooks.call(f"on_{name}_start")
-            hooks.call(f"on_{name}_epoch_start")
-            for dataloader_idx in range(len(data.loaders)):
-                _evaluate_loader(session, name, dataloader_idx, limit)
-            if progress.predictions is not None:
-                _gather_predictions(session)
-            values = metrics.end_batches()
-            hooks.call(f"on_{name}_epoch_end")
-            values += metrics.end_hooks()
-            if stage not in ("sanity_check", "predict"):
-                session.log({line.reported: value for line, value in values})
-            hooks.call(f"on_{name}_end")
-    _call_own(module, f"on_{name}_model_train")
-    metrics.clear_stage()
-    metrics.enter(logs_into)
-    progress.stage, progress.batch_idx = outer, training_batch_idx
+    training_batch_idx = session.progress.batch_idx
+    with session.progress.in_stage(stage):
+        session.replicas.sync()
+        logs_into = metrics.enter("validate" if stage == "sanity_check" else stage)
+        metrics.clear_stage()
+        may_infer = session.settings.inference_mode and session.strategy.supports_inference_mode
+        without_grad = torch.inference_mode() if may_infer else torch.no_grad()
+        with _in_eval_mode(module):
+            _call_own(module, f"on_{name}_model_eval")
+            with without_grad:
+                values = _run_epoch(session, stage, limit)
+        _call_own(module, f"on_{name}_model_train")
+        metrics.clear_stage()
+        metrics.enter(logs_into)
+    session.progress.go_to(training_batch_idx)
     return [_of_loader(values, index) for index in range(len(data.loaders))]
+
+
+def _run_epoch(session: Session, stage: EvaluationStage, limit: float) -> list[tuple[Line, Tensor]]:
+    """Run every batch of every loader, with the hooks of the stage; return the values that were logged."""
+    name = _STEP_NAMES[stage]
+    hooks, metrics, data = session.hooks, session.metrics, session.evaluation_data
+    assert data is not None
+    hooks.call(f"on_{name}_start")
+    hooks.call(f"on_{name}_epoch_start")
+    for dataloader_idx in range(len(data.loaders)):
+        _evaluate_loader(session, name, dataloader_idx, limit)
+    if session.predictions is not None:
+        session.predictions = _gathered(session.strategy, session.predictions)
+    values = metrics.end_batches()
+    hooks.call(f"on_{name}_epoch_end")
+    values += metrics.end_hooks()
+    if stage not in ("sanity_check", "predict"):
+        session.log({line.reported: value for line, value in values})
+    hooks.call(f"on_{name}_end")
+    return values
 
 
 def _call_own(module: nn.Module, name: str) -> None:
@@ -133,7 +139,7 @@ def _evaluate_loader(session: Session, name: str, dataloader_idx: int, limit: fl
     copy = HostCopy(None)
     for (batch_idx, batch, indices), busy in rounds:
         metrics.begin_batch(session.count(batch) if indices is None else len(indices))
-        session.progress.batch_idx, session.progress.batch_indices = batch_idx, indices or []
+        session.progress.go_to(batch_idx, indices or [])
         if session.transfer is not None:
             with session.streams:
                 batch = session.transfer(batch, dataloader_idx)
@@ -143,11 +149,11 @@ def _evaluate_loader(session: Session, name: str, dataloader_idx: int, limit: fl
         beside_idle = nullcontext() if all(busy) else session.placed.beside_idle(action, busy, lent)
         with session.profiler.profile(action), beside_idle, session.streams, metrics.means:
             output = session.placed.run(action, *(batch, batch_idx, dataloader_idx)[:num_args])
-        if session.progress.predictions is not None:
+        if session.predictions is not None:
             copy.finish()  # the previous batch's copy, which ran alongside this batch
             copy = HostCopy(output)
             kept = copy.output, session.progress.batch_indices
-            session.progress.predictions[dataloader_idx].append((batch_idx, kept))
+            session.predictions.outputs[dataloader_idx].append((batch_idx, kept))
         for hook in getattr(hooks, f"on_{name}_batch_end"):
             hook(output, batch, batch_idx, dataloader_idx)
         if session.progress.stage != "sanity_check" and (values := metrics.batch_values()):
@@ -188,12 +194,13 @@ def _run_unseen(session: Session, step_name: str, dataloader_idx: int, num_args:
         session.placed.run(step_name, *(*lent, dataloader_idx)[:num_args])
 
 
-def _gather_predictions(session: Session) -> None:
-    """Gather the predictions of all ranks, with their sample indices. Collective: every rank calls it."""
-    gathered = session.strategy.ranks.data.all_gather_object(session.progress.predictions)
-    loaders = in_dataset_order(gathered)
-    session.progress.predictions = [[prediction for prediction, _ in loader] for loader in loaders]
-    session.progress.prediction_indices = [[indices for _, indices in loader] for loader in loaders]
+def _gathered(strategy: Strategy, own: Predictions) -> Predictions:
+    """Return the predictions of all ranks, with their sample indices. Collective: every rank calls it."""
+    loaders = in_dataset_order(strategy.ranks.data.all_gather_object(own.outputs))
+    return Predictions(
+        [[prediction for prediction, _ in loader] for loader in loaders],
+        [[indices for _, indices in loader] for loader in loaders],
+    )
 
 
 def in_dataset_order(gathered: Sequence[Sequence[Sequence[tuple[int, Any]]]]) -> list[list[Any]]:

@@ -106,12 +106,12 @@ class PipelineStep(SharedStep):
         self._batches, first = [], self.state.batches_in_epoch
         goes_on = True
         for index, micro_batch in enumerate(window):
-            self.state.batches_in_epoch = first + index  # what the hooks of this micro-batch see
+            self.state.go_to(first + index)  # what the hooks of this micro-batch see
             goes_on = self.begin(micro_batch)
             if not goes_on:
                 break
             self._batches.append(self.batch)
-        self.state.batches_in_epoch = first
+        self.state.go_to(first)
         return goes_on
 
     def _run_all(self, micro_batches: Sequence[MicroBatch], busy: Sequence[bool]) -> None:
@@ -125,7 +125,7 @@ class PipelineStep(SharedStep):
 
     def _share_losses(self, number: int) -> None:
         """Share the losses with all stages if something reads them."""
-        is_read = self._on_batch_end or self.state.global_step + 1 >= self.progress.next_log
+        is_read = self._on_batch_end or self.state.global_step + 1 >= self.timetable.next_log
         if not (number and is_read):
             return
         is_double = any(loss.dtype == torch.float64 for loss in self.weights.losses) if self.weights else False
@@ -141,8 +141,9 @@ class PipelineStep(SharedStep):
 
     def _enter(self, index: int, batch_idx: int) -> None:
         """Say which micro-batch runs."""
-        micro_batch = self.progress.micro_batch = self._window[index]
-        self.metrics.batch_size, self.progress.batch_idx = micro_batch.size, batch_idx
+        micro_batch = self._window[index]
+        self.metrics.batch_size = micro_batch.size
+        self.progress.train_on(micro_batch, batch_idx)
 
     @property
     def splits_backward(self) -> bool:
@@ -180,7 +181,7 @@ class PipelineStep(SharedStep):
         assert loss is not None
         assert self.weights is not None
         self._outputs[index] = output
-        if self._on_batch_end or self.state.global_step + 1 >= self.progress.next_log:
+        if self._on_batch_end or self.state.global_step + 1 >= self.timetable.next_log:
             self._losses[index] = mean_of(loss).item()
         return self.weights.weigh(loss, self._window[index].size)
 

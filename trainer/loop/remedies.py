@@ -1,4 +1,4 @@
-"""Remedies for data that breaks training: an epoch without end, a batch of one sample, steps of another size."""
+"""Remedies for runs that do not train as meant: an epoch without end or loss, one sample, steps of another size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import warnings
 from time import monotonic
 from typing import Final
 
+from torch import nn
+
 from ...common.errors import DataError
+from ...strategies.torch_tensors import version_of
 from ..session.session import Session
 
 _log = logging.getLogger(__name__)
@@ -32,7 +35,7 @@ class EndlessEpoch:
         if not self._watches:
             return
         session = self._session
-        is_unknown = session.progress.num_batches == math.inf and session.state.epoch == self._epoch
+        is_unknown = session.timetable.num_batches == math.inf and session.state.epoch == self._epoch
         self._watches = is_unknown and monotonic() - self._began < _PATIENCE
         if is_unknown and not self._watches:
             warnings.warn(
@@ -43,13 +46,48 @@ class EndlessEpoch:
             )
 
 
-def tell_of_other_size(session: Session, saved_size: int) -> None:
+class Untrained:
+    """Warns after an epoch if no batch so far had a loss, or if no optimizer was stepped in manual optimization."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._began_at, self._first_version = session.state.global_step, _version_of(session.module)
+        self.has_loss = False
+        """Whether a step has had one, in automatic optimization."""
+
+    def look(self) -> None:
+        """Warn after an epoch if it is due."""
+        session, state = self._session, self._session.state
+        if not session.module.automatic_optimization:
+            has_stepped = any(state.optimizer_steps) or self._first_version != _version_of(session.module)
+            if session.optimizers and state.epoch == 0 and not has_stepped:
+                warnings.warn(
+                    f"{type(session.module).__name__}.automatic_optimization is False, and no optimizer has stepped in "
+                    f"the {state.batches_in_epoch} batches of epoch 0; call self.manual_backward(loss) and "
+                    "self.optimizers().step() in training_step, or leave automatic_optimization out.",
+                    stacklevel=2,
+                )
+        elif not (self.has_loss or self._began_at) and state.batches_in_epoch > 0 and session.optimizers:
+            warnings.warn(
+                f"training_step returned None for all {state.batches_in_epoch} batches of epoch {state.epoch}, and "
+                "nothing was trained; return the loss (is `return` missing?).",
+                stacklevel=2,
+            )
+
+
+def _version_of(module: nn.Module) -> int:
+    """Return a number that grows with each in-place change of a parameter, whichever optimizer makes it."""
+    return sum(map(version_of, module.parameters()))
+
+
+def tell_of_other_size(session: Session, saved_size: int | None) -> None:
     """Say, on rank 0, if an epoch's steps have another number of samples than those of the run that it resumes.
 
     Not where a callback has set the accumulation, which may differ from epoch to epoch.
     """
     size, is_set = session.state.global_batch_size, session.settings.accumulate_grad_batches
-    if size in (None, saved_size) or session.strategy.rank or session.progress.accumulate_grad_batches != is_set:
+    is_other = saved_size is not None and size not in (None, saved_size)
+    if not is_other or session.strategy.rank or session.progress.accumulate_grad_batches != is_set:
         return
     _log.warning(
         "%s is of a run with %d samples in an optimizer step, and now there are %d: no sample is lost or repeated, but "

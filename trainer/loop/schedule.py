@@ -13,19 +13,38 @@ from ..session.session import Session
 
 def plan_epoch(session: Session) -> None:
     """Work out when the epoch logs and validates, and how long it is."""
-    data, settings, progress = session.train_data, session.settings, session.progress
+    data, settings, timetable = session.train_data, session.settings, session.timetable
     assert data is not None
-    progress.num_batches = data.num_batches
-    every = settings.log_every_n_steps
-    progress.next_log = (session.state.global_step // every + 1) * every if every else math.inf
-    progress.validates_inside = validates(session) and validates_in_this_epoch(session)
+    timetable.num_batches = data.num_batches
+    note_logged(session)
+    timetable.validates_inside = validates(session) and validates_in_this_epoch(session)
     interval = settings.val_check_interval
     if not isinstance(interval, int | float):
         interval = math.inf
     elif isinstance(interval, float):
         planned = data.planned_batches
         interval = math.inf if interval == 1.0 or math.isinf(planned) else int(planned * interval)
-    progress.validation_interval = max(1, interval)
+    timetable.validation_interval = max(1, interval)
+
+
+def note_logged(session: Session) -> None:
+    """Note that the loggers have got the values of this step."""
+    every = session.settings.log_every_n_steps
+    session.timetable.next_log = (session.state.global_step // every + 1) * every if every else math.inf
+
+
+def note_validated(session: Session) -> None:
+    """Note that the run has validated at this step. Collective: every rank calls it."""
+    session.timetable.validated_at = session.state.global_step
+    if session.settings.validation_seconds is not None:
+        (seconds,) = session.strategy.ranks.all.all_reduce([session.interruption.elapsed()], "max")
+        session.timetable.validated_seconds = seconds
+
+
+def start_clock(session: Session) -> None:
+    """Start the clocks of training, where a resumed run has stopped them."""
+    session.interruption.start(session.state.seconds)
+    session.timetable.validated_seconds = session.state.seconds
 
 
 def num_steps(session: Session, data: TrainData) -> float:
@@ -43,9 +62,9 @@ def num_steps(session: Session, data: TrainData) -> float:
 
 def is_over(session: Session) -> bool:
     """Return whether training ends at this step boundary. Collective: every rank calls it."""
-    state, progress, settings = session.state, session.progress, session.settings
-    interruption = session.interruption
-    last_step = progress.next_check = math.inf if settings.last_step is None else settings.last_step
+    state, progress, timetable = session.state, session.progress, session.timetable
+    settings, interruption = session.settings, session.interruption
+    last_step = timetable.next_check = math.inf if settings.last_step is None else settings.last_step
     if session.meetings.is_needed:
         progress.should_stop, has_failed, meeting = session.meetings.meet(
             state.global_step,
@@ -53,7 +72,7 @@ def is_over(session: Session) -> bool:
             has_failed=session.writer.has_failed,
             is_between_epochs=state.is_epoch_done or state.batches_in_epoch == 0,
         )
-        progress.next_check = min(last_step, meeting)
+        timetable.next_check = min(last_step, meeting)
         if session.strategy.ranks.stage.world_size > 1:
             session.metrics.reduce()  # brings the values logged by the last stage to rank 0's bar and callbacks
         if has_failed:  # all ranks raise together, so none waits for another in vain
@@ -76,8 +95,8 @@ def is_validation_due(session: Session, num_micro_batches: int) -> bool:
     """Return whether a validation follows the step just completed, which had this number of micro-batches."""
     seconds = session.settings.validation_seconds
     if seconds is not None:
-        return session.interruption.agreed() - session.progress.validated_seconds >= seconds
-    state, data, interval = session.state, session.train_data, session.progress.validation_interval
+        return session.interruption.agreed() - session.timetable.validated_seconds >= seconds
+    state, data, interval = session.state, session.train_data, session.timetable.validation_interval
     assert data is not None
     now: float | Fraction = state.batches_in_epoch
     before: float | Fraction = now - num_micro_batches
@@ -95,7 +114,7 @@ def is_validation_due_at_epoch_end(session: Session) -> bool:
     """Return whether the epoch that was just completed ends with a validation."""
     interval = session.settings.val_check_interval
     at_end = interval == 1.0 and isinstance(interval, float)
-    if not at_end or not validates(session) or session.progress.validated_at == session.state.global_step:
+    if not at_end or not validates(session) or session.timetable.validated_at == session.state.global_step:
         return False
     return validates_in_this_epoch(session)
 
@@ -104,7 +123,7 @@ def is_last_validation_due(session: Session) -> bool:
     """Return whether a validation is due because a hook set ``should_stop`` inside an epoch; the same on every rank."""
     if not session.progress.should_stop or session.interruption.signal is not None or not validates(session):
         return False
-    return session.progress.validated_at != session.state.global_step and validates_in_this_epoch(session)
+    return session.timetable.validated_at != session.state.global_step and validates_in_this_epoch(session)
 
 
 def validates_in_this_epoch(session: Session) -> bool:
@@ -157,7 +176,7 @@ def step_schedulers(session: Session, interval: str, count: int, *, with_metric:
             session.metrics.reduce()  # a step's value, over all ranks
         name = config.monitor if with_metric else None  # other schedulers may name one, and are not stepped with it
         metric = session.metrics.callback_metrics().get(name) if name is not None else None
-        may_come = validates(session) and session.progress.validated_at < 0
+        may_come = validates(session) and session.timetable.validated_at < 0
         if with_metric and metric is None and config.strict and not may_come:
             known = sorted(session.metrics.callback_metrics())
             raise ConfigError(

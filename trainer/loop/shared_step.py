@@ -148,13 +148,11 @@ class SharedStep(Step):
 
     def finish(self, window: Window, *, goes_on: bool) -> int:
         if goes_on:  # count as all ranks do, before the hooks of the last micro-batch
-            self.state.batches_in_epoch += window.length - len(window)
-            self.state.samples_seen += window.total_size - window.size
+            self.state.count(window.length - len(window), window.total_size - window.size)
         else:
             if self._has_come:
                 self.end(window[-1])
-            self.state.batches_in_epoch += self._from_others[0]
-            self.state.samples_seen += self._from_others[1]
+            self.state.count(*self._from_others)
             self._from_others = 0, 0
         super().finish(window, goes_on=goes_on)
         if not window.is_even:

@@ -46,14 +46,14 @@ class Step(ABC):
         "_plain_backward", "_update_fns", "_updates_directly", "backward", "batch", "first_batch_idx", "forward",
         "has_gradients", "hooks", "is_automatic", "is_updating", "left", "managed_optimizers", "metrics", "module",
         "optimizers", "output", "passes_closure", "placed", "progress", "schedulers", "session", "set_grad_sync",
-        "state", "strategy", "targets", "transfer", "weights", "writer", "zero_grads",
+        "state", "strategy", "targets", "timetable", "transfer", "weights", "writer", "zero_grads",
     )  # fmt: skip
 
     def __init__(self, session: Session) -> None:
         hooks = session.hooks
         self.session, self.module, self.state = session, session.module, session.state
         self.strategy, self.placed = session.strategy, session.placed
-        self.progress, self.metrics = session.progress, session.metrics
+        self.progress, self.timetable, self.metrics = session.progress, session.timetable, session.metrics
         self.writer, self.transfer, self.hooks = session.writer, session.transfer, hooks
         self.optimizers, self.schedulers = session.optimizers, session.schedulers
         self.is_automatic = session.module.automatic_optimization
@@ -140,10 +140,10 @@ class Step(ABC):
 
     def begin(self, micro_batch: MicroBatch) -> bool:
         """Bring a micro-batch to the device and call the hooks; return False if one asked to end the epoch."""
-        metrics, progress = self.metrics, self.progress
+        metrics, progress, batch_idx = self.metrics, self.progress, self.state.batches_in_epoch
         metrics.in_batch, metrics.batch_size = True, micro_batch.size
-        progress.micro_batch, progress.is_in_step = micro_batch, True
-        batch_idx = progress.batch_idx = self.state.batches_in_epoch
+        progress.is_in_step = True
+        progress.train_on(micro_batch, batch_idx)
         batch = micro_batch.batch
         if self.transfer is not None:
             batch = self.transfer(batch, 0)
@@ -183,9 +183,7 @@ class Step(ABC):
 
     def end(self, micro_batch: MicroBatch) -> None:
         """Count a micro-batch and call the hooks."""
-        state = self.state
-        state.batches_in_epoch += 1
-        state.samples_seen += micro_batch.size
+        self.state.count(1, micro_batch.size)
         if self._on_batch_end:
             outputs = outputs_for_hooks(self.output)
             for hook in self._on_batch_end:
@@ -215,13 +213,12 @@ class Step(ABC):
             goes_on = goes_on and still_goes_on
         else:
             has_updated = self._update_each()
-        self.progress.steps_without_loss += not self.has_gradients
         state.global_step += 1
         if not has_updated:
             state.skipped_steps += 1
         elif self.schedulers:
             step_schedulers(self.session, "step", state.global_step)
-        if state.global_step >= self.progress.next_log and has_updated and not self.session.not_finite.found:
+        if state.global_step >= self.timetable.next_log and has_updated and not self.session.not_finite.found:
             self._look_at_loss()
         return goes_on
 
@@ -355,8 +352,8 @@ class Step(ABC):
     def begin_again(self, micro_batch: MicroBatch, index: int) -> None:
         """Make a micro-batch of the window the current one."""
         self.batch = micro_batch.batch if self.transfer is None else self.transfer(micro_batch.batch, 0)
-        self.progress.micro_batch, self.metrics.batch_size = micro_batch, micro_batch.size
-        self.progress.batch_idx = self.first_batch_idx + index
+        self.metrics.batch_size = micro_batch.size
+        self.progress.train_on(micro_batch, self.first_batch_idx + index)
 
     def logging_again(self, index: int) -> AbstractContextManager[None]:
         """Return the context of a micro-batch; what the first one logs replaces older values of the step."""

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import logging
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
 from typing import Any
 
-from torch import nn
-
 from ...common.errors import DataError
 from ...strategies.module.compiled_calls import warn_if_uncalled
-from ...strategies.torch_tensors import version_of
 from ..data.micro_batch import Window
 from ..data.sample_checks import compared
 from ..session.session import Session
@@ -22,12 +18,13 @@ from .eval_mode import warn_of_eval_mode
 from .evaluate import validate
 from .kept_results import KeptResults
 from .pipeline_step import PipelineStep
-from .remedies import EndlessEpoch, raise_if_single_sample, tell_of_other_size
+from .remedies import EndlessEpoch, Untrained, raise_if_single_sample, tell_of_other_size
 from .schedule import (
     is_last_validation_due,
     is_over,
     is_validation_due,
     is_validation_due_at_epoch_end,
+    note_logged,
     plan_epoch,
     reload_if_due,
     step_schedulers,
@@ -36,6 +33,8 @@ from .schedule import (
 )
 from .shared_step import SharedStep
 from .step import OneRankStep, Step
+
+Check = Callable[[], None]
 
 _log = logging.getLogger(__name__)
 
@@ -47,40 +46,47 @@ def make_step(session: Session) -> Step:
     return SharedStep(session) if session.placed.ranks.count.world_size > 1 else OneRankStep(session)
 
 
-def train(session: Session, step: Step) -> None:
+def train(session: Session, step: Step, *, left_in_eval: Sequence[str] = (), after_first: Check | None = None) -> None:
     """Train until the epochs, steps or time are up, or a hook or a signal ends training.
 
     At every step boundary, in this order: update and schedulers, step metrics, validation if due; at the end of an
     epoch its hooks, metrics and the schedulers that need them; then, when all this is done, `on_train_step_end`, where
     checkpoints are saved.
+
+    Args:
+        session: the parts of the fit.
+        step: the implementation of its steps.
+        left_in_eval: the names of submodules in eval mode, of which to warn unless hooks have changed that.
+        after_first: is called after the first step, whose optimizers have their state by then.
     """
-    state, progress, hooks, writer = session.state, session.progress, session.hooks, session.writer
+    state, progress, timetable, hooks = session.state, session.progress, session.timetable, session.hooks
+    writer = session.writer
     interruption, is_alone, replicas = session.interruption, not session.meetings.is_needed, session.replicas
     streams = session.streams
-    watch, kept = EndlessEpoch(session), KeptResults(session)
-    looks, saved_size = kept.looks, state.global_batch_size
-    progress.first_version = _version_of(session.module)
+    watch, kept, untrained = EndlessEpoch(session), KeptResults(session), Untrained(session)
+    looks, is_first, saved_size = kept.looks, True, state.global_batch_size
+    checks = _checks_after_first(session, after_first)
     hooks.call("on_train_start")
     replicas.begin()
     while not is_over(session):
         _begin_epoch(session)
-        if progress.left_in_eval:
-            warn_of_eval_mode(session)
-        if saved_size is not None:  # a resumed run, in its first epoch
+        if is_first:
+            warn_of_eval_mode(session, left_in_eval)
             tell_of_other_size(session, saved_size)
-            saved_size = None
+            is_first = False
         is_partial, goes_on = False, True
         has_decays = steps_by_epoch(session)
         has_plateaus = any(config.reduce_on_plateau for config in session.schedulers)
         is_profiled, may_run_out = session.profiler.is_active, interruption.has_limit
-        for window in _windows(session):
+        for window in _windows(session, checks):
             try:
                 goes_on = step.forward_backward(window)
                 goes_on = step.update(window, goes_on=goes_on)
+                untrained.has_loss |= step.has_gradients
             except ValueError as error:
                 raise_if_single_sample(session, error)
                 raise
-            if has_decays and (not goes_on or step.first_batch_idx + window.length >= progress.num_batches):
+            if has_decays and (not goes_on or step.first_batch_idx + window.length >= timetable.num_batches):
                 step_schedulers_of_epochs(session)
             progress.is_in_step = False
             num_micro_batches = step.finish(window, goes_on=goes_on)
@@ -90,26 +96,28 @@ def train(session: Session, step: Step) -> None:
                 looks = kept.look()
             if state.global_step >= replicas.next_step:
                 replicas.check()
-            if state.global_step >= progress.next_log:
+            if state.global_step >= timetable.next_log:
                 _log_step(session)
                 watch.look()
-            if progress.validates_inside and is_validation_due(session, num_micro_batches):
+            if timetable.validates_inside and is_validation_due(session, num_micro_batches):
                 validate(session)
             if has_plateaus:
                 step_schedulers(session, "step", state.global_step, with_metric=True)
             if is_profiled:
                 session.profiler.step()
-            if not goes_on or state.batches_in_epoch >= progress.num_batches:
+            if not goes_on or state.batches_in_epoch >= timetable.num_batches:
                 break
             if writer.has_failed and is_alone:
                 writer.raise_if_failed()
             for hook in hooks.on_train_step_end:
                 hook()
             may_be_over = is_alone and (progress.should_stop or interruption.signal is not None or may_run_out)
-            if (may_be_over or state.global_step >= progress.next_check) and is_over(session):
+            if (may_be_over or state.global_step >= timetable.next_check) and is_over(session):
                 is_partial = True
                 _leave_epoch(session)
                 break
+        if not is_partial:
+            untrained.look()
         _end_epoch(session, is_partial=is_partial, validates=goes_on)
         kept.look_at_epoch()
         if not is_partial:
@@ -128,7 +136,7 @@ def _begin_epoch(session: Session) -> None:
     session.writer.wait_for_copy()
     is_new = state.is_epoch_done or state.batches_in_epoch == 0
     state.begin_epoch()
-    progress.batch_idx = state.batches_in_epoch
+    progress.go_to(state.batches_in_epoch)
     metrics.enter("train")
     metrics.guard.epoch = state.epoch
     if is_new:
@@ -145,14 +153,22 @@ def _begin_epoch(session: Session) -> None:
         session.streams.begin_steps(state.epoch)
 
 
-def _checked(check: Callable[[], None]) -> Iterator[Window]:
+def _checks_after_first(session: Session, check: Check | None) -> list[Check]:
+    """Return what is to be checked after the first step."""
+    checks = [] if check is None else [check]
+    if session.settings.compile and not (session.strategy.rank or session.state.global_step):
+        checks.append(partial(warn_if_uncalled, session.module))
+    return checks
+
+
+def _checked(check: Check) -> Iterator[Window]:
     """Call a check when the next window is asked for, and yield none: a chain then costs later windows nothing."""
     check()
     yield from ()
 
 
-def _windows(session: Session) -> Iterator[Window]:
-    """Return the windows of the rest of the epoch.
+def _windows(session: Session, checks: list[Check]) -> Iterator[Window]:
+    """Return the windows of the rest of the epoch; take the checks that follow the first.
 
     Raises:
         DataError: if a whole epoch is empty.
@@ -171,11 +187,8 @@ def _windows(session: Session) -> Iterator[Window]:
         windows = chain([first], windows)
         if state.global_step == 0:
             check_documents(session, first)
-    if session.settings.compile and not (session.strategy.rank or state.global_step):
-        windows = chain(islice(windows, 1), _checked(partial(warn_if_uncalled, session.module)), windows)
-    if session.check_savable is not None:
-        windows = chain(islice(windows, 1), _checked(session.check_savable), windows)
-        session.check_savable = None
+    while checks:
+        windows = chain(islice(windows, 1), _checked(checks.pop()), windows)
     return iter(session.profiler.measured("fetch", windows.__next__), None) if session.profiler.is_active else windows
 
 
@@ -192,13 +205,12 @@ def _leave_epoch(session: Session) -> None:
 
 def _log_step(session: Session) -> None:
     session.log({**session.metrics.step_values(), **session.placed.step_metrics()})
-    session.progress.next_log += session.settings.log_every_n_steps
+    note_logged(session)
 
 
 def _end_epoch(session: Session, *, is_partial: bool, validates: bool) -> None:
     """Do everything due at the end of an epoch; if it was cut short, only report."""
     if not is_partial:
-        _warn_if_untrained(session)
         _warn_if_unlogged(session)
     state, metrics = session.state, session.metrics
     if not is_partial:
@@ -231,29 +243,4 @@ def _warn_if_unlogged(session: Session) -> None:
             "The fit has %d steps, but loggers get the values of every %dth only, so none of %r; lower "
             "log_every_n_steps=%d.",
             *(state.global_step, settings.log_every_n_steps, logged[0], settings.log_every_n_steps),
-        )
-
-
-def _version_of(module: nn.Module) -> int:
-    """Return a number that grows with each in-place change of a parameter, whichever optimizer makes it."""
-    return sum(map(version_of, module.parameters()))
-
-
-def _warn_if_untrained(session: Session) -> None:
-    """Warn if no batch so far had a loss, or if no optimizer was stepped in manual optimization."""
-    state = session.state
-    is_manual = not session.module.automatic_optimization
-    has_stepped = any(state.optimizer_steps) or session.progress.first_version != _version_of(session.module)
-    if is_manual and session.optimizers and state.epoch == 0 and not has_stepped:
-        warnings.warn(
-            f"{type(session.module).__name__}.automatic_optimization is False, and no optimizer has stepped in the "
-            f"{state.batches_in_epoch} batches of epoch 0; call self.manual_backward(loss) and "
-            "self.optimizers().step() in training_step, or leave automatic_optimization out.",
-            stacklevel=2,
-        )
-    if state.global_step == session.progress.steps_without_loss and state.batches_in_epoch > 0 and session.optimizers:
-        warnings.warn(
-            f"training_step returned None for all {state.batches_in_epoch} batches of epoch {state.epoch}, and nothing "
-            "was trained; return the loss (is `return` missing?).",
-            stacklevel=2,
         )

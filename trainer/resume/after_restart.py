@@ -65,7 +65,7 @@ def go_on(session: Session) -> None:
     session.state.seed, session.state.data_size = notes.seed, notes.data_size
     continue_loggers(session.loggers, notes.versions)
     step, path = notes.step, notes.checkpoint
-    session.progress.last_checkpoint = path
+    session.saves.note(path)
     if in_memory is not None and notes.owns_snapshots and in_memory.step >= step:
         step, path = in_memory.step, in_memory.path
     if path is not None:

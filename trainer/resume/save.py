@@ -6,7 +6,6 @@ import json
 import os
 from contextlib import suppress
 from pathlib import Path
-from time import monotonic
 
 import torch
 
@@ -47,9 +46,9 @@ def save_checkpoint(
             f"{session.progress.batch_idx} of epoch {session.state.epoch}): a resumed run would not train on its "
             "samples. Call it in on_train_step_end, or pass weights_only=True."
         )
-    began = monotonic()
     # a validation runs in inference mode, and no later save could write to tensors made in it
-    with torch.inference_mode(False), torch.no_grad(), session.profiler.profile("checkpoint"):
+    inference = torch.inference_mode(False)
+    with session.saves.waiting(), inference, torch.no_grad(), session.profiler.profile("checkpoint"):
         origin = origin_of(session, path.parent)
         state = take_state(session, weights_only=weights_only or session.task != "fit")
         if session.strategy.rank == 0:
@@ -58,9 +57,8 @@ def save_checkpoint(
         session.writer.save(path, state, mesh=mesh, still=still, origin=origin, single_file=single_file)
         if wait:
             session.writer.close()
-    session.progress.checkpoint_seconds += monotonic() - began
     if "loop" in state:
-        session.progress.last_checkpoint = path
+        session.saves.note(path)
         note_checkpoint(session, path)
         if session.saved_list is not None and session.strategy.rank == 0:
             with session.saved_list.open("a", encoding="utf-8") as file:
@@ -73,9 +71,7 @@ def origin_of(session: Session, folder: Path | None = None) -> Origin:
     With a `folder`, the time is also later than that of each checkpoint in it, when the run first writes there: a clock
     that was set back, or another machine's, does not make an older checkpoint the last one.
     """
-    known = session.progress.known_folders
-    if folder is not None and folder not in known and session.strategy.rank == 0:
-        known.add(folder)
+    if folder is not None and session.strategy.rank == 0 and session.saves.is_first_in(folder):
         with suppress(CheckpointError):  # if the folder cannot be read, the save reports it on all ranks
             for checkpoint in list_checkpoints(folder):
                 session.origin = session.origin.not_before(checkpoint.saved_at)

@@ -15,26 +15,22 @@ def take_snapshot(session: Session) -> None:
 
     Call it where a checkpoint may be saved. Errors of the snapshot are not raised.
     """
-    recovery, progress = session.recovery, session.progress
+    recovery = session.recovery
     if recovery is None:
         return
-    began = time.monotonic()
-    with session.profiler.profile("snapshot"):
+    with session.saves.waiting(), session.profiler.profile("snapshot"):
+        began = time.monotonic()
         # data that loggers buffer would be lost with this process, and the resumed run does not log it again
         if session.strategy.rank == 0:
             tell(session.loggers, "save")
-        progress.is_taking_snapshot = True
-        try:
+        with session.saves.taking_snapshot():
             origin = origin_of(session)
             state = take_state(session, weights_only=False)
-        finally:
-            progress.is_taking_snapshot = False
         gathering, snapshots = time.monotonic() - began, recovery.snapshots
         still, step = still_parts(session), session.state.global_step
         snapshots.save(state, step, still=still, gathering=gathering, origin=origin)
         if snapshots.is_copying:
             session.writer.also_wait(snapshots.wait_for_copy)
-    progress.checkpoint_seconds += time.monotonic() - began
 
 
 def end_snapshots(session: Session, *, has_failed: bool) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from ...callbacks.run import Stage
@@ -15,7 +16,7 @@ LoaderKind = Literal["train", "validate"]
 
 @dataclass(slots=True)
 class Progress:
-    """The position of a run inside its epoch, beside the counters of `TrainState`."""
+    """The position of a run inside its epoch, beside the counters of `TrainState`, and what hooks have asked for."""
 
     stage: Stage | None = None
     batch_idx: int = 0
@@ -24,20 +25,39 @@ class Progress:
     """The current or last training micro-batch."""
     is_in_step: bool = False
     """Whether a training micro-batch has begun whose gradients have not updated the parameters yet."""
-    steps_without_loss: int = 0
-    """The steps of this fit in which training_step returned None for each micro-batch."""
-    first_version: int = 0
-    """The version of the parameters when training began: a number that grows with each change of one."""
-    left_in_eval: list[str] = field(default_factory=list)
-    """The submodules that the fit found in eval mode and would train, until its first epoch begins."""
+    batch_indices: Sequence[int] = ()
+    """The sample indices of the current or last evaluation batch; empty if unknown."""
     should_stop: bool = False
     """Whether a hook asked to end training."""
+    accumulate_grad_batches: int = 1
+    """Micro-batches per step, from the next epoch on."""
+
+    @contextmanager
+    def in_stage(self, stage: Stage) -> Iterator[None]:
+        """Run the block in a stage. An error leaves the stage as it is: what explains the error asks for it."""
+        outer, self.stage = self.stage, stage
+        yield
+        self.stage = outer
+
+    def train_on(self, micro_batch: MicroBatch, batch_idx: int) -> None:
+        """Make a training micro-batch the current one."""
+        self.micro_batch, self.batch_idx = micro_batch, batch_idx
+
+    def go_to(self, batch_idx: int, indices: Sequence[int] = ()) -> None:
+        """Make the batch with this index the current one, in an evaluation with the indices of its samples."""
+        self.batch_idx, self.batch_indices = batch_idx, indices
+
+
+@dataclass(slots=True)
+class Timetable:
+    """When a run logs, validates and may end; the functions of loop/schedule.py write and read it."""
+
+    num_batches: float = 0
+    """Micro-batches of the epoch; infinity if only reading can tell."""
     next_log: float = math.inf
     """The next global step at which the loggers get the step's values."""
     next_check: float = math.inf
     """The next global step after which to ask whether training is over: the last one, or a meeting of the ranks."""
-    num_batches: float = 0
-    """Micro-batches of the epoch; infinity if only reading can tell."""
     validates_inside: bool = False
     """Whether the epoch has validations before its end."""
     validation_interval: float = 1
@@ -46,21 +66,13 @@ class Progress:
     """The global step of the newest validation."""
     validated_seconds: float = 0.0
     """The training time of the newest validation, or of the start, on the clock that all ranks agree on."""
-    batch_indices: list[int] = field(default_factory=list)
-    """The sample indices of the current or last evaluation batch; empty if unknown."""
-    predictions: list[Any] | None = None
-    """The predictions for each loader; those of all ranks from the end of the epoch on."""
-    prediction_indices: list[list[list[int]]] = field(default_factory=list)
-    """The sample indices of all ranks' predictions, for each batch of each loader."""
-    last_checkpoint: Path | None = None
-    """The newest checkpoint of this run that training can be resumed from."""
-    known_folders: set[Path] = field(default_factory=set)
-    """The folders whose checkpoints are all older than what this run saves next."""
-    checkpoint_seconds: float = 0.0
-    """The time for which training has waited for checkpoints and snapshots."""
-    is_taking_snapshot: bool = False
-    """Whether the state is being taken for a snapshot in memory."""
-    accumulate_grad_batches: int = 1
-    """Micro-batches per step, from the next epoch on."""
-    found: dict[str, float] = field(default_factory=dict)
-    """The attributes of module and data module that finders have set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """What predict returns, for each loader; from the end of the epoch on that of all ranks."""
+
+    outputs: list[Any] = field(default_factory=list)
+    """The predictions for each batch of each loader."""
+    indices: list[list[list[int]]] = field(default_factory=list)
+    """Their sample indices, once they are gathered."""

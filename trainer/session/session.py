@@ -31,9 +31,10 @@ from ..module.train_module import TrainModule
 from .interruption import Interruption
 from .not_finite import FirstNotFinite
 from .profiler import Profiler
-from .progress import LoaderKind, Progress
+from .progress import LoaderKind, Predictions, Progress, Timetable
 from .rank_streams import RankStreams
 from .replica_guard import ReplicaGuard
+from .saves import Saves
 from .settings import Settings
 from .stop_agreement import Meetings
 from .train_state import TrainState
@@ -55,7 +56,7 @@ class RestartableFit:
 
 @dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class Session:
-    """The parts of one call of the Trainer. Set up once; what changes is in `state` (saved) and in `progress`."""
+    """The parts of one call of the Trainer. Set up once; what changes is in `state`, which is saved, and in records."""
 
     task: Task
     run: Run
@@ -74,6 +75,11 @@ class Session:
     origin: Origin
     """The lineage of the run, and the time of its last save."""
     progress: Progress = field(default_factory=Progress)
+    timetable: Timetable = field(default_factory=Timetable)
+    saves: Saves = field(default_factory=Saves)
+    predictions: Predictions | None = None
+    found: dict[str, float] = field(default_factory=dict)
+    """The attributes of module and data module that finders have set."""
     streams: RankStreams = field(default_factory=RankStreams)
     """The random numbers of this rank, and those of all."""
     not_finite: FirstNotFinite = field(init=False)
@@ -105,9 +111,6 @@ class Session:
     """Whether everything that a checkpoint holds exists: the module is placed, a fit has its data and optimizers."""
     has_failed: bool = False
     """Whether an error has ended it."""
-    check_savable: Callable[[], None] | None = None
-    """Checks that a checkpoint can hold the state; called once more after the first step, which makes that of
-    optimizers."""
     recovery: RestartableFit | None = None
     """Set in a fit whose workers are restarted after faults."""
 

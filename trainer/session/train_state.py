@@ -79,6 +79,15 @@ class TrainState:
             self.is_epoch_done = False
         self.is_epoch_over = False
 
+    def count(self, batches: int, samples: int) -> None:
+        """Count micro-batches of this rank and samples of all ranks that were trained on."""
+        self.batches_in_epoch += batches
+        self.samples_seen += samples
+
+    def go_to(self, batches_in_epoch: int) -> None:
+        """Be at another micro-batch of the epoch, as one cut in another way or shown to a hook."""
+        self.batches_in_epoch = batches_in_epoch
+
     @contextmanager
     def as_in_epoch(self, epoch: int) -> Iterator[None]:
         """Tell hooks inside that this is the current epoch."""

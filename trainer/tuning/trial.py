@@ -54,7 +54,7 @@ def try_steps(
             most = size if num_micro_batches is None else num_micro_batches * micro_batch_size
             data.cut_into(micro_batch_size, global_batch_size=min(size, most))
             trial.progress.accumulate_grad_batches = data.accumulate
-        with enter(trial):
+        with enter(trial), trial.progress.in_stage("train"):
             train(trial, make_step(trial))
 
 
@@ -126,6 +126,5 @@ def _trial_of(session: Session, callback: Callback, num_steps: int) -> Session:
     take_placed(trial, session.placed)
     trial.metrics.position = state.global_step
     trial.progress.accumulate_grad_batches = session.progress.accumulate_grad_batches
-    trial.progress.stage = "train"
     session.module.attach(session.run, trial.module_metrics)
     return trial
