@@ -1,4 +1,4 @@
-"""Models of timm and pipelines of diffusers: read into shards, trained, and written so that their libraries read them."""
+"""Models of timm and pipelines of diffusers: read into shards, trained, and written as their libraries read them."""
 
 import json
 import warnings
