@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ...common.errors import CheckpointError, ConfigError
 from ...common.flush import flush_to_disk
+from ..state.safetensors_dtypes import CODES
 from .find_folder import CONFIG, PIPELINE, SINGLE
 from .saved_names import Outline
-from .tensor_file import CODES, memory_of
+from .tensor_file import memory_of
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER: Final = "adapter_model.safetensors"

@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 from ...common.errors import CheckpointError, did_you_mean
 from ...strategies.state.lazy_tensor import OUTLINE, Block, StoredTensor
+from ...strategies.state.safetensors_dtypes import MALFORMED
 from .files import FilePiece, FileRecord, MappedFile, digests, explain, is_one_file, while_it_stays
 from .manifest import STATE, TENSORS, Manifest, read_manifest, read_object
-from .safetensors_file import MALFORMED, block_of, collect, read_tensors
+from .safetensors_file import block_of, collect, read_tensors
 from .tags import decode
 
 
