@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 
@@ -35,7 +36,8 @@ def lazy_names(
         return vars(known).setdefault(name, value)
 
     def listed() -> list[str]:
-        return sorted({*vars(known), *where})
+        own = {name for name, value in vars(known).items() if name.startswith("__") or isinstance(value, ModuleType)}
+        return sorted({*own, *where, *here} - {"__getattr__", "__dir__"})
 
     return find, listed, sorted([*where, *here])
 
