@@ -24,8 +24,11 @@ from .run import Run
 class HuggingFaceCheckpoint(Callback):
     """Write ``<dirpath>/step=<n>``, a folder of Hugging Face, at the end of training and where the arguments say.
 
-    It holds the config, the generation config, the weights under the model's own names, and a tokenizer. Of a model
-    with adapters of peft it holds the adapter alone, as peft writes it, or with `merge_adapters` the merged model.
+    It holds the config, the generation config, the weights under the model's own names, and a tokenizer. A model of
+    timm is written as ``timm.create_model("local-dir:...")`` reads it, one of diffusers as its ``from_pretrained``
+    does; if it was read from a part of a pipeline's folder, the whole pipeline is written with it. Of a model with
+    adapters of peft the folder holds the adapter alone, as peft writes it, or with `merge_adapters` the merged model.
+
     Rank 0 writes, and gathers one tensor at a time from the shards; the folder is complete or absent. It has no
     optimizer state: runs resume from a `ModelCheckpoint`.
 
@@ -33,9 +36,11 @@ class HuggingFaceCheckpoint(Callback):
         dirpath: the folder of the folders; by default ``<log_dir>/huggingface``.
         every_n_train_steps: write every n optimizer steps as well.
         every_n_epochs: write every n epochs as well.
-        part: the name of the model in the module; by default, the one model of transformers or peft in it.
+        part: the name of the model in the module; by default, the one model of transformers, diffusers, timm or peft
+            in it.
         dtype: the dtype in which weights are written; by default that of training.
-        max_shard_size: the most bytes of a file of weights, as a number or text such as ``"5GB"``.
+        max_shard_size: the most bytes of a file of weights, as a number or text such as ``"5GB"``; those of timm and of
+            adapters are in one file.
         tokenizer: a tokenizer or processor to save beside; by default, the files of the folder that
             `load_pretrained` has read are copied.
         merge_adapters: merge adapters into the base model.

@@ -294,3 +294,13 @@ def notes_of(node: Any) -> dict[str, Any]:
     """Return the notes that an operation of a graph carries (`metadata`), which live as long as it."""
     notes: dict[str, Any] = node.metadata
     return notes
+
+
+def reads_by_itself(module: nn.Module) -> bool:
+    """Return whether a module has code of its own that reads entries of a state dict."""
+    kind = type(module)
+    return (
+        kind._load_from_state_dict is not nn.Module._load_from_state_dict  # noqa: SLF001
+        or kind.set_extra_state is not nn.Module.set_extra_state
+        or bool(module._load_state_dict_pre_hooks)  # noqa: SLF001
+    )

@@ -25,6 +25,7 @@ OptionalMethod = Literal[
     "save",
     "after_save_checkpoint",
     "finalize",
+    "drop_empty_folder",
 ]
 
 _WHERE_A_RUN_BEGINS: Final = ("open", "continue_run", "continue_saved", "continue_as", "resume_at")

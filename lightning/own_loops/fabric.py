@@ -21,7 +21,7 @@ from ...strategies.devices.moves import move_module
 from ...strategies.distributed.nested import map_tensors
 from ...strategies.module.compiled_calls import compile_calls
 from ...strategies.torch_tensors import compiled_from
-from ...trainer.checkpoint.load_weights import load_weights
+from ...trainer.checkpoint.weights import load_weights
 from ...trainer.data.seed import seed_everything as seed_all
 from ...trainer.engine.engine import Engine
 from ...trainer.module.all_gather import all_gather

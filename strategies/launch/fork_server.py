@@ -28,7 +28,6 @@ PRELOADED = (
     "torch._dynamo",
     "torch.distributed.optim",
     "cloudpickle",
-    "echelon",
     f"{__package__}.forkserver_preload",
 )
 

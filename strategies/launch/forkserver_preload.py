@@ -38,6 +38,14 @@ def _end(server: int) -> None:
     os._exit(0)
 
 
+def _import_package(name: str) -> None:
+    """Import all that a package exports, which workers would each import when they use it."""
+    package = importlib.import_module(name)
+    for exported in package.__all__:
+        getattr(package, exported)
+
+
+_import_package(__package__.partition(".")[0])
 _import_all(take_preload())
 gc.freeze()  # garbage collections in workers neither search what was imported nor copy its pages
 if any("multiprocessing.forkserver" in argument for argument in sys.orig_argv):  # not if something else imports this

@@ -23,7 +23,7 @@ from ..pipeline.timeline import WindowRecorder
 from ..pipeline.work import WindowWork
 from ..state.dtensor import multiply_all, whole_on_cpu
 from ..state.optimizer_state import load_by_name, state_by_name
-from ..state.tied_names import as_tied, with_tied_names
+from ..state.tied_names import as_tied, with_tied_names, without_unread
 from .plain_copies import PlainCopies, release
 
 ClipAlgorithm = Literal["norm", "value"]
@@ -211,7 +211,7 @@ class Placed:
 
     def load_model_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Load a state dict with the plain module's names, one or more of tied weights. Collective: all ranks."""
-        self.module.load_state_dict(with_tied_names(self.module, state), strict=strict)
+        self.module.load_state_dict(with_tied_names(self.module, without_unread(self.module, state)), strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the optimizer's state, with parameters by name. Collective: every rank calls it."""

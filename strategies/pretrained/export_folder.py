@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...common.errors import CheckpointError, MissingDependencyError, did_you_mean
+from ...common.errors import CheckpointError, did_you_mean
 from ...common.local_path import local_path
-from .find_folder import CONFIG, config_of, find_folder
-from .save_folder import committed_folder, copy_beside
+from .find_folder import find_folder
+from .libraries import model_described_by
+from .save_folder import committed_folder
 from .save_model import FolderSettings, write_folder
 from .saved_names import SavedTensors, untied
 
@@ -30,10 +31,10 @@ def export_folder(
 
     Raises:
         CheckpointError: if the weights are not those of the model that the config describes.
-        MissingDependencyError: without transformers.
+        MissingDependencyError: without the library of the model.
     """
     folder = find_folder(base)
-    model = _model_of(folder)
+    model = model_described_by(folder)
     shapes = untied(model)
     prefix = _prefix(list(shapes), weights, str(path), folder)
     for name, here in shapes.items():
@@ -46,29 +47,8 @@ def export_folder(
     own = {name: torch.empty_like(here, dtype=weights[prefix + name].dtype) for name, here in shapes.items()}
     tensors = SavedTensors(model, own, settings.dtype)
     with committed_folder(local_path("destination", destination)) as new:
-        write_folder(new, model, tensors, lambda name: weights[prefix + name].clone(), settings)
-        copy_beside(folder, new)
+        write_folder(new, model, tensors, lambda name: weights[prefix + name].clone(), settings, source=folder)
     return destination
-
-
-def _model_of(folder: Path) -> nn.Module:
-    """Return the model that a folder's config describes, without memory."""
-    try:
-        import transformers
-    except ImportError:
-        raise MissingDependencyError(
-            f"{folder} can be the base of a Hugging Face folder only with transformers; install it."
-        ) from None
-    names = config_of(folder).get("architectures") or []
-    kind = getattr(transformers, str(names[0]), None) if names else None
-    if kind is None:
-        raise CheckpointError(
-            f"The {CONFIG} of {folder} names no model of transformers, found architectures={names!r}; give as base the "
-            "folder that the model was loaded from."
-        )
-    with torch.device("meta"):
-        model: nn.Module = kind(transformers.AutoConfig.from_pretrained(folder))
-    return model
 
 
 def _prefix(names: list[str], weights: Mapping[str, Tensor], path: str, folder: Path) -> str:

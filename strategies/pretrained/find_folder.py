@@ -17,7 +17,11 @@ from ..state.sources import TensorSource
 from .tensor_file import TensorFile
 
 SINGLE: Final = "model.safetensors"
-INDEX: Final = "model.safetensors.index.json"
+INDEX: Final = f"{SINGLE}.index.json"
+DIFFUSION: Final = "diffusion_pytorch_model.safetensors"
+"""The file of weights of a model of diffusers."""
+PIPELINE: Final = "model_index.json"
+"""The file that makes a folder of models a pipeline of diffusers, whose parts it names."""
 CONFIG: Final = "config.json"
 _ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _LARGEST_JSON: Final = 100_000_000
@@ -78,31 +82,31 @@ def open_sources(folder: Path) -> dict[str, TensorSource]:
     Raises:
         CheckpointError: for a folder without whole safetensors files.
     """
-    if (folder / INDEX).is_file():
-        names = _read_index(folder)
-    elif (folder / SINGLE).is_file():
-        names = dict.fromkeys(TensorFile(folder / SINGLE).sources(), SINGLE)
+    single = DIFFUSION if any(folder.glob(f"{DIFFUSION}*")) and not any(folder.glob(f"{SINGLE}*")) else SINGLE
+    index = f"{single}.index.json"
+    if (folder / index).is_file():
+        names = _read_index(folder / index)
+    elif (folder / single).is_file():
+        names = dict.fromkeys(TensorFile(folder / single).sources(), single)
     else:
         raise _without_weights(folder)
     sources: dict[str, TensorSource] = {}
     for file in sorted(set(names.values())):
         if not (folder / file).is_file():
-            raise CheckpointError(f"{folder} lacks {file}, which its {INDEX} names; copy the folder again.")
+            raise CheckpointError(f"{folder} lacks {file}, which its {index} names; copy the folder again.")
         sources |= TensorFile(folder / file).sources()
     lacking = [name for name in names if name not in sources]
     if lacking:
         raise CheckpointError(
-            f"No file of {folder} holds {', '.join(lacking[:3])}, which its {INDEX} names; copy the folder again."
+            f"No file of {folder} holds {', '.join(lacking[:3])}, which its {index} names; copy the folder again."
         )
     return sources
 
 
-def _read_index(folder: Path) -> dict[str, str]:
-    names = read_json(folder / INDEX).get("weight_map")
+def _read_index(index: Path) -> dict[str, str]:
+    names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(v, str) and Path(v).name == v for v in names.values()):
-        raise CheckpointError(
-            f"{folder / INDEX} has no weight_map from names to files in its folder; copy the folder again."
-        )
+        raise CheckpointError(f"{index} has no weight_map from names to files in its folder; copy the folder again.")
     return names
 
 
@@ -111,6 +115,12 @@ def _without_weights(folder: Path) -> CheckpointError:
         return CheckpointError(
             f"{folder} holds {_PICKLED[0]}, a pickle, which may run code when it is read; convert it once with "
             "from_pretrained(...) and save_pretrained(...), if you trust its author."
+        )
+    if (folder / PIPELINE).is_file():
+        parts = [name for name in _parts_of(folder) if any((folder / name).glob("*.safetensors*"))]
+        return CheckpointError(
+            f"{folder} is a pipeline of diffusers, whose models lie below it; give the folder of one of them: "
+            f"{', '.join(str(folder / name) for name in parts) or 'it has none'}."
         )
     if (folder / "adapter_config.json").exists():
         return CheckpointError(
@@ -121,6 +131,17 @@ def _without_weights(folder: Path) -> CheckpointError:
     return CheckpointError(
         f"{folder} holds neither {SINGLE} nor {INDEX}, but {inside}; give a folder that save_pretrained has written."
     )
+
+
+def pipeline_of(folder: Path) -> Path | None:
+    """Return the pipeline of diffusers of which a folder is a part; None if it is not."""
+    above = folder.absolute().parent
+    return above if (above / PIPELINE).is_file() and folder.name in _parts_of(above) else None
+
+
+def _parts_of(pipeline: Path) -> list[str]:
+    entries = read_json(pipeline / PIPELINE).items()
+    return [name for name, value in entries if isinstance(value, list) and (pipeline / name).is_dir()]
 
 
 def read_json(path: Path) -> dict[str, Any]:

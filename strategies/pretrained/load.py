@@ -16,6 +16,7 @@ from ..state.sources import fill_from
 from ..torch_internals import DisableTorchFunction, without_dispatch_modes
 from .conversions import is_of_transformers, under_own_names
 from .find_folder import check_dtype, find_folder, open_sources
+from .libraries import is_of_diffusers
 from .matching import Match, match
 from .whole_builds import LOADED
 
@@ -40,7 +41,7 @@ def load_pretrained(
     Args:
         model: the model, built from its config (``AutoModelForCausalLM.from_config(config)``).
         folder_or_id: a folder with ``model.safetensors``, or several files and their index; or the id of a model on the
-            hub, which huggingface_hub then brings.
+            hub, which huggingface_hub then brings. Of a pipeline of diffusers, give the folder of a part, as ``unet``.
         dtype: the dtype of the parameters and loaded buffers; by default the one that they were built with, as by
             ``from_config(config, dtype=torch.bfloat16)``.
         resize: patterns (``"*embed_tokens"``) of tensors that have another number of rows than in the folder, as for
@@ -113,6 +114,8 @@ def _convert(model: nn.Module, dtype: torch.dtype, matched: Match) -> None:
         plan = getattr(model, "_get_dtype_plan", None)
         kept = plan(dtype) if plan is not None else {}
         vars(model)["config"].dtype = dtype
+    elif is_of_diffusers(model) and dtype.itemsize < torch.float32.itemsize:
+        kept = dict.fromkeys(getattr(model, "_keep_in_fp32_modules", None) or (), torch.float32)
     loaded = {id(tensor) for tensor in matched.tensors.values()}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_floating_point() and (isinstance(tensor, nn.Parameter) or id(tensor) in loaded):

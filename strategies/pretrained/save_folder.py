@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ...common.errors import CheckpointError, ConfigError
 from ...common.flush import flush_to_disk
-from .find_folder import CONFIG, INDEX, SINGLE
+from ..state.safetensors_dtypes import CODES
+from .find_folder import CONFIG, PIPELINE, SINGLE
 from .saved_names import Outline
-from .tensor_file import CODES, memory_of
+from .tensor_file import memory_of
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER: Final = "adapter_model.safetensors"
@@ -54,11 +55,11 @@ def committed_folder(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
     old = temporary.with_suffix(".old")
     try:
-        if path.exists() and not any((path / name).is_file() for name in (CONFIG, ADAPTER_CONFIG)):
+        if path.exists() and not any((path / name).is_file() for name in (CONFIG, ADAPTER_CONFIG, PIPELINE)):
             raise CheckpointError(f"{path} exists, and is no model's folder; choose another name, or move it away.")
         temporary.mkdir(parents=True)
         yield temporary
-        for entry in (*temporary.iterdir(), temporary):
+        for entry in (*temporary.rglob("*"), temporary):
             flush_to_disk(entry)
         if path.exists():
             path.rename(old)
@@ -96,7 +97,7 @@ class TensorWriter:
                 "total_parameters": sum(outline.shape.numel() for outline in outlines),
             }
             places = {outline.name: file.name for file, shard in self._left for outline in shard}
-            write_json(folder / INDEX, {"metadata": total, "weight_map": dict(sorted(places.items()))})
+            write_json(folder / f"{name}.index.json", {"metadata": total, "weight_map": dict(sorted(places.items()))})
 
     def write(self, values: Iterable[tuple[Outline, Tensor]]) -> None:
         """Write the values of all tensors, in their order."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from ...common.errors import CheckpointError, ConfigError
 from ..distributed.ranks import Ranks
 from ..state.dtensor import is_dtensor
-from .adapters import AdapterTensors, MergedTensors, base_of, is_adapted, plain_kind, write_adapter_config
-from .conversions import is_of_transformers
-from .find_folder import SINGLE
+from .adapters import AdapterTensors, MergedTensors, base_of, is_adapted, write_adapter_config
+from .libraries import LIBRARIES, copy_pipeline, library_of
 from .save_folder import ADAPTER, TensorWriter, committed_folder, copy_beside
 from .saved_names import Fetch, Outline, SavedTensors
 from .whole_builds import LOADED
+
+_KNOWN: Final = ", ".join([*(library.name for library in LIBRARIES), "peft"])
 
 
 class Tensors(Protocol):
@@ -81,20 +82,24 @@ def find_model(module: nn.Module, part: str | None) -> tuple[str, nn.Module]:
     else:
         found = {}
         for name, child in module.named_modules():
-            if (is_of_transformers(child) or is_adapted(child)) and not any(_is_in(name, outer) for outer in found):
+            if _is_pretrained(child) and not any(_is_in(name, outer) for outer in found):
                 found[name] = child
     if len(found) != 1:
         raise ConfigError(
-            f"{type(module).__name__} has {len(found)} models of transformers or peft ({', '.join(found) or 'none'}), "
-            "and HuggingFaceCheckpoint writes one; name it by part=."
+            f"{type(module).__name__} has {len(found)} models of {_KNOWN} ({', '.join(found) or 'none'}), and "
+            "HuggingFaceCheckpoint writes one; name it by part=."
         )
     [(name, model)] = found.items()
-    if not (is_of_transformers(model) or is_adapted(model)):
+    if not _is_pretrained(model):
         raise ConfigError(
             f"{part} is a {type(model).__name__}, without the config that a folder of Hugging Face has; save it with "
-            "echelon.export, or name a model of transformers or peft by part=."
+            f"echelon.export, or name a model of {_KNOWN} by part=."
         )
     return name, model
+
+
+def _is_pretrained(module: nn.Module) -> bool:
+    return is_adapted(module) or library_of(module) is not None
 
 
 def _is_in(name: str, outer: str) -> bool:
@@ -159,33 +164,37 @@ class _Fetching:
             self(name)
 
 
-def write_folder(folder: Path, model: nn.Module, tensors: Tensors, fetch: Fetch, settings: FolderSettings) -> None:
-    """Write the files of a folder: weights, configs, and a tokenizer where there is one."""
-    adapted = is_adapted(model) and not settings.merge_adapters
-    writer = TensorWriter(folder, tensors.outlines, settings.max_shard_size, ADAPTER if adapted else SINGLE)
-    writer.write(tensors.values(fetch))
+def write_folder(
+    folder: Path,
+    model: nn.Module,
+    tensors: Tensors,
+    fetch: Fetch,
+    settings: FolderSettings,
+    source: str | Path | None = None,
+) -> None:
+    """Write the files of a folder: weights, configs, and what the folder `source` has beside them.
+
+    That is a tokenizer, or the rest of a pipeline of diffusers. By default it is the folder that `load_pretrained` has
+    read.
+    """
     base = base_of(model)
-    if adapted:
+    source = source if source is not None else vars(base).get(LOADED)
+    beside = Path(source) if source is not None and Path(source).is_dir() else None
+    if is_adapted(model) and not settings.merge_adapters:
+        TensorWriter(folder, tensors.outlines, sys.maxsize, ADAPTER).write(tensors.values(fetch))
         write_adapter_config(model, folder)
     else:
+        library = library_of(base)
+        assert library is not None
+        part = folder if beside is None else copy_pipeline(beside, folder)
+        most = settings.max_shard_size if library.can_be_split else sys.maxsize
+        TensorWriter(part, tensors.outlines, most, library.weights).write(tensors.values(fetch))
         dtypes = (outline.dtype for outline in tensors.outlines if outline.dtype.is_floating_point)
-        _write_configs(base, folder, next(dtypes, torch.float32))
-    source = vars(base).get(LOADED)
+        library.write_config(base, part, next(dtypes, torch.float32))
     if settings.tokenizer is not None:
         settings.tokenizer.save_pretrained(folder)
-    elif source is not None and Path(source).is_dir():
-        copy_beside(Path(source), folder)
-
-
-def _write_configs(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
-    """Write the config of a model, and that of its generation, as ``save_pretrained`` does."""
-    config: Any = copy.deepcopy(model.config)
-    config.dtype = str(dtype).removeprefix("torch.")
-    config.architectures = [plain_kind(model).__name__]
-    config.save_pretrained(folder)
-    generation: Any = getattr(model, "generation_config", None)
-    if generation is not None:
-        generation.save_pretrained(folder)
+    elif beside is not None:
+        copy_beside(beside, folder)
 
 
 def tensors_of(model: nn.Module, settings: FolderSettings) -> Tensors:

@@ -3,39 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import math
 import mmap
 import os
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from ...common.errors import CheckpointError
 from ..state.regular_file import open_regular
-from ..state.safetensors_dtypes import SAFETENSORS_DTYPES
+from ..state.safetensors_dtypes import MALFORMED, TensorPlace, read_header
 
-CODES: Final[Mapping[torch.dtype, str]] = {**SAFETENSORS_DTYPES, torch.complex64: "C64"}
-"""The names of dtypes in headers; Echelon's own files have complex numbers as pairs."""
-_DTYPES: Final = {code: dtype for dtype, code in CODES.items()}
-_LONGEST_HEADER: Final = 100_000_000
 _AT_ONCE: Final = 16 << 20
 """Bytes that are read at once; what is in memory beside the tensor that is filled."""
-_MALFORMED: Final = (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError)
-
-
-class _Entry(NamedTuple):
-    """The place of one tensor."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-    begin: int
-    """Its first byte in the file."""
 
 
 class TensorFile:
@@ -58,8 +43,8 @@ class TensorFile:
         weakref.finalize(self, os.close, self._descriptor)
         size = os.fstat(self._descriptor).st_size
         try:
-            self._entries = self._read_header(size)
-        except _MALFORMED as error:
+            self._places = read_header(self._read_bytes, size, size).places
+        except MALFORMED as error:
             raise CheckpointError(
                 f"{path} is not a whole safetensors file ({error}): its writing or its download was cut short, or it "
                 "is of another format; copy it again."
@@ -72,19 +57,10 @@ class TensorFile:
 
     def sources(self) -> dict[str, StoredSource]:
         """Return the tensors by name."""
-        return {name: StoredSource(self, entry) for name, entry in self._entries.items()}
+        return {name: StoredSource(self, entry) for name, entry in self._places.items()}
 
-    def _read_header(self, size: int) -> dict[str, _Entry]:
-        length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
-        if size < 8 or length > min(size - 8, _LONGEST_HEADER):
-            raise ValueError(f"{size} bytes, and a header of {length}")
-        header = json.loads(os.pread(self._descriptor, length, 8))
-        header.pop("__metadata__", None)
-        entries = {name: _entry(given, 8 + length, size) for name, given in header.items()}
-        end = max((entry.begin + _num_bytes(entry) for entry in entries.values()), default=8 + length)
-        if end != size:
-            raise ValueError(f"{size} bytes, and tensors up to byte {end}")
-        return entries
+    def _read_bytes(self, begin: int, end: int) -> bytes:
+        return os.pread(self._descriptor, end - begin, begin)
 
     def read(self, target: Tensor, begin: int) -> None:
         """Read bytes from a place of the file into a contiguous tensor of bytes on the CPU."""
@@ -108,7 +84,7 @@ class TensorFile:
 class StoredSource:
     """The values of a tensor in a file; see `TensorSource`."""
 
-    def __init__(self, file: TensorFile, entry: _Entry) -> None:
+    def __init__(self, file: TensorFile, entry: TensorPlace) -> None:
         self._file, self._entry = file, entry
         self.dtype, self.shape = entry.dtype, entry.shape
 
@@ -148,22 +124,6 @@ class StoredSource:
         parts = [slice(offset, offset + length) for offset, length in zip(offsets, target.shape[1:], strict=True)]
         target.copy_(content.view(self.dtype).view(shape)[:, *parts])
         self._file.release(begin, size)
-
-
-def _entry(given: Any, begin: int, size: int) -> _Entry:
-    shape, (start, stop) = given["shape"], given["data_offsets"]
-    if given["dtype"] not in _DTYPES:
-        raise ValueError(f"a dtype {given['dtype']!r:.40}, which torch {torch.__version__} has not")
-    if not all(type(number) is int and 0 <= number < 1 << 62 for number in (*shape, start, stop)):
-        raise ValueError(f"shape {shape!r:.80} at {start!r:.20} to {stop!r:.20}")
-    entry = _Entry(_DTYPES[given["dtype"]], torch.Size(shape), begin + start)
-    if _num_bytes(entry) != stop - start or begin + stop > size:
-        raise ValueError(f"shape {shape!r:.80} of {entry.dtype} in bytes {start} to {stop} of {size - begin}")
-    return entry
-
-
-def _num_bytes(entry: _Entry) -> int:
-    return math.prod(entry.shape) * entry.dtype.itemsize
 
 
 def memory_of(tensor: Tensor) -> memoryview:

@@ -249,7 +249,7 @@ class Plain(TrainModule):
 @pytest.mark.parametrize(
     ("number", "part", "message"),
     [
-        (0, None, "has 0 models of transformers or peft .none.*name it by part="),
+        (0, None, "has 0 models of transformers, diffusers, timm, peft .none.*name it by part="),
         (2, None, r"has 2 models.*models.0, models.1"),
         (0, "lm", "part='lm' is no part of Plain; choose one of: layer, models"),
         (0, "layer", "layer is a Linear, without the config"),

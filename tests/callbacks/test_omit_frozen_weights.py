@@ -21,7 +21,7 @@ from echelon.strategies.distributed.collectives import Collectives
 from echelon.strategies.state.omitted_weights import digests_of
 from echelon.testing import run_ranks
 from echelon.trainer.checkpoint import load
-from echelon.trainer.cli.ckpt import diff, show, verify_all
+from echelon.trainer.cli.checkpoint_contents import diff, show, verify_all
 
 ALONE = Collectives(None, torch.device("cpu"))
 

@@ -45,7 +45,8 @@ def pages(site):
     return {name: (site / page).read_text() for name, page in found if name in PUBLIC}
 
 
-ERRORS = {thing for thing in vars(echelon).values() if isinstance(thing, type) and issubclass(thing, Exception)}
+THINGS = [getattr(echelon, name) for name in echelon.__all__]
+ERRORS = {thing for thing in THINGS if isinstance(thing, type) and issubclass(thing, Exception)}
 
 
 def test_the_reference_has_every_public_name(pages):

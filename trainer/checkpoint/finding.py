@@ -15,7 +15,6 @@ from ...common.errors import CheckpointError
 from ...strategies.state.schema import time_text
 from .atomic_folder import discard, is_stranded
 from .files import explain
-from .loading import verify
 from .manifest import MANIFEST, Manifest, is_checkpoint, is_checkpoint_file, read_manifest
 
 _LARGEST_PICKLE: Final = 1 << 24
@@ -55,6 +54,8 @@ def newest_valid(*folders: str | Path, part: str | None = None) -> Path | None:
     Raises:
         CheckpointError: if there are checkpoints, and all are damaged.
     """
+    from .loading import verify  # with torch, without which folders are listed
+
     faults: list[str] = []
     found = list_checkpoints(*folders)
     while found:

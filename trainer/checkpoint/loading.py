@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +9,10 @@ from typing import Any, Literal
 
 from ...common.errors import CheckpointError, did_you_mean
 from ...strategies.state.lazy_tensor import OUTLINE, Block, StoredTensor
+from ...strategies.state.safetensors_dtypes import MALFORMED
 from .files import FilePiece, FileRecord, MappedFile, digests, explain, is_one_file, while_it_stays
-from .manifest import LARGEST_JSON, STATE, TENSORS, Manifest, member, read_manifest
-from .safetensors_file import MALFORMED, block_of, collect, read_tensors
+from .manifest import STATE, TENSORS, Manifest, read_manifest, read_object
+from .safetensors_file import block_of, collect, read_tensors
 from .tags import decode
 
 
@@ -94,7 +94,7 @@ def read_stored(
         return manifest, wanted, _open_files(path, manifest, names, verify=compared, constant=constant, held=held)
 
     manifest, wanted, files = while_it_stays(path, read)
-    index = _read_object(files[TENSORS]) if isinstance(files[STATE], FilePiece) else {}
+    index = read_object(files[TENSORS]) if isinstance(files[STATE], FilePiece) else {}
     blocks: dict[str, dict[str, list[Block]]] = {part: {} for part in wanted}
     for part in wanted:
         for name in manifest.parts[part]:
@@ -102,7 +102,7 @@ def read_stored(
             found = read_tensors(file)[0] if isinstance(file, MappedFile) else _tensors_in(file, index.get(name))
             for key, block in found.items():
                 blocks[part].setdefault(key, []).append(block)
-    return StoredParts(manifest, _read_object(files[STATE]), blocks)
+    return StoredParts(manifest, read_object(files[STATE]), blocks)
 
 
 def verify(path: str | Path) -> Manifest:
@@ -209,18 +209,3 @@ def _tensors_in(piece: FilePiece, entries: Any) -> dict[str, Block]:
         raise CheckpointError(
             f"{piece.path} does not describe its tensors as Echelon does ({error}); use another checkpoint."
         ) from None
-
-
-def _read_object(file: MappedFile | FilePiece) -> dict[str, Any]:
-    """Return the JSON object in a file, or in a member of one file."""
-    if file.size > LARGEST_JSON:
-        raise CheckpointError(f"{file.path} has {file.size} bytes, more than Echelon writes; use another checkpoint.")
-    try:
-        content = json.loads(file.content() if isinstance(file, MappedFile) else member(file.content()))
-    except (ValueError, RecursionError, MemoryError) as error:
-        raise CheckpointError(
-            f"{file.path} is not JSON as Echelon writes it ({error}); use another checkpoint."
-        ) from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file.path} holds a {type(content).__name__}, not an object; use another checkpoint.")
-    return content

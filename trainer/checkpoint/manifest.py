@@ -29,7 +29,7 @@ from ...strategies.state.schema import (
     text_like,
     time_text,
 )
-from .files import HASH_NAME, FileRecord, explain, is_one_file
+from .files import HASH_NAME, FilePiece, FileRecord, MappedFile, explain, is_one_file, while_it_stays
 
 MANIFEST: Final = "manifest.json"
 STATE: Final = "state.json"
@@ -163,6 +163,44 @@ def read_manifest(folder: Path, held: int | None = None) -> Manifest:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {explain(error)}.") from error
     return _from_bytes(raw, str(path))
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """Return the JSON values of all parts, as `encode` wrote them, without comparing them with their hash.
+
+    Raises:
+        CheckpointError: if they cannot be read.
+    """
+
+    def read(held: int | None) -> dict[str, Any]:
+        files = read_manifest(path, held).files
+        if STATE not in files:
+            raise CheckpointError(f"{path / MANIFEST} does not list {STATE}; use another checkpoint.")
+        if not is_one_file(path, held):
+            return read_object(MappedFile(path / STATE, held=held))
+        names = list(files)
+        begin = sum(files[name].size for name in names[: names.index(STATE)])
+        return read_object(FilePiece(MappedFile(path, is_private=False, held=held), begin, files[STATE].size))
+
+    try:
+        return while_it_stays(path, read)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {explain(error)}.") from error
+
+
+def read_object(file: MappedFile | FilePiece) -> dict[str, Any]:
+    """Return the JSON object in a file, or in a member of one file."""
+    if file.size > LARGEST_JSON:
+        raise CheckpointError(f"{file.path} has {file.size} bytes, more than Echelon writes; use another checkpoint.")
+    try:
+        content = json.loads(file.content() if isinstance(file, MappedFile) else member(file.content()))
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise CheckpointError(
+            f"{file.path} is not JSON as Echelon writes it ({error}); use another checkpoint."
+        ) from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file.path} holds a {type(content).__name__}, not an object; use another checkpoint.")
+    return content
 
 
 def is_checkpoint(path: Path) -> bool:

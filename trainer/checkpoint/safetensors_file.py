@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...common.errors import CheckpointError
 from ...strategies.state.lazy_tensor import Block, StoredTensor
-from ...strategies.state.safetensors_dtypes import SAFETENSORS_DTYPES
+from ...strategies.state.safetensors_dtypes import MALFORMED, SAFETENSORS_DTYPES, TensorPlace, place_of, read_header
 from .files import FileRecord, HashedFile, MappedFile
 
 # torch's own HuggingFaceStorageWriter is not used, because it serializes a file in memory before writing it. For 1 GB
@@ -27,12 +27,8 @@ SHARDING_KEY: Final = "DCP_SHARDING_INFO"
 """The key under which torch's HuggingFaceStorageWriter stores the offsets of a shard in its whole tensor."""
 
 _ALIGNMENT: Final = 64
-_LONGEST_HEADER: Final = 100_000_000
 _SMALL: Final = 64 << 10
 """Bytes up to which a tensor is read at once: a generator's state, say, which code without torch's dispatch uses."""
-MALFORMED: Final = (*(ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError, RuntimeError),)
-"""The errors of reading a header that is not well-formed."""
-_DTYPES: Final = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -104,56 +100,34 @@ def read_tensors(file: MappedFile) -> tuple[dict[str, Block], dict[str, str]]:
         CheckpointError: if it is not a well-formed safetensors file.
     """
     try:
-        header, start = _header(file)
-        notes = header.pop("__metadata__", {})
-        if not all(isinstance(text, str) for text in notes.values()):
-            raise ValueError("metadata that is not text")
-        sharding = json.loads(notes.get(SHARDING_KEY, "{}"))
-        _check_coverage([entry["data_offsets"] for entry in header.values()], file.whole_size - start)
-        return {name: block_of(entry, file, start, sharding.get(name)) for name, entry in header.items()}, notes
+        header = read_header(lambda begin, end: file.data[begin:end], file.size, file.whole_size)
+        sharding = json.loads(header.notes.get(SHARDING_KEY, "{}"))
+        blocks = {name: _block_at(place, file, sharding.get(name)) for name, place in header.places.items()}
+        return blocks, dict(header.notes)
     except MALFORMED as error:
         raise CheckpointError(
             f"{file.path} is not a valid safetensors file ({error}); use another checkpoint."
         ) from None
 
 
-def _header(file: MappedFile) -> tuple[dict[str, Any], int]:
-    length = int.from_bytes(file.data[: min(8, file.size)], "little")
-    if file.size < 8 or length > min(file.size - 8, _LONGEST_HEADER):
-        raise ValueError(f"a header of {length} bytes in a file of {file.size}")
-    header = json.loads(file.data[8 : 8 + length])
-    if not isinstance(header, dict):
-        raise TypeError("a header that is not a JSON object")
-    return header, 8 + length
-
-
-def _check_coverage(spans: Sequence[Sequence[int]], size: int) -> None:
-    end = 0
-    for start, stop in sorted(map(tuple, spans)):
-        if start != end or stop < start:
-            raise ValueError(f"bytes {start} to {stop} follow byte {end}")
-        end = stop
-    if end != size:
-        raise ValueError(f"tensors of {end} bytes in total, but there are {size}")
-
-
-def block_of(
-    entry: Mapping[str, Any], file: MappedFile, begin: int, sharding: Mapping[str, Any] | None = None
-) -> Block:
+def block_of(entry: Mapping[str, Any], file: MappedFile, begin: int) -> Block:
     """Return the block that an entry of a header describes; `begin` is the byte from which its offsets count.
 
     The caller has checked that the offsets are inside the file. Raises one of `MALFORMED` for any other fault.
     """
-    dtype, shape, (start, stop) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+    return _block_at(place_of(entry, begin), file)
+
+
+def _block_at(place: TensorPlace, file: MappedFile, sharding: Mapping[str, Any] | None = None) -> Block:
+    """Return the block at a place of a file, which may be without its elements."""
+    dtype, shape, begin = place
     offsets = [0] * len(shape) if sharding is None else sharding["saved_offsets"]
-    if not all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, *offsets)) or len(offsets) != len(shape):
-        raise ValueError(f"shape {shape!r:.80} at {offsets!r:.80}")
-    if math.prod(shape) * dtype.itemsize != stop - start:
-        raise ValueError(f"shape {shape!r:.80} of {dtype} in {stop - start} bytes")
-    if start == stop or file.whole_size != file.size:  # without the whole file, there are no elements
-        return Block(torch.empty(shape, dtype=dtype, device="cpu" if start == stop else "meta"), tuple(offsets))
-    content = _bytes_of(file, begin + start, stop - start)
-    if (begin + start) % dtype.itemsize:
+    if not all(type(n) is int and 0 <= n < 1 << 62 for n in offsets) or len(offsets) != len(shape):
+        raise ValueError(f"shape {tuple(shape)!r:.80} at {offsets!r:.80}")
+    if not place.size or file.whole_size != file.size:  # without the whole file, there are no elements
+        return Block(torch.empty(shape, dtype=dtype, device="meta" if place.size else "cpu"), tuple(offsets))
+    content = _bytes_of(file, begin, place.size)
+    if begin % dtype.itemsize:
         content = content.clone()  # unaligned, written by another program
     return Block(content.view(dtype).view(shape), tuple(offsets))
 

@@ -11,8 +11,7 @@ from typing import Any
 from ...common.errors import EchelonError
 from ..checkpoint.atomic_folder import unfinished
 from ..checkpoint.finding import FoundCheckpoint, list_checkpoints
-from ..checkpoint.loading import load
-from ..checkpoint.manifest import is_checkpoint
+from ..checkpoint.manifest import is_checkpoint, read_values
 
 
 @dataclass(frozen=True)
@@ -78,10 +77,10 @@ def _run_state(checkpoint: FoundCheckpoint) -> dict[str, Any]:
         return {}
     parts = [part for part in ("loop", "callbacks") if part in checkpoint.manifest.parts]
     try:
-        state = load(checkpoint.path, parts=parts, verify=False) if parts else {}
+        state = read_values(checkpoint.path) if parts else {}
     except EchelonError:  # `verify` says why
         return {}
-    return {name: part for name, part in state.items() if isinstance(part, dict)}
+    return {part: state[part] for part in parts if isinstance(state.get(part), dict)}
 
 
 def _savers(state: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -99,6 +98,7 @@ def _best_in(state: Mapping[str, Any]) -> Iterator[str]:
 
 def _scores_in(state: Mapping[str, Any], name: str) -> Iterator[tuple[str, float]]:
     for metric, own in _savers(state):
-        score = own.get("scores", {}).get(name)
+        scores = own.get("scores")
+        score = scores.get(name) if isinstance(scores, dict) else None
         if isinstance(score, int | float):
             yield metric, float(score)

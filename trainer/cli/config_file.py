@@ -15,23 +15,12 @@ from ..module.yaml_bounds import SIXTIES, check_yaml
 from ..session.settings import Settings
 from .choices.chosen_classes import chosen
 from .choices.class_help import with_defaults
+from .choices.config_keys import KEYS
 from .instantiate import TARGET, targets
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-KEYS: Final = (
-    "seed",
-    "trainer",
-    "module",
-    "data",
-    "optimizer",
-    "lr_scheduler",
-    "ckpt_path",
-    "optimizer_settings",
-    "deploy",
-)
-"""The top-level keys of a config."""
 _LARGEST: Final = 128 << 10
 """Bytes of a config."""
 _LONGEST_SHOWN: Final = 200

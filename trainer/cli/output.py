@@ -26,6 +26,16 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def in_bytes(size: int) -> str:
+    """Return a number of bytes in a unit that suits it."""
+    amount = float(size)
+    for unit in ("B", "KB", "MB", "GB"):
+        if amount < 1000:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1000
+    return f"{amount:.1f} TB"
+
+
 def terminal_width() -> int | None:
     """Return the columns of the terminal that is standard output; None where it is a file or a pipe."""
     if sys.stdout is None or not sys.stdout.isatty():

@@ -51,6 +51,7 @@ class VersionFolder:
         self._version = version
         self._is_numbered_by_us = version is None
         self._is_claimed = False
+        self._is_made = False
 
     @property
     def version(self) -> int | str:
@@ -90,14 +91,24 @@ class VersionFolder:
             self._is_claimed = True
         return self.path
 
+    def drop_empty(self) -> None:
+        """Remove the folder, which may be claimed again, if `claim` has made it and nothing was written into it."""
+        if self._is_claimed and self._is_made:
+            with suppress(OSError):  # it is not empty, or is gone
+                for path in dict.fromkeys((self.path, self._version_path)):
+                    path.rmdir()
+                self._is_claimed = self._is_made = False
+
     def _create(self) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
         while self._is_numbered_by_us:
             try:
                 os.mkdir(self._version_path)
+                self._is_made = True
                 break
             except FileExistsError:
                 self._version = self._next_free()
+        self._is_made = self._is_made or not self._version_path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
 
     def continue_at(self, path: Path) -> None:
@@ -201,6 +212,11 @@ class FolderLogger:
     def open(self) -> None:
         """Create the folder of the run; a version number that was not given is final from then on."""
         self._folder.claim()
+
+    def drop_empty_folder(self) -> None:
+        """Remove the folder of a run that has failed before anything was written into it."""
+        if not self._is_silent:
+            self._folder.drop_empty()
 
     def continue_run(self, checkpoint: Path) -> None:
         """Continue in the folder of the run that wrote `checkpoint`, unless a version was given."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import posixpath
+import random
 import re
 import tempfile
 import time
@@ -29,13 +30,17 @@ _POINTS_AT_ONCE: Final = 1000
 _PARAMS_AT_ONCE: Final = 100
 _LONGEST_PARAM: Final = 6000
 _LONGEST_NAME: Final = 250
+_LETTERS_OF_ID: Final = 6
+"""As many of a run's id as its name ends with."""
 _SECONDS_AT_MOST: Final = 5.0
 _LONGEST_PAUSE: Final = 300.0
 """The longest time, in seconds, between attempts to write to a failing store."""
 
 
 class MLFlowLogger(TrackerLogger):
-    """Write to an MLflow store: a server, or a database in a file; look at it with ``mlflow ui``.
+    """Write to an MLflow store: a server, or a database in a file.
+
+    Look at it with ``mlflow ui``, which needs the whole package mlflow (``pip install mlflow``); writing does not.
 
     Without a `tracking_uri`, and without one set for MLflow (``MLFLOW_TRACKING_URI``), the store is
     ``<save_dir>/mlflow.db``, beside ``<save_dir>/artifacts``. Points are buffered for at most 5 seconds, and points
@@ -43,7 +48,7 @@ class MLFlowLogger(TrackerLogger):
 
     Args:
         experiment_name: the experiment, which is created if it does not exist.
-        run_name: the name of the run; by default MLflow makes one up.
+        run_name: the name of the run; by default one that MLflow makes up, with the beginning of the run's id.
         tracking_uri: the address of the store.
         tags: tags of the run.
         save_dir: the folder of the default store, and of checkpoints.
@@ -199,8 +204,14 @@ class MLFlowLogger(TrackerLogger):
                     raise
         if experiment is not None:
             self._experiment_id = experiment.experiment_id
-        run = client.create_run(str(self._experiment_id), tags=resolve_tags(self._tags), run_name=self._run_name)
+        before = random.getstate()  # MLflow draws a name from it: seeded runs would share one, and see other numbers
+        try:
+            run = client.create_run(str(self._experiment_id), tags=resolve_tags(self._tags), run_name=self._run_name)
+        finally:
+            random.setstate(before)
         self._run_id = run.info.run_id
+        if self._run_name is None:
+            client.update_run(self._run_id, name=f"{run.info.run_name}-{self._run_id[:_LETTERS_OF_ID]}")
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Buffer numbers for the store; they are written at most 5 seconds later, and at `save`.

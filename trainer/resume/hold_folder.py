@@ -80,6 +80,7 @@ def open_loggers(session: Session, resumed_from: Path | None) -> list[int | str 
             runs = load(resumed_from, parts=("loggers",))["loggers"]
             continue_saved_runs(loggers, runs)
             continue_in_folders(loggers, runs)
+    session.held.callback(_drop_empty_folders, session)  # once all that is held has left them
     trackers = [logger for logger in loggers if hasattr(logger, "continue_saved")]
     tell([logger for logger in loggers if logger not in trackers], "open")  # creates folders, and only that
     if not loggers or loggers[0].version is not None:  # a tracker gives a new run its id when it opens
@@ -87,6 +88,12 @@ def open_loggers(session: Session, resumed_from: Path | None) -> list[int | str 
         _hold(session, {Path(one.dirpath) if one.is_dirpath_given else default for one in _savers(session)[1]})
     tell(trackers, "open")
     return [logger.version for logger in loggers]
+
+
+def _drop_empty_folders(session: Session) -> None:
+    """Remove the folders of a run that has failed before it wrote into them."""
+    if session.has_failed:
+        tell(session.loggers, "drop_empty_folder")
 
 
 def _savers(session: Session) -> tuple[list[ModelCheckpoint], list[ModelCheckpoint]]:

@@ -22,7 +22,8 @@ from echelon.trainer.checkpoint import load, load_weights, newest_valid, save, v
 from echelon.trainer.checkpoint.files import FileRecord
 from echelon.trainer.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from echelon.trainer.checkpoint.saving import STATE
-from echelon.trainer.cli import ckpt as commands
+from echelon.trainer.cli import checkpoint_contents as commands
+from echelon.trainer.cli.ckpt import list_folder
 
 FILES = ["model.safetensors", "optimizers.safetensors", STATE, MANIFEST]
 
@@ -201,7 +202,7 @@ def use_everything(path: Path) -> list[str]:
             read(path)
         except CheckpointError as error:
             said.append(str(error))
-    commands.list_folder(path.parent)
+    list_folder(path.parent)
     newest_valid(path.parent)
     return said
 

@@ -29,7 +29,7 @@ from echelon.trainer.checkpoint import (
     verify,
 )
 from echelon.trainer.checkpoint.atomic_folder import committed
-from echelon.trainer.cli.ckpt import show, verify_all
+from echelon.trainer.cli.checkpoint_contents import show, verify_all
 
 
 def make(path: Path, value: float = 1.0) -> Path:

@@ -35,7 +35,8 @@ from echelon.trainer.checkpoint import (
 from echelon.trainer.checkpoint.files import while_it_stays
 from echelon.trainer.checkpoint.manifest import read_manifest, trailer
 from echelon.trainer.checkpoint.single_file import SingleFile
-from echelon.trainer.cli.ckpt import diff, list_folder, show, verify_all
+from echelon.trainer.cli.checkpoint_contents import diff, show, verify_all
+from echelon.trainer.cli.ckpt import list_folder
 
 
 class Mode(Enum):

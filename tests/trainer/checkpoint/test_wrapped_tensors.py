@@ -20,7 +20,7 @@ from echelon.testing import run_ranks
 from echelon.trainer.checkpoint import MemoryWriter, load, save
 from echelon.trainer.checkpoint.encoding import encode
 from echelon.trainer.checkpoint.tags import decode
-from echelon.trainer.cli.ckpt import diff, show, verify_all
+from echelon.trainer.cli.checkpoint_contents import diff, show, verify_all
 
 pytest.importorskip("torchao")
 

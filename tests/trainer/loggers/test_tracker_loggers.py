@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import pickle
+import random
 import signal
 import time
 from pathlib import Path
@@ -108,6 +109,19 @@ def test_a_run_that_goes_on_from_an_earlier_checkpoint_is_one_curve(tmp_path: Pa
         assert logger.version == before.version
         for name in ("loss_step", "loss_epoch"):
             assert points(logger, name) == whole.series(name)
+
+
+def test_seeded_runs_have_names_of_their_own_and_draw_the_numbers_of_a_run_without_a_logger(tmp_path: Path) -> None:
+    random.seed(1)
+    unlogged = random.random()
+    names = []
+    for _ in range(2):
+        random.seed(1)
+        logger = MLFlowLogger("digits", save_dir=tmp_path)
+        names.append(logger.experiment.get_run(str(logger.run_id)).info.run_name)
+        assert random.random() == unlogged
+        assert names[-1].endswith(f"-{str(logger.run_id)[:6]}")
+    assert names[0] != names[1]
 
 
 def test_the_database_of_the_default_store_holds_all_that_was_logged(tmp_path: Path) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
 from typing import Final
 
 from ....common.errors import ConfigError
-from ...session.settings import Settings
-from ..config_file import KEYS
+from .config_keys import KEYS, setting_names
 
 _EPILOG = """\
 examples:
@@ -65,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     scripts = {"bash": _BASH, "zsh": _ZSH + _BASH, "fish": _FISH}
     if options.shell not in scripts:
         raise ConfigError(f"There is no completion for {options.shell!r}; choose one of {', '.join(scripts)}.")
-    settings = [f"trainer.{setting.name}=" for setting in fields(Settings)]
+    settings = [f"trainer.{setting}=" for setting in setting_names()]
     sections = [f"{key}=" if key in _PLAIN else f"{key}." for key in KEYS]
     words = {
         "commands": " ".join(COMMANDS),

@@ -23,6 +23,7 @@ from ...strategies.state.lazy_tensor import Block, StoredTensor
 from ...strategies.state.omitted_weights import OMITTED, OMITTED_SCHEMA, completed
 from ...strategies.state.regular_file import open_regular, read_regular
 from ...strategies.state.schema import TEXT, check, parse_json, shown
+from ...strategies.state.tied_names import without_unread
 from .encoding import encode
 from .files import MappedFile, explain
 from .loading import load
@@ -138,6 +139,7 @@ def load_into(module: nn.Module, weights: Mapping[str, Tensor], *, strict: bool 
     unfit = {*differences.unexpected, *(name for name, _, _ in differences.mismatched)}
     own = module.state_dict()
     fit = {name: shard_like(weight, own.get(name)) for name, weight in weights.items() if name not in unfit}
+    fit = without_unread(module, fit)
     try:
         module.load_state_dict(fit, strict=False)
     except RuntimeError as error:
