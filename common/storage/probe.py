@@ -46,7 +46,7 @@ def check_store(folder: StorePath, name: str = "default_root_dir", *, writes: bo
                 f"{where} is in the bucket {bucket!r}, which does not exist; make it, or correct its name."
             ) from None
         if isinstance(failure, EchelonError):
-            raise ConfigError(f"{where} cannot be used. {failure}") from None
+            raise ConfigError(f"{where} cannot be used; check what it says: {failure}") from None
         raise failure
 
 
@@ -54,7 +54,7 @@ def _probe(folder: StorePath, failures: list[BaseException], *, writes: bool) ->
     store = Store(folder.scheme, _PROBING)
     try:
         if not writes:
-            store.list(folder)
+            store.check_bucket(folder)
             return
         path, content = folder / f".probe-{secrets.token_hex(8)}", b"echelon"
         store.write(path, content)
