@@ -9,8 +9,14 @@ from pathlib import Path
 from ..callbacks.callback import Callback
 from ..callbacks.helpers.loggers import tell
 from ..callbacks.run import Logger
-from ..common.storage import StorePath, check_store, home_of, is_url
+from ..common.storage import StorePath, as_path, check_store, home_of, is_url, spool_folder
 from .checks import check_current_folder, check_writable
+
+
+def local_root(given: str | Path | None) -> Path:
+    """Return the folder for what has no other; of a URL, the local one whose files are copied there."""
+    root = as_path(given or ".")
+    return spool_folder(root) if isinstance(root, StorePath) else root
 
 
 def settle_folders(

@@ -22,7 +22,7 @@ from ..callbacks.run import Logger, Run, Stage
 from ..common.console import say
 from ..common.durations import parse_duration
 from ..common.errors import CheckpointError, RunError
-from ..common.storage import AnyPath, StorePath, as_path, spool_folder
+from ..common.storage import AnyPath
 from ..strategies import Precision, is_auto, place
 from ..strategies.launch.node_folder import NodeFolder
 from ..strategies.launch.peer_failures import blame_peer
@@ -40,7 +40,7 @@ from .checks import (
 from .data.loader_kinds import ending_workers
 from .data.seed import capture_rng, restore_rng
 from .default_callbacks import supervised
-from .folders import settle_folders
+from .folders import local_root, settle_folders
 from .loggers import BY_NAME, LoggersByName
 from .loggers.base import continue_loggers
 from .metrics.metrics import Metrics
@@ -83,8 +83,7 @@ class Runner:
         self.strategy, self.hardware = place(*where)
         self.strategy.validate(self.hardware, self.precision)
         check_sync_batchnorm(settings, self.hardware)
-        root = as_path(settings.default_root_dir or ".")
-        self.root = spool_folder(root) if isinstance(root, StorePath) else root
+        self.root = local_root(settings.default_root_dir)
         """The local folder of what has no other; absolute once a run has started."""
         self.loggers = make_loggers(settings, self.root, by_name)
         check_loggers(self.loggers)
@@ -95,8 +94,7 @@ class Runner:
         self.origin = Origin(secrets.token_hex(16))
         self.current: Session | EndedRun | None = None
         """The current or last run."""
-        self.is_running = self.has_finished = False
-        self._has_fitted = False
+        self.is_running = self.has_finished = self._has_fitted = False
         self._has_described = False
         """Whether the line with the processes was printed."""
         self._reports = False
