@@ -67,7 +67,8 @@ class StoreLock:
                 self._thread.start()
                 return True
             holder = self._holder()
-            if holder is None:
+            if holder is None:  # released meanwhile
+                time.sleep(_PAUSE)
                 continue
             if {name: holder[name] for name in SCHEMA} == self._own:
                 return False

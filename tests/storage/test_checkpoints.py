@@ -130,6 +130,15 @@ def test_a_checkpoint_may_be_one_object(folder):
     assert set(load_weights(path)) == {"weight", "bias"}
 
 
+def test_a_folder_replaces_one_object_and_the_other_way_round(bucket):
+    folder = as_path(bucket)  # other stores have no folder with the name of an object
+    path = folder / "a.ckpt"
+    for value, form in ((1.0, SingleFile()), (2.0, None), (3.0, SingleFile())):
+        checkpoint.save(path, state(value), single_file=form)
+        assert checkpoint.load(path)["model"]["weight"][0, 0] == value
+        assert len(checkpoint.list_checkpoints(folder)) == 1
+
+
 def test_weights_are_exported_to_a_store_and_read_there(folder):
     checkpoint.save(folder / "a.ckpt", state())
     written = checkpoint.export(folder / "a.ckpt", folder / "exported")

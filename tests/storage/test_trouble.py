@@ -74,6 +74,21 @@ def test_a_store_that_keeps_failing_ends_the_save_and_older_checkpoints_stay(pro
     checkpoint.verify(folder / "a.ckpt")
 
 
+def test_a_manifest_whose_answers_are_lost_has_its_files(proxy, bucket):
+    folder = as_path(bucket) / "runs"
+    checkpoint.save(folder / "a.ckpt", STATE)
+
+    def publishes(request):
+        return request.method == "PUT" and request.target.split("?")[0].endswith("a.ckpt/manifest.json")
+
+    proxy.fail(Fault("lost"), times=float("inf"), matches=publishes)
+    with pytest.raises(CheckpointError, match="could not be written"):
+        checkpoint.save(folder / "a.ckpt", {**STATE, "loop": {"global_step": 2}})
+    proxy.heal()
+    checkpoint.verify(folder / "a.ckpt")
+    assert checkpoint.load(folder / "a.ckpt")["loop"]["global_step"] in (1, 2)
+
+
 def test_a_write_that_is_denied_is_told_at_once(proxy, bucket):
     proxy.fail(Fault("status", 403), times=float("inf"), matches=lambda request: request.method == "PUT")
     with pytest.raises(CheckpointError, match="not permitted"):

@@ -15,7 +15,7 @@ from ...strategies.state.lazy_tensor import OUTLINE, Block, StoredTensor
 from .files import FilePiece, FileRecord, MappedFile, digests, explain, is_one_file, while_it_stays
 from .in_store.links import followed
 from .in_store.local_copy import local_copy
-from .manifest import LARGEST_JSON, STATE, TENSORS, Manifest, member, read_manifest
+from .manifest import LARGEST_JSON, MANIFEST, STATE, TENSORS, Manifest, member, read_manifest
 from .safetensors_file import MALFORMED, block_of, collect, read_tensors
 from .tags import decode
 
@@ -140,7 +140,7 @@ def _readable(path: AnyPath) -> AnyPath:
         return path
     try:
         path = followed(path)
-        return local_copy(path) if path.is_file() else path
+        return local_copy(path) if not (path / MANIFEST).is_file() and path.is_file() else path
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {explain(error)}.") from error
 

@@ -36,13 +36,14 @@ def committed_to_store(path: StorePath, *, is_file: bool) -> Iterator[StorePath 
     try:
         yield folder
         text = (folder / MANIFEST).read_bytes()
-        (path / MANIFEST).write_bytes(with_folder(manifest_from(text, str(folder / MANIFEST)), folder.name))
     except BaseException:
         with suppress(OSError):  # what is left is deleted by the next run that saves there
             folder.store.delete_all(folder)
         raise
+    # after an error here the files stay: the store may have written the object although its answer was lost
+    (path / MANIFEST).write_bytes(with_folder(manifest_from(text, str(folder / MANIFEST)), folder.name))
     with suppress(OSError):
-        if link_target(path) is not None:
+        if path.is_file():  # a link, or a checkpoint in one file
             path.unlink()
         if before:
             folder.store.delete_all(path / before)
