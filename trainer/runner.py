@@ -22,6 +22,7 @@ from ..callbacks.run import Logger, Run, Stage
 from ..common.console import say
 from ..common.durations import parse_duration
 from ..common.errors import CheckpointError, RunError
+from ..common.storage import AnyPath
 from ..strategies import Precision, is_auto, place
 from ..strategies.launch.node_folder import NodeFolder
 from ..strategies.launch.peer_failures import blame_peer
@@ -39,7 +40,7 @@ from .checks import (
 from .data.loader_kinds import ending_workers
 from .data.seed import capture_rng, restore_rng
 from .default_callbacks import supervised
-from .folders import settle_folders
+from .folders import local_root, settle_folders
 from .loggers import BY_NAME, LoggersByName
 from .loggers.base import continue_loggers
 from .metrics.metrics import Metrics
@@ -82,8 +83,8 @@ class Runner:
         self.strategy, self.hardware = place(*where)
         self.strategy.validate(self.hardware, self.precision)
         check_sync_batchnorm(settings, self.hardware)
-        self.root = Path(settings.default_root_dir or ".")
-        """The folder of what has no other; absolute once a run has started."""
+        self.root = local_root(settings.default_root_dir)
+        """The local folder of what has no other; absolute once a run has started."""
         self.loggers = make_loggers(settings, self.root, by_name)
         check_loggers(self.loggers)
         self._callbacks = make_callbacks(settings)
@@ -93,8 +94,7 @@ class Runner:
         self.origin = Origin(secrets.token_hex(16))
         self.current: Session | EndedRun | None = None
         """The current or last run."""
-        self.is_running = self.has_finished = False
-        self._has_fitted = False
+        self.is_running = self.has_finished = self._has_fitted = False
         self._has_described = False
         """Whether the line with the processes was printed."""
         self._reports = False
@@ -194,9 +194,9 @@ class Runner:
 
     def _settle_folders(self, request: Request) -> None:
         writes = request.task == "fit" and (self.settings.logger is True or self.settings.enable_checkpointing)
-        self.root = settle_folders(self.root, self._callbacks, self.loggers, writes=writes)
+        self.root = settle_folders(self.root, self._callbacks, self.loggers, writes=writes, saves=request.task == "fit")
 
-    def _find_checkpoint(self, request: Request) -> Path | None:
+    def _find_checkpoint(self, request: Request) -> AnyPath | None:
         savers = [callback for callback in self.callbacks if isinstance(callback, ModelCheckpoint)]
         is_fit, places = request.task == "fit", (self.loggers, savers, self.root)
         return find_checkpoint(request.ckpt_path, *places, to_resume=is_fit, has_fitted=self._has_fitted)

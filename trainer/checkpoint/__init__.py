@@ -8,6 +8,7 @@ from ...common.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from .atomic_folder import point as point
+    from .finding import check_complete as check_complete
     from .finding import list_checkpoints as list_checkpoints
     from .finding import newest_valid as newest_valid
     from .finding import remove as remove
@@ -30,7 +31,7 @@ else:
         __name__,
         {
             "atomic_folder": ("point",),
-            "finding": ("list_checkpoints", "newest_valid", "remove", "resolve"),
+            "finding": ("check_complete", "list_checkpoints", "newest_valid", "remove", "resolve"),
             "weights": ("Difference", "difference", "export", "load_into", "load_weights"),
             "loading": ("load", "verify"),
             "saving": ("save",),

@@ -8,15 +8,16 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations, pairwise
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from ...common.errors import CheckpointError
-from ...strategies.state.lazy_tensor import Block, StoredTensor
+from ...common.storage import AnyPath, FetchedFile
+from ...strategies.state.lazy_tensor import Block, StoredTensor, read_from
 from ...strategies.state.safetensors_dtypes import MALFORMED, SAFETENSORS_DTYPES, TensorPlace, place_of, read_header
 from .files import FileRecord, HashedFile, MappedFile
 
@@ -65,13 +66,13 @@ def lay_out(blocks: Mapping[str, Block], notes: Mapping[str, str] | None = None)
     return FileLayout(len(text).to_bytes(8, "little") + text, places, begin + end)
 
 
-def write_tensors(path: Path, blocks: Mapping[str, Block], notes: Mapping[str, str] | None = None) -> FileRecord:
+def write_tensors(path: AnyPath, blocks: Mapping[str, Block], notes: Mapping[str, str] | None = None) -> FileRecord:
     """Write a new safetensors file, tensor by tensor, without a second copy of the state."""
     layout = lay_out(blocks, notes)
     stored = [block.tensor for block in blocks.values() if isinstance(block.tensor, StoredTensor)]
     # stored tensors are read into one shared buffer, since malloc would keep memory that is freed in between
     buffer = torch.empty(max((_size(tensor) for tensor in stored), default=0), dtype=torch.uint8)
-    with HashedFile(path) as file:
+    with HashedFile(path, layout.size) as file:
         file.write(layout.header)
         for name in layout.places:
             given = blocks[name].tensor
@@ -93,14 +94,17 @@ def memory_of(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
 
 
-def read_tensors(file: MappedFile) -> tuple[dict[str, Block], dict[str, str]]:
+def read_tensors(file: MappedFile | FetchedFile) -> tuple[dict[str, Block], dict[str, str]]:
     """Return the tensors of a safetensors file, as views of its mapped memory, and its metadata.
 
     Raises:
         CheckpointError: if it is not a well-formed safetensors file.
     """
     try:
-        header = read_header(lambda begin, end: file.data[begin:end], file.size, file.whole_size)
+        header = read_header(partial(_bytes_in, file), file.size, file.whole_size)
+        if isinstance(file, FetchedFile):
+            spans = [(place.begin, place.begin + place.size) for place in header.places.values()]
+            file.want(span for span in spans if span[1] - span[0] <= _SMALL)
         sharding = json.loads(header.notes.get(SHARDING_KEY, "{}"))
         blocks = {name: _block_at(place, file, sharding.get(name)) for name, place in header.places.items()}
         return blocks, dict(header.notes)
@@ -110,7 +114,13 @@ def read_tensors(file: MappedFile) -> tuple[dict[str, Block], dict[str, str]]:
         ) from None
 
 
-def block_of(entry: Mapping[str, Any], file: MappedFile, begin: int) -> Block:
+def _bytes_in(file: MappedFile | FetchedFile, begin: int, end: int) -> bytes:
+    if isinstance(file, FetchedFile):
+        file.want([(begin, end)])
+    return file.data[begin:end]
+
+
+def block_of(entry: Mapping[str, Any], file: MappedFile | FetchedFile, begin: int) -> Block:
     """Return the block that an entry of a header describes; `begin` is the byte from which its offsets count.
 
     The caller has checked that the offsets are inside the file. Raises one of `MALFORMED` for any other fault.
@@ -118,7 +128,7 @@ def block_of(entry: Mapping[str, Any], file: MappedFile, begin: int) -> Block:
     return _block_at(place_of(entry, begin), file)
 
 
-def _block_at(place: TensorPlace, file: MappedFile, sharding: Mapping[str, Any] | None = None) -> Block:
+def _block_at(place: TensorPlace, file: MappedFile | FetchedFile, sharding: Mapping[str, Any] | None = None) -> Block:
     """Return the block at a place of a file, which may be without its elements."""
     dtype, shape, begin = place
     offsets = [0] * len(shape) if sharding is None else sharding["saved_offsets"]
@@ -128,11 +138,16 @@ def _block_at(place: TensorPlace, file: MappedFile, sharding: Mapping[str, Any] 
         return Block(torch.empty(shape, dtype=dtype, device="meta" if place.size else "cpu"), tuple(offsets))
     content = _bytes_of(file, begin, place.size)
     if begin % dtype.itemsize:
+        if isinstance(file, FetchedFile):
+            file.want([(begin, begin + place.size)])
         content = content.clone()  # unaligned, written by another program
-    return Block(content.view(dtype).view(shape), tuple(offsets))
+    tensor = content.view(dtype).view(shape)
+    if isinstance(file, FetchedFile) and file.is_lazy:
+        read_from(tensor, file.want, begin)
+    return Block(tensor, tuple(offsets))
 
 
-def _bytes_of(file: MappedFile, start: int, size: int) -> Tensor:
+def _bytes_of(file: MappedFile | FetchedFile, start: int, size: int) -> Tensor:
     """Return bytes of the mapped memory as a tensor whose storage contains only them.
 
     A view into a storage of the whole file would not work: ``Generator.set_state`` reads a storage from its beginning,

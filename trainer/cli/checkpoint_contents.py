@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from ...common.errors import CheckpointError, ConfigError
+from ...common.storage import AnyPath, as_path
 from ...strategies.pretrained.export_folder import export_folder
 from ...strategies.pretrained.find_folder import check_dtype
 from ...strategies.pretrained.save_folder import parse_size
@@ -32,7 +32,7 @@ _SHOWN: Final[Mapping[str, Sequence[str]]] = {
 _PLAIN: Final = (bool, int, float, str)
 
 
-def show(path: str | Path, shows_all: bool = False) -> list[str]:
+def show(path: str | AnyPath, shows_all: bool = False) -> list[str]:
     """Return the contents of a checkpoint: its origin, its files, and its parts, or each of their values."""
     path = _checkpoint_at(path)
     manifest = read_manifest(path)
@@ -70,13 +70,13 @@ def _in_short(state: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def verify_all(paths: Sequence[str | Path]) -> tuple[list[str], bool]:
+def verify_all(paths: Sequence[str | AnyPath]) -> tuple[list[str], bool]:
     """Verify checkpoints, and those inside folders; return a line for each, and whether all are intact."""
     lines: list[str] = []
     is_good = True
     for given in paths:
         inside = [checkpoint.path for checkpoint in list_checkpoints(given)]
-        for path in inside or [Path(given)]:
+        for path in inside or [as_path(given)]:
             try:
                 lines.append(f"good     {path} ({in_bytes(sum(file.size for file in verify(path).files.values()))})")
             except CheckpointError as error:
@@ -87,7 +87,7 @@ def verify_all(paths: Sequence[str | Path]) -> tuple[list[str], bool]:
     return lines, is_good
 
 
-def diff(first: str | Path, second: str | Path) -> tuple[list[str], bool]:
+def diff(first: str | AnyPath, second: str | AnyPath) -> tuple[list[str], bool]:
     """Return the differences between the values of two checkpoints, and whether they are the same."""
     ours, theirs = (dict(_leaves(_load(_checkpoint_at(path)))) for path in (first, second))
     lines = [f"- {name}: {_describe(value)}" for name, value in ours.items() if name not in theirs]
@@ -98,7 +98,7 @@ def diff(first: str | Path, second: str | Path) -> tuple[list[str], bool]:
     return [*lines, f"{same} of {len(ours)} values are the same."], not lines
 
 
-def export_as_asked(given: argparse.Namespace) -> Path:
+def export_as_asked(given: argparse.Namespace) -> AnyPath:
     """Write the weights of a checkpoint as the arguments say, and return where."""
     path = _checkpoint_at(given.path)
     if not given.hf:
@@ -115,13 +115,13 @@ def export_as_asked(given: argparse.Namespace) -> Path:
     return export_folder(path, weights_with_base(path, given.base), given.destination, given.base, settings)
 
 
-def _checkpoint_at(path: str | Path) -> Path:
+def _checkpoint_at(path: str | AnyPath) -> AnyPath:
     """Return the path of a checkpoint, or raise an error that says what is there instead."""
-    found = resolve(Path(path))
-    return Path(path) if found is None else found
+    found = resolve(as_path(path))
+    return as_path(path) if found is None else found
 
 
-def _load(path: Path, *, verify: bool = True) -> dict[str, Any]:
+def _load(path: AnyPath, *, verify: bool = True) -> dict[str, Any]:
     """Return the state in a checkpoint; tensors that wrap others in their blocks, where their class is not here."""
     try:
         return load(path, verify=verify)

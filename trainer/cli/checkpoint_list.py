@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...common.errors import EchelonError
+from ...callbacks.helpers.checkpoint_name import EXTENSION
+from ...common.errors import CheckpointError, EchelonError
+from ...common.storage import AnyPath, StorePath, as_path
 from ..checkpoint.atomic_folder import unfinished
+from ..checkpoint.files import FilePiece, MappedFile, explain, is_one_file, while_it_stays
 from ..checkpoint.finding import FoundCheckpoint, list_checkpoints
-from ..checkpoint.manifest import is_checkpoint, read_values
+from ..checkpoint.in_store.store_folder import begun_in
+from ..checkpoint.manifest import MANIFEST, STATE, is_checkpoint, read_manifest, read_object
 
 
 @dataclass(frozen=True)
@@ -32,17 +36,20 @@ class ListedCheckpoint:
     """Whether the newest checkpoint of its folder that knows a best one names it."""
 
 
-def folders_below(folder: str | Path) -> list[Path]:
+def folders_below(folder: str | AnyPath) -> Sequence[AnyPath]:
     """Return a folder, and those below it that are not inside a checkpoint."""
+    root = as_path(folder)
+    if isinstance(root, StorePath):
+        return _folders_in_store(root)
     found = []
-    for place, names, _ in os.walk(folder):
+    for place, names, _ in os.walk(root):
         path = Path(place)
         names[:] = sorted(name for name in names if not name.startswith(".") and not is_checkpoint(path / name))
         found.append(path)
     return found
 
 
-def listed(folder: str | Path) -> list[ListedCheckpoint]:
+def listed(folder: str | AnyPath) -> list[ListedCheckpoint]:
     """Return the checkpoints below a folder: folder by folder, in each the oldest first."""
     rows = []
     for place in folders_below(folder):
@@ -54,7 +61,7 @@ def listed(folder: str | Path) -> list[ListedCheckpoint]:
             step = state.get("loop", {}).get("global_step")
             rows.append(
                 ListedCheckpoint(
-                    os.path.relpath(checkpoint.path, folder),
+                    str(checkpoint.path)[len(str(as_path(folder))) :].lstrip("/\\"),
                     checkpoint.saved_at,
                     sum(file.size for file in files),
                     checkpoint.fault,
@@ -66,9 +73,16 @@ def listed(folder: str | Path) -> list[ListedCheckpoint]:
     return rows
 
 
-def left_unfinished(folder: str | Path) -> list[Path]:
+def left_unfinished(folder: str | AnyPath) -> list[AnyPath]:
     """Return the writes below a folder that have not ended."""
-    return [path for place in folders_below(folder) for path in unfinished(place)]
+    places = folders_below(folder)
+    return [path for place in places for path in (unfinished(place) if isinstance(place, Path) else begun_in(place))]
+
+
+def _folders_in_store(folder: StorePath) -> list[StorePath]:
+    inside = [folder / entry.name for entry in folder.store.list(folder) if entry.is_folder]
+    below = [path for path in inside if path.suffix != EXTENSION and not path.name.startswith(".")]
+    return [folder, *(found for path in below if not is_checkpoint(path) for found in _folders_in_store(path))]
 
 
 def _run_state(checkpoint: FoundCheckpoint) -> dict[str, Any]:
@@ -77,10 +91,34 @@ def _run_state(checkpoint: FoundCheckpoint) -> dict[str, Any]:
         return {}
     parts = [part for part in ("loop", "callbacks") if part in checkpoint.manifest.parts]
     try:
-        state = read_values(checkpoint.path) if parts else {}
+        state = _values_of(checkpoint.path, parts) if parts else {}
     except EchelonError:  # `verify` says why
         return {}
     return {part: state[part] for part in parts if isinstance(state.get(part), dict)}
+
+
+def _values_of(path: AnyPath, parts: Sequence[str]) -> dict[str, Any]:
+    """Return the JSON values of parts, without comparing them with their hash, and on this machine without torch."""
+    if isinstance(path, StorePath):
+        from ..checkpoint.loading import load
+
+        return load(path, parts=parts, verify=False)
+    local = path
+
+    def read(held: int | None) -> dict[str, Any]:
+        files = read_manifest(local, held).files
+        if STATE not in files:
+            raise CheckpointError(f"{local / MANIFEST} does not list {STATE}; use another checkpoint.")
+        if not is_one_file(local, held):
+            return read_object(MappedFile(local / STATE, held=held))
+        names = list(files)
+        begin = sum(files[name].size for name in names[: names.index(STATE)])
+        return read_object(FilePiece(MappedFile(local, is_private=False, held=held), begin, files[STATE].size))
+
+    try:
+        return while_it_stays(local, read)
+    except OSError as error:
+        raise CheckpointError(f"{local} cannot be read: {explain(error)}.") from error
 
 
 def _savers(state: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

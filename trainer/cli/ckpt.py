@@ -6,9 +6,9 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Final
 
+from ...common.storage import AnyPath
 from .checkpoint_list import ListedCheckpoint, left_unfinished, listed
 from .output import in_bytes, printable
 
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     def add(name: str, help: str, read: _Read, *arguments: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=help, description=help)
         for argument in arguments:
-            command.add_argument(argument.rstrip("+"), type=Path, nargs="+" if argument.endswith("+") else None)
+            command.add_argument(argument.rstrip("+"), nargs="+" if argument.endswith("+") else None)
         command.set_defaults(read=read)
         return command
 
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     return 0 if is_good else 1
 
 
-def list_folder(folder: str | Path, *, as_json: bool = False) -> list[str]:
+def list_folder(folder: str | AnyPath, *, as_json: bool = False) -> list[str]:
     """Return a line for each checkpoint below a folder, oldest first, and for each unfinished one."""
     rows, begun = listed(folder), left_unfinished(folder)
     if as_json:

@@ -9,6 +9,7 @@ import itertools
 import math
 import os
 import re
+import secrets
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,9 +23,12 @@ from ...callbacks.helpers.loggers import tell
 from ...callbacks.run import Logger
 from ...common.errors import ConfigError
 from ...common.local_path import local_path
+from ...common.storage import AnyPath, StorePath, home_of
 from ...strategies.state.from_environment import FromEnvironment
 
 _LONGEST_TEXT: Final = 500
+_CLAIM: Final = ".claimed"
+"""The object in a version's folder of a store that one run has written."""
 
 
 def is_installed(package: str) -> bool:
@@ -104,19 +108,25 @@ class VersionFolder:
         while self._is_numbered_by_us:
             try:
                 os.mkdir(self._version_path)
-                self._is_made = True
-                break
             except FileExistsError:
                 self._version = self._next_free()
+                continue
+            home = home_of(self._version_path)
+            # a run on another machine, which shares nothing but the store, may be about to take the same number
+            if not isinstance(home, StorePath) or home.store.write_if_absent(home / _CLAIM, _mark()):
+                self._is_made = True
+                break
+            self._version = self._next_free()
         self._is_made = self._is_made or not self._version_path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
 
-    def continue_at(self, path: Path) -> None:
+    def continue_at(self, path: AnyPath) -> None:
         """Continue the run whose folder contains `path`, if it has this name and no version was given or claimed."""
-        base, path = self.root.resolve(), path.resolve()
+        home = home_of(self.root)
+        base, path = home.resolve(), path.resolve()
         if not self._is_numbered_by_us or self._is_claimed or base not in path.parents:
             return
-        match = re.fullmatch(r"version_(\d+)", path.relative_to(base).parts[0])
+        match = re.fullmatch(r"version_(\d+)", path.parts[len(base.parts)])
         if match:
             self._version, self._is_numbered_by_us = int(match[1]), False
 
@@ -128,9 +138,16 @@ class VersionFolder:
         try:
             names = os.listdir(self.root)
         except (FileNotFoundError, NotADirectoryError):
-            return 0
+            names = []
+        home = home_of(self.root)
+        if isinstance(home, StorePath):
+            names += [path.name for path in home.iterdir()]
         numbers = [int(match[1]) for name in names if (match := re.fullmatch(r"version_(\d+)", name))]
         return max(numbers, default=-1) + 1
+
+
+def _mark() -> bytes:
+    return secrets.token_hex(8).encode()
 
 
 class FolderLogger:

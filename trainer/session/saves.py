@@ -5,27 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from time import monotonic
+
+from ...common.storage import AnyPath
 
 
 @dataclass(slots=True)
 class Saves:
     """The checkpoints of a run, and the time that saving took."""
 
-    last: Path | None = None
+    last: AnyPath | None = None
     """The newest checkpoint of this run that training can be resumed from, or the one that it was resumed from."""
     seconds: float = 0.0
     """The time for which training has waited for checkpoints and snapshots."""
     is_taking_snapshot: bool = False
     """Whether the state is being taken for a snapshot in memory."""
-    _known_folders: set[Path] = field(default_factory=set)
+    _known_folders: set[AnyPath] = field(default_factory=set)
 
-    def note(self, path: Path | None) -> None:
+    def note(self, path: AnyPath | None) -> None:
         """Note the newest checkpoint that training can be resumed from."""
         self.last = path
 
-    def is_first_in(self, folder: Path) -> bool:
+    def is_first_in(self, folder: AnyPath) -> bool:
         """Return whether this run has not asked this for a folder before."""
         is_first = folder not in self._known_folders
         self._known_folders.add(folder)

@@ -14,7 +14,7 @@ from ...callbacks.helpers.loggers import refuse_incomplete
 from ...callbacks.run import Logger
 from ...common.durations import parse_duration
 from ...common.errors import ConfigError, did_you_mean
-from ...common.local_path import local_path
+from ...common.storage import StorePath, any_path
 from ...strategies import ActivationCheckpointing, Precision, Strategy, check_strategy
 from ..loggers import DummyLogger, check_name
 from .detailed_profilers import profiler_by_name
@@ -179,7 +179,8 @@ class Settings:
         if self.gradient_clip_val == 0:
             changed["gradient_clip_val"] = None
         if self.default_root_dir is not None:
-            changed["default_root_dir"] = local_path("default_root_dir", self.default_root_dir)
+            root = any_path("default_root_dir", self.default_root_dir)
+            changed["default_root_dir"] = str(root) if isinstance(root, StorePath) else root
         if self.fast_dev_run:
             changed.update(self._development_run(int(self.fast_dev_run)))
         if self.overfit_batches:
