@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from ..callbacks.early_stopping import EarlyStopping
-from ..callbacks.helpers.loggers import run_folder
+from ..callbacks.helpers.loggers import local_folder, run_folder
 from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.progress_display import ProgressDisplay
 from ..callbacks.run import Logger
@@ -216,9 +216,9 @@ class TrainerAttributes:
 
     @property
     def log_dir(self) -> str:
-        """The first logger's folder, else `default_root_dir`."""
-        loggers = self._runner.loggers
-        return str(run_folder(loggers[0], self.default_root_dir)) if loggers else self.default_root_dir
+        """The first logger's folder, else `default_root_dir`; if that is a URL, a local folder that is copied there."""
+        loggers, root = self._runner.loggers, self.default_root_dir
+        return str(run_folder(loggers[0], root) if loggers else local_folder(root))
 
     @property
     def default_root_dir(self) -> str:

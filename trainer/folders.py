@@ -1,26 +1,44 @@
-"""Folders of a run: relative ones are those of the moment at which it starts, also if a hook changes the directory."""
+"""Folders of a run: relative ones are those of the moment at which it starts; of URLs, the local ones and their copies.
+
+A hook may change the directory.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Final
 
 from ..callbacks.callback import Callback
-from ..callbacks.helpers.loggers import tell
+from ..callbacks.helpers.loggers import run_folder, tell
 from ..callbacks.run import Logger
+from ..common.storage import AnyPath, Mirror, StorePath, check_store, home_of
 from .checks import check_current_folder, check_writable
+from .loggers.base import NAMES_ONLY
+from .session.session import Session
+
+_TO_END: Final = 120.0
+_TO_END_INTERRUPTED: Final = 15.0
+"""Seconds for the last copies: where a run is told to end, its node is about to go."""
 
 
-def settle_folders(root: Path, callbacks: Iterable[Callback], loggers: Sequence[Logger], *, writes: bool) -> Path:
+def settle_folders(root: AnyPath, callbacks: Iterable[Callback], loggers: Sequence[Logger], *, writes: bool) -> AnyPath:
     """Make the folders of callbacks and loggers absolute, and return the root as an absolute path.
 
     Raises:
-        ConfigError: if the run `writes` to its root, and files cannot be created there; without a current folder.
+        ConfigError: if the run `writes` to its root, and files cannot be created there; if the store of a logger does
+            not answer or does not permit it; without a current folder.
     """
     check_current_folder()
     if writes:
-        check_writable(root)
+        if isinstance(root, StorePath):
+            check_store(root)
+        else:
+            check_writable(root)
+    for place in {getattr(logger, "store_dir", None) for logger in loggers}:
+        if isinstance(place, StorePath) and not (writes and place.is_relative_to(root)):
+            check_store(place, "save_dir")
     settle_callbacks(callbacks)
     tell(loggers, "settle")
     return root.absolute()
@@ -33,3 +51,37 @@ def settle_callbacks(callbacks: Iterable[Callback]) -> None:
             path = getattr(callback, name)
             if path:
                 setattr(callback, name, type(path)(os.path.abspath(path)))
+
+
+def mirror_folders(session: Session) -> None:
+    """Copy what a run writes into the folders of its loggers to the store, if they belong to a URL, until it ends.
+
+    The first process of each node copies: the files of a ledger may be those of any rank.
+    """
+    if session.strategy.local_rank == 0:
+        session.mirrors = [_mirror(session, folder, home) for folder, home in _spooled(session).items()]
+        for mirror in session.mirrors:
+            if session.task == "fit" and mirror.is_first:
+                mirror.fetch()
+            mirror.start()
+        session.held.callback(_end, session)
+
+
+def _end(session: Session) -> None:
+    """Send what is left, also of a run that found another folder taken, and so writes elsewhere than it had thought."""
+    mirrored = {mirror.folder for mirror in session.mirrors}
+    late = [_mirror(session, *place) for place in _spooled(session).items() if place[0] not in mirrored]
+    for mirror in (*session.mirrors, *late):
+        mirror.close(_TO_END_INTERRUPTED if session.interruption.is_requested else _TO_END)
+
+
+def _mirror(session: Session, folder: Path, home: StorePath) -> Mirror:
+    return Mirror(folder, home, names_only=NAMES_ONLY, is_first=session.strategy.rank == 0)
+
+
+def _spooled(session: Session) -> dict[Path, StorePath]:
+    """Return the local folders of a run that belong to a URL, with that."""
+    root = session.run.default_root_dir
+    folders = [Path(session.run.log_dir), *(run_folder(logger, root) for logger in session.loggers)]
+    homes = {folder: home_of(folder) for folder in folders}
+    return {folder: home for folder, home in homes.items() if isinstance(home, StorePath)}

@@ -22,6 +22,7 @@ from ..callbacks.run import Logger, Run, Stage
 from ..common.console import say
 from ..common.durations import parse_duration
 from ..common.errors import CheckpointError, RunError
+from ..common.storage import as_path
 from ..strategies import Precision, is_auto, place
 from ..strategies.launch.node_folder import NodeFolder
 from ..strategies.launch.peer_failures import blame_peer
@@ -82,7 +83,7 @@ class Runner:
         self.strategy, self.hardware = place(*where)
         self.strategy.validate(self.hardware, self.precision)
         check_sync_batchnorm(settings, self.hardware)
-        self.root = Path(settings.default_root_dir or ".")
+        self.root = as_path(settings.default_root_dir or ".")
         """The folder of what has no other; absolute once a run has started."""
         self.loggers = make_loggers(settings, self.root, by_name)
         check_loggers(self.loggers)
@@ -305,8 +306,7 @@ class Runner:
 
     def _agree(self, session: Session, request: Request) -> None:
         """Make all ranks use rank 0's seed, checkpoint and folders."""
-        strategy, environment = self.strategy, self.hardware.environment
-        session.resumed_from = request.checkpoint
+        strategy, environment, session.resumed_from = self.strategy, self.hardware.environment, request.checkpoint
         if environment.is_external:  # nobody has looked at the disk yet, even with one process
             with strategy.ranks.all.fail_together():
                 self._settle_folders(request)

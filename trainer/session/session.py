@@ -15,6 +15,7 @@ from ...callbacks.callback import Callback
 from ...callbacks.dispatch import Hooks
 from ...callbacks.helpers.loggers import outlives_disk_errors
 from ...callbacks.run import Logger, Run
+from ...common.storage import Mirror
 from ...strategies import Strategy
 from ...strategies.placed.placed import Placed
 from ..checkpoint import MemoryWriter, Writer
@@ -101,6 +102,8 @@ class Session:
     """The file in which rank 0 lists the checkpoints that it saves, for the caller of this process."""
     held: ExitStack = field(default_factory=ExitStack)
     """The locks of folders that it holds from its beginning to its end."""
+    mirrors: Sequence[Mirror] = ()
+    """What copies the files of this node's ranks to a store, if they belong to a URL."""
     is_built: bool = False
     """Whether everything that a checkpoint holds exists: the module is placed, a fit has its data and optimizers."""
     has_failed: bool = False

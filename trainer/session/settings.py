@@ -14,7 +14,7 @@ from ...callbacks.helpers.loggers import refuse_incomplete
 from ...callbacks.run import Logger
 from ...common.durations import parse_duration
 from ...common.errors import ConfigError, did_you_mean
-from ...common.local_path import local_path
+from ...common.storage import StorePath, any_path
 from ...strategies import ActivationCheckpointing, Precision, Strategy, check_strategy
 from ..loggers import DummyLogger, check_name
 from .detailed_profilers import profiler_by_name
@@ -121,7 +121,7 @@ class Settings:
     enable_checkpointing: Defaulted[bool] = Defaulted(True)
     enable_model_summary: Defaulted[bool] = Defaulted(True)
     profiler: str | Profiler | None = None
-    default_root_dir: str | Path | None = None
+    default_root_dir: str | Path | StorePath | None = None
 
     # --- numerics and the rest ---
     deterministic: Defaulted[bool | Literal["warn"]] = Defaulted(False)
@@ -179,7 +179,7 @@ class Settings:
         if self.gradient_clip_val == 0:
             changed["gradient_clip_val"] = None
         if self.default_root_dir is not None:
-            changed["default_root_dir"] = local_path("default_root_dir", self.default_root_dir)
+            changed["default_root_dir"] = any_path("default_root_dir", self.default_root_dir)
         if self.fast_dev_run:
             changed.update(self._development_run(int(self.fast_dev_run)))
         if self.overfit_batches:
