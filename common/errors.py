@@ -65,6 +65,10 @@ class CheckpointError(EchelonError, RuntimeError):
     """A checkpoint is missing, damaged, or from another program or module; or it cannot be written."""
 
 
+class StoreError(EchelonError, OSError):
+    """An object store does not answer, refuses, or keeps failing; also an `OSError`, as a disk would raise it."""
+
+
 class MissingDependencyError(EchelonError, ImportError):
     """An optional package that a feature needs is not installed; the message gives the command that installs it."""
 

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 # top of that folder which are not named themselves. The root, `__main__` and `testing` are above all others.
 LEVELS = (
     ("common",),
+    ("common.storage",),
     ("strategies.torch_internals", "strategies.torch_tensors"),
     ("strategies.devices",),
     ("strategies.cluster",),

@@ -1,7 +1,6 @@
 """Fixtures of tests of storage: an S3 server, buckets on it, and a proxy before it that fails requests."""
 
 import itertools
-import sys
 
 import pytest
 from proxy import faulty_proxy
@@ -49,8 +48,7 @@ def proxy(s3_server, bucket, use_s3):
 
 
 def _forget_clients():
-    """Have the next client read the environment again: fsspec keeps one for each set of arguments."""
-    if "s3fs" in sys.modules:
-        import s3fs
+    """Have the next client read the environment again: a process keeps the one that it has."""
+    from echelon.common.storage.filesystem import forget_filesystem
 
-        s3fs.S3FileSystem.clear_instance_cache()
+    forget_filesystem("s3")

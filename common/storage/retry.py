@@ -1,0 +1,103 @@
+"""Retry: repeating of a request that a store did not answer well, with growing pauses and a stated end."""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from ..errors import EchelonError, StoreError
+
+T = TypeVar("T")
+
+_FINAL: Final = (
+    *(FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, EchelonError),
+    *(TypeError, ValueError, AttributeError, NotImplementedError, MemoryError, ImportError),
+)
+"""Errors that the same request would get again."""
+_REFUSED: Final = re.compile(
+    r"AccessDenied|Forbidden|Unauthorized|InvalidAccessKeyId|SignatureDoesNotMatch|NoCredentials|"
+    r"Unable to locate credentials|Invalid bucket name|PermanentRedirect|authentic",
+    re.IGNORECASE,
+)
+_EXPIRED: Final = re.compile(r"expired|InvalidToken|TokenRefresh", re.IGNORECASE)
+_SECRET: Final = re.compile(
+    r"(?i)((?:secret|token|password|signature|credential|accesskeyid|access_key)[\w-]*[\"']?\s*[=:]\s*[\"']?)[^\s&\"',}]+"
+)
+
+
+@dataclass(frozen=True)
+class Retry:
+    """How often, and for how long, a request is repeated after a status such as 429 or 503, a reset, or a timeout."""
+
+    tries: int = 8
+    seconds: float = 120.0
+    """The time after which it is not repeated any more."""
+    first_pause: float = 0.2
+    longest_pause: float = 20.0
+
+    def call(self, what: str, request: Callable[[], T], renew: Callable[[], None] | None = None) -> T:
+        """Return what a request returns.
+
+        Args:
+            what: the request, for the error: ``writing s3://...``.
+            request: it is called again after an error that may pass.
+            renew: called after an error of credentials that have expired.
+
+        Raises:
+            FileNotFoundError: if there is no such object.
+            FileExistsError: if there is one, and must not be.
+            StoreError: after the last try, or at once for an error that does not pass.
+        """
+        began = time.monotonic()
+        for number in range(1, self.tries + 1):
+            try:
+                return request()
+            except _FINAL:
+                raise
+            except Exception as error:  # noqa: BLE001 - each client has errors of its own, which have no common base
+                is_expired = _EXPIRED.search(_text(error)) is not None
+                if _is_refused(error) and not (is_expired and renew is not None and number < 3):
+                    raise _refused(what, error) from None
+                if is_expired and renew is not None:
+                    renew()
+                # the pauses of many ranks must differ, or all of them ask again at once
+                pause = min(self.longest_pause, self.first_pause * 2 ** (number - 1)) * random.uniform(0.5, 1.0)
+                if number == self.tries or time.monotonic() - began + pause > self.seconds:
+                    raise _given_up(what, error, number, time.monotonic() - began) from None
+                time.sleep(pause)
+        raise AssertionError("a Retry has at least one try")
+
+
+@functools.cache
+def default_retry() -> Retry:
+    """Return the rule of all requests of a run."""
+    return Retry()
+
+
+def _is_refused(error: BaseException) -> bool:
+    return isinstance(error, PermissionError) or _REFUSED.search(f"{type(error).__name__} {error}") is not None
+
+
+def _text(error: BaseException) -> str:
+    """Return a client's error in one line, without what could be a secret."""
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return _SECRET.sub(r"\1...", " ".join(text.split()))[:300]
+
+
+def _refused(what: str, error: BaseException) -> StoreError:
+    return StoreError(
+        f"{what} is not permitted ({_text(error)}); check the credentials of this process (environment variables, "
+        "config file or role), and that they may list, read, write and delete there."
+    )
+
+
+def _given_up(what: str, error: BaseException, tries: int, seconds: float) -> StoreError:
+    return StoreError(
+        f"{what} failed {tries} times in {seconds:.0f} s ({_text(error)}); check the network, the endpoint and the "
+        "store's limits, and start again."
+    )

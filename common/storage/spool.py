@@ -1,0 +1,45 @@
+"""Spool folders: local folders for files that grow, such as logs, of a run whose folder is in a store."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from .paths import AnyPath, StorePath, as_path
+
+_HOME: Final = ".url"
+"""The file in a spool folder that has the URL."""
+
+
+def spool_folder(url: StorePath) -> Path:
+    """Return the local folder in which a run writes what belongs at a URL; it is made if it is missing.
+
+    It is the same for all processes of a user on a machine, below ``$ECHELON_SPOOL`` or else the temporary folder.
+    """
+    base = Path(os.environ.get("ECHELON_SPOOL") or Path(tempfile.gettempdir()) / f"echelon-spool-{_user()}")
+    folder = base / f"{hashlib.sha256(str(url).encode()).hexdigest()[:16]}"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    note = folder / _HOME
+    if not note.exists():
+        note.write_text(str(url), encoding="utf-8")
+    return folder
+
+
+def home_of(path: str | Path) -> AnyPath:
+    """Return the URL of a local path that is in a spool folder; any other path as it is."""
+    local = Path(path)
+    for folder in (local, *local.parents):
+        try:
+            url = (folder / _HOME).read_text(encoding="utf-8")
+        except OSError:
+            continue
+        home = as_path(url)
+        return home / local.relative_to(folder).as_posix() if isinstance(home, StorePath) else local
+    return local
+
+
+def _user() -> str:
+    return str(os.getuid()) if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")

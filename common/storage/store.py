@@ -1,0 +1,199 @@
+"""Store: reading, writing, listing and deleting of objects through a filesystem of fsspec."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol, TypeVar
+
+from .filesystem import filesystem, forget_filesystem
+from .retry import Retry, default_retry
+
+T = TypeVar("T")
+
+PART: Final = 16 << 20
+"""Bytes of a part of a large object, which is read or written in one request."""
+IN_FLIGHT: Final = 4
+"""Requests of one process at a time."""
+_DELETED_AT_ONCE: Final = 500
+
+
+class Place(Protocol):
+    """An object or a folder, as a `Place` names it."""
+
+    @property
+    def scheme(self) -> str:
+        """The scheme of its URL."""
+
+    @property
+    def key(self) -> str:
+        """What follows the scheme, with the bucket first."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is directly in a folder of a store."""
+
+    name: str
+    is_folder: bool
+    size: int
+
+
+@dataclass(frozen=True)
+class Store:
+    """The objects of one scheme, as this process reaches them; safe to use in threads, and again after a fork.
+
+    Nothing that was listed is remembered. Errors are a FileNotFoundError, a FileExistsError, or a `StoreError`.
+    """
+
+    scheme: str
+    retry: Retry = field(default_factory=default_retry)
+
+    @property
+    def fs(self) -> Any:
+        """The filesystem of fsspec."""
+        return filesystem(self.scheme)
+
+    def read(self, path: Place) -> bytes:
+        """Return the content of an object."""
+        content: bytes = self._do("Reading", path, lambda fs: fs.cat_file(path.key))
+        return content
+
+    def read_range(self, path: Place, begin: int, end: int) -> bytes:
+        """Return the bytes of an object from `begin` up to `end`, all of them."""
+
+        def request(fs: Any) -> bytes:
+            content: bytes = fs.cat_file(path.key, start=begin, end=end)
+            if len(content) != end - begin:  # a connection that was closed in the middle of a body
+                raise OSError(f"got {len(content)} bytes instead of {end - begin}")
+            return content
+
+        return self._do("Reading", path, request) if begin < end else b""
+
+    def write(self, path: Place, data: bytes) -> None:
+        """Write an object, which appears whole and replaces an older one."""
+        self._do("Writing", path, lambda fs: fs.pipe_file(path.key, bytes(data)))
+
+    def write_if_absent(self, path: Place, data: bytes) -> bool:
+        """Write an object if there is none of this name; return whether it was written.
+
+        S3, Google and Azure decide that in one step. Where a store does not (some that only resemble S3), it is asked
+        first whether there is one, and read afterwards: two that write in the same instant could both be told True.
+        """
+
+        def request(fs: Any) -> bool:
+            if fs.exists(path.key):
+                return self._holds(fs, path, data)  # a lost answer: the try before has written it
+            try:
+                fs.pipe_file(path.key, bytes(data), mode="create")
+            except FileExistsError:
+                return self._holds(fs, path, data)
+            except OSError as error:
+                if "PreconditionFailed" in str(error) or "ConditionNotMet" in str(error):
+                    return self._holds(fs, path, data)
+                raise
+            return self._holds(fs, path, data)
+
+        return self._do("Writing", path, request)
+
+    @staticmethod
+    def _holds(fs: Any, path: Place, data: bytes) -> bool:
+        try:
+            return bool(fs.cat_file(path.key) == bytes(data))
+        except FileNotFoundError:
+            return False
+
+    def size(self, path: Place) -> int | None:
+        """Return the bytes of an object; None if there is none of this name."""
+
+        def request(fs: Any) -> int | None:
+            info = fs.info(path.key)
+            return int(info["size"] or 0) if info.get("type") == "file" else None
+
+        try:
+            return self._do("Looking for", path, request)
+        except FileNotFoundError:
+            return None
+
+    def exists(self, path: Place) -> bool:
+        """Return whether there is an object of this name."""
+        return self.size(path) is not None
+
+    def list(self, folder: Place, limit: int | None = None) -> Sequence[Entry]:
+        """Return what is directly in a folder, sorted by name; nothing if it does not exist."""
+
+        def request(fs: Any) -> list[Entry]:
+            found = fs.ls(folder.key, detail=True)
+            return sorted((_entry(info) for info in found if _is_inside(info, folder)), key=lambda one: one.name)
+
+        try:
+            return self._do("Listing", folder, request)[:limit]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def find(self, folder: Place) -> dict[str, int]:
+        """Return the keys of all objects below a folder, at any depth, with their bytes."""
+
+        def request(fs: Any) -> dict[str, int]:
+            found = fs.find(folder.key, detail=True)
+            return {name: int(info["size"] or 0) for name, info in found.items() if name != folder.key}
+
+        try:
+            return self._do("Listing", folder, request)
+        except FileNotFoundError:
+            return {}
+
+    def delete(self, paths: Iterable[Place]) -> None:
+        """Delete objects; those that are not there do not matter."""
+        self._delete([path.key for path in paths])
+
+    def delete_all(self, folder: Place) -> None:
+        """Delete all objects below a folder."""
+        self._delete(list(self.find(folder)))
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        def request(fs: Any, some: Sequence[str]) -> None:
+            fs.rm(list(some) if len(some) > 1 else some[0])
+
+        for begin in range(0, len(keys), _DELETED_AT_ONCE):
+            some = keys[begin : begin + _DELETED_AT_ONCE]
+            what = f"Deleting {self.scheme}://{some[0]}"
+            try:
+                self._call(what, functools.partial(request, some=some))
+            except FileNotFoundError:  # a filesystem that stops at the first one that is missing
+                for key in some if len(some) > 1 else ():
+                    with suppress(FileNotFoundError):
+                        self._call(what, functools.partial(request, some=[key]))
+
+    def _do(self, verb: str, path: Place, request: Callable[[Any], T]) -> T:
+        return self._call(f"{verb} {path}", request)
+
+    def _call(self, what: str, request: Callable[[Any], T]) -> T:
+        return self.retry.call(what, lambda: request(self.fs), lambda: forget_filesystem(self.scheme))
+
+
+def in_parallel(work: Callable[[T], object], items: Sequence[T], threads: int = IN_FLIGHT) -> list[Any]:
+    """Return what `work` returns for each item, several at a time; raise the first error once all have ended."""
+    if len(items) < 2:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(min(threads, len(items)), thread_name_prefix="echelon-store") as pool:
+        return [done.result() for done in [pool.submit(work, item) for item in items]]
+
+
+@functools.cache
+def store_of(scheme: str) -> Store:
+    """Return the store of a scheme."""
+    return Store(scheme)
+
+
+def _is_inside(info: dict[str, Any], folder: Place) -> bool:
+    """Return whether an entry of a listing is below a folder: that of an object has the object itself."""
+    return str(info["name"]).strip("/") != folder.key.strip("/")
+
+
+def _entry(info: dict[str, Any]) -> Entry:
+    name = str(info["name"]).rstrip("/").rpartition("/")[2]
+    return Entry(name, info.get("type") == "directory", int(info.get("size") or 0))
