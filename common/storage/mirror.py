@@ -189,13 +189,15 @@ class Mirror:
         self._copied[name] = _Copied(version, sent, now + _SHARE * (now - began))
 
     def _run(self) -> None:
-        while not self._is_ending:
+        is_last = False
+        while not is_last:
             self._wakes.wait(self.every)
             self._wakes.clear()
+            is_last = self._is_ending  # before it looks: what was written until now is seen
             try:
-                self.send(all_due=self._is_ending)
+                self.send(all_due=is_last)
             except (OSError, EchelonError) as error:
-                if not (self._has_warned or self._is_ending):
+                if not (self._has_warned or is_last):
                     self._has_warned = True
                     warnings.warn(
                         f"Files of the run cannot be copied to {self.home} ({error}); training continues, they stay in "

@@ -292,7 +292,11 @@ class FolderLogger:
 def folder_runs(loggers: Sequence[Logger]) -> list[dict[str, str]]:
     """Return the entries of a checkpoint that name the folders of these loggers: it may lie in the first one's only."""
     return [
-        {"type": type(logger).__name__, "name": str(logger.name), "version": logger.url or os.path.abspath(logger.log_dir)}
+        {
+            "type": type(logger).__name__,
+            "name": str(logger.name),
+            "version": logger.url or os.path.abspath(logger.log_dir),
+        }
         for logger in loggers
         if isinstance(logger, FolderLogger)
     ]

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 from urllib.parse import unquote, urlparse
 
-from ...common.errors import ConfigError, MissingDependencyError
 from ...callbacks.helpers.loggers import local_folder
+from ...common.errors import ConfigError, MissingDependencyError
 from ...common.storage import any_path
 from .base import flatten, is_installed, plain
 from .dummy import DummyExperiment

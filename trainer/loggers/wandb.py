@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 from torch import nn
 
-from ...common.errors import ConfigError, MissingDependencyError
 from ...callbacks.helpers.loggers import local_folder
+from ...common.errors import ConfigError, MissingDependencyError
 from ...common.storage import any_path
 from .base import is_installed, plain
 from .dummy import DummyExperiment
