@@ -59,8 +59,8 @@ def mirror_folders(session: Session) -> None:
     The first process of each node copies: the files of a ledger may be those of any rank.
     """
     if session.strategy.local_rank == 0:
-        session.mirrors = [_mirror(session, folder, home) for folder, home in _spooled(session).items()]
-        for mirror in session.mirrors:
+        session.held.mirrors = [_mirror(session, folder, home) for folder, home in _spooled(session).items()]
+        for mirror in session.held.mirrors:
             if session.task == "fit" and mirror.is_first:
                 mirror.fetch()
             mirror.start()
@@ -69,9 +69,9 @@ def mirror_folders(session: Session) -> None:
 
 def _end(session: Session) -> None:
     """Send what is left, also of a run that found another folder taken, and so writes elsewhere than it had thought."""
-    mirrored = {mirror.folder for mirror in session.mirrors}
+    mirrored = {mirror.folder for mirror in session.held.mirrors}
     late = [_mirror(session, *place) for place in _spooled(session).items() if place[0] not in mirrored]
-    for mirror in (*session.mirrors, *late):
+    for mirror in (*session.held.mirrors, *late):
         mirror.close(_TO_END_INTERRUPTED if session.interruption.is_requested else _TO_END)
 
 

@@ -133,9 +133,10 @@ def test_files_stay_local_while_the_store_refuses_them_and_are_sent_when_it_does
     rule = proxy.fail(Fault("status", 403), times=float("inf"), matches=lambda request: request.method == "PUT")
     (tmp_path / "a").write_text("1")
     mirror = Mirror(tmp_path, home, every=0.05)
-    with pytest.warns(UserWarning, match="training continues"):
+    with pytest.warns(UserWarning, match="training continues") as caught:  # noqa: PT031 - a thread's warning
         mirror.start()
         wait_until(lambda: rule.seen > 2)
+    assert len(caught) == 1
     with pytest.raises(StoreError, match="not permitted"):
         mirror.send()
     proxy.heal()

@@ -1,4 +1,4 @@
-"""Runs whose folder is a URL: what loggers and callbacks write is in the store when fit returns, and continued there."""
+"""Runs whose folder is a URL: what loggers and callbacks write is in the store at the end, and is continued there."""
 
 import csv
 import io

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -15,7 +14,6 @@ from ...callbacks.callback import Callback
 from ...callbacks.dispatch import Hooks
 from ...callbacks.helpers.loggers import outlives_disk_errors
 from ...callbacks.run import Logger, Run
-from ...common.storage import Mirror
 from ...strategies import Strategy
 from ...strategies.placed.placed import Placed
 from ..checkpoint import MemoryWriter, Writer
@@ -29,6 +27,7 @@ from ..metrics.metrics import Metrics
 from ..module.data_module import DataModule
 from ..module.optimizers import LRSchedulerConfig
 from ..module.train_module import TrainModule
+from .held_folders import HeldFolders
 from .interruption import Interruption
 from .not_finite import FirstNotFinite
 from .profiler import Profiler
@@ -100,10 +99,8 @@ class Session:
     """The checkpoint that the user named, by its path or as ``best``, to begin from."""
     saved_list: Path | None = None
     """The file in which rank 0 lists the checkpoints that it saves, for the caller of this process."""
-    held: ExitStack = field(default_factory=ExitStack)
-    """The locks of folders that it holds from its beginning to its end."""
-    mirrors: Sequence[Mirror] = ()
-    """What copies the files of this node's ranks to a store, if they belong to a URL."""
+    held: HeldFolders = field(default_factory=HeldFolders)
+    """The locks and mirrors of folders that it holds from its beginning to its end."""
     is_built: bool = False
     """Whether everything that a checkpoint holds exists: the module is placed, a fit has its data and optimizers."""
     has_failed: bool = False
