@@ -41,7 +41,8 @@ def refuse_incomplete(logger: object) -> None:
     if isinstance(logger, type):
         name = logger.__name__
         raise ConfigError(f"logger must be a logger, got the class {name}; write logger={name}(...).")
-    missing = [name for name in _REQUIRED if not hasattr(logger, name)]
+    # the class first: a property such as `version` may have to ask a store
+    missing = [name for name in _REQUIRED if not (hasattr(type(logger), name) or hasattr(logger, name))]
     if 0 < len(missing) < len(_REQUIRED):
         raise ConfigError(
             f"logger must have {', '.join(_REQUIRED)}, got a {type(logger).__name__} without {', '.join(missing)}; "
