@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..common.errors import CheckpointError
-from ..common.local_path import local_path
+from ..common.storage import any_path, as_path, home_of
 from ..strategies import Strategy
 from ..strategies.state.schema import check
 from .callback import Callback
@@ -43,7 +42,7 @@ class ModelCheckpoint(Callback):
     when its replacement is on disk. Every rank follows rank 0's metric and disk.
 
     Args:
-        dirpath: the folder; by default ``<log_dir>/checkpoints``.
+        dirpath: the folder, here or a URL in a store; by default ``<log_dir>/checkpoints``.
         filename: a template of `CheckpointName`; by default ``{epoch}-{step}``. If the name exists, ``-v1`` is added.
         monitor: the metric to rank by, or ``epoch`` or ``step``; by default the newest checkpoint is the best.
         verbose: log (level INFO) each save and its reason.
@@ -101,7 +100,7 @@ class ModelCheckpoint(Callback):
     ) -> None:
         check_kept(save_top_k, monitor, save_last)
         mode = chosen_mode("ModelCheckpoint", monitor, mode)
-        self.dirpath = "" if dirpath is None else str(local_path("dirpath", dirpath))
+        self.dirpath = "" if dirpath is None else str(any_path("dirpath", dirpath))
         self.monitor, self.mode = monitor, mode
         self.verbose, self.save_last, self.save_top_k = verbose, save_last, save_top_k
         self.save_weights_only, self.save_on_exception = save_weights_only, save_on_exception
@@ -184,7 +183,7 @@ class ModelCheckpoint(Callback):
         import yaml
 
         scores = {path: score.item() for path, score in self.best_k_models.items()}
-        Path(filepath or self._path("best_k_models.yaml")).write_text(yaml.safe_dump(scores), encoding="utf-8")
+        as_path(filepath or self._path("best_k_models.yaml")).write_text(yaml.safe_dump(scores), encoding="utf-8")
 
     @property
     def every_n_epochs(self) -> int:
@@ -202,7 +201,7 @@ class ModelCheckpoint(Callback):
         return [self._path(name) for name in self._kept.names]
 
     def _path(self, name: str) -> str:
-        return str(Path(self.dirpath) / name)
+        return str(as_path(self.dirpath) / name)
 
     # --- state: names relative to the folder, so that a run can resume after the folder was moved --------------------
 
@@ -223,7 +222,7 @@ class ModelCheckpoint(Callback):
         if not (self.is_dirpath_given or self._is_dirpath_chosen):
             self.dirpath = state_dict["dirpath"]
         self._kept = KeptCheckpoints.loaded(state_dict["scores"], state_dict["newest"])
-        self._saved_best = str(Path(state_dict["dirpath"]) / state_dict["best"]) if state_dict["best"] else ""
+        self._saved_best = str(as_path(state_dict["dirpath"]) / state_dict["best"]) if state_dict["best"] else ""
         self._was_pending, self._replaced = state_dict["is_pending"], own_names(state_dict["replaced"])
 
     def check_strategy(self, strategy: Strategy, world_size: int, num_devices: int) -> None:
@@ -240,14 +239,14 @@ class ModelCheckpoint(Callback):
         self._was_pending = False
         if not self.is_dirpath_given:
             self._saved_best = self.best_model_path
-            self.dirpath = trainer.strategy.ranks.all.broadcast(str(Path(trainer.log_dir) / "checkpoints"))
+            self.dirpath = trainer.strategy.ranks.all.broadcast(str(home_of(trainer.log_dir) / "checkpoints"))
             self._is_dirpath_chosen = True
 
     def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
         """Lock rank 0's folder, and forget checkpoints that are gone or of another run. Collective."""
         if self.save_top_k != 0 or self.save_last or self.save_on_exception:
-            trainer.strategy.ranks.all.on_first_rank(lambda: self._lock.take_for(trainer, Path(self.dirpath)))
-        best = self._saved_best if self._saved_best and os.path.exists(self._saved_best) else ""
+            trainer.strategy.ranks.all.on_first_rank(lambda: self._lock.take_for(trainer, as_path(self.dirpath)))
+        best = self._saved_best if self._saved_best and _is_there(self._saved_best) else ""
         kept = self._kept.of_this_run(trainer, self.dirpath)
         self._kept, self._saved_best = trainer.strategy.ranks.all.broadcast((kept, best))
         # a kill may have come between a save and its link, or before the save deleted what it replaces
@@ -320,7 +319,7 @@ class ModelCheckpoint(Callback):
     def teardown(self, trainer: Run, module: nn.Module, stage: str) -> None:
         """Forget the last save if writing it failed; ranks other than 0 learn that at the next `fit`."""
         name, before = self._unconfirmed
-        if name and trainer.is_global_zero and not os.path.exists(self._path(name)):  # a failing disk means no
+        if name and trainer.is_global_zero and not _is_there(self._path(name)):  # a failing disk means no
             self._kept = before
         self._unconfirmed = ("", KeptCheckpoints())
         self._lock.release()
@@ -393,7 +392,14 @@ class ModelCheckpoint(Callback):
     def _remove_replaced(self, trainer: Run) -> None:
         named = trainer.named_checkpoint
         for name in self._replaced:
-            path = Path(self._path(name))
+            path = as_path(self._path(name))
             is_named = named is not None and path.resolve() == named.resolve()
             if name not in self._kept.names and not is_named and is_own_checkpoint(trainer, self.dirpath, name):
                 trainer.remove_checkpoint(path)
+
+
+def _is_there(path: str) -> bool:
+    try:
+        return as_path(path).exists()
+    except OSError:  # a failing disk, or a store that does not answer, means no
+        return False

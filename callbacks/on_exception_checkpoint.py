@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import nn
 
 from ..common.errors import CheckpointError, ConfigError
-from ..common.local_path import local_path
+from ..common.storage import any_path, as_path
 from ..strategies import Strategy
 from .callback import Callback
 from .run import Run
@@ -38,13 +38,13 @@ class OnExceptionCheckpoint(Callback):
     def __init__(self, dirpath: str | Path, filename: str = "on_exception") -> None:
         if not filename:
             raise ConfigError(f"filename must be a name without an extension, got {filename!r}.")
-        self.dirpath, self.filename = str(local_path("dirpath", dirpath)), filename
+        self.dirpath, self.filename = str(any_path("dirpath", dirpath)), filename
         self._is_training = False
 
     @property
     def ckpt_path(self) -> str:
         """The path of the checkpoint."""
-        return str(Path(self.dirpath) / (self.filename + self.FILE_EXTENSION))
+        return str(as_path(self.dirpath) / (self.filename + self.FILE_EXTENSION))
 
     def check_strategy(self, strategy: Strategy, world_size: int, num_devices: int) -> None:
         """Refuse several processes."""

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..common.storage import AnyPath
 from ..strategies import Strategy
 
 Stage = Literal["sanity_check", "train", "validate", "test", "predict"]
@@ -232,14 +233,14 @@ class Run(Protocol):
     # --- checkpoints ---
 
     @property
-    def named_checkpoint(self) -> Path | None:
+    def named_checkpoint(self) -> AnyPath | None:
         """The checkpoint that the user named, by its path or as ``best``, to begin from; this run must not delete it.
 
         None without one, and for ``last`` and ``last.ckpt``: such a run continues its own checkpoints.
         """
 
     def save_checkpoint(
-        self, path: str | Path, weights_only: bool = False, *, wait: bool = True, single_file: bool | None = None
+        self, path: str | AnyPath, weights_only: bool = False, *, wait: bool = True, single_file: bool | None = None
     ) -> None:
         """Write a checkpoint at `path`, atomically. Collective: every rank calls it.
 
@@ -248,13 +249,13 @@ class Run(Protocol):
         error is raised after a later step.
         """
 
-    def wrote_checkpoint(self, path: str | Path) -> bool:
+    def wrote_checkpoint(self, path: str | AnyPath) -> bool:
         """Return whether this run, or one that it resumes, has written the checkpoint at `path`."""
 
-    def remove_checkpoint(self, path: str | Path) -> None:
+    def remove_checkpoint(self, path: str | AnyPath) -> None:
         """Delete a checkpoint that this run wrote, on rank 0; leave anything else alone."""
 
-    def point_to_checkpoint(self, link: str | Path, path: str | Path) -> None:
+    def point_to_checkpoint(self, link: str | AnyPath, path: str | AnyPath) -> None:
         """Make `link` (``last.ckpt``) a link to the checkpoint at `path`, atomically, on rank 0."""
 
 

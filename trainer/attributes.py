@@ -14,12 +14,13 @@ from typing import Any, Final, TypeVar
 import torch
 
 from ..callbacks.early_stopping import EarlyStopping
-from ..callbacks.helpers.loggers import local_folder, run_folder
+from ..callbacks.helpers.loggers import run_folder
 from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.progress_display import ProgressDisplay
 from ..callbacks.run import Logger
 from ..common.console import outlives_output_errors
 from ..common.errors import ConfigError, RunError, did_you_mean
+from ..common.storage import home_of
 from .module.data_module import DataModule
 from .module.train_module import TrainModule
 from .runner import Runner
@@ -217,13 +218,13 @@ class TrainerAttributes:
     @property
     def log_dir(self) -> str:
         """The first logger's folder, else `default_root_dir`; if that is a URL, a local folder that is copied there."""
-        loggers, root = self._runner.loggers, self.default_root_dir
-        return str(run_folder(loggers[0], root) if loggers else local_folder(root))
+        loggers, root = self._runner.loggers, self._runner.root
+        return str(run_folder(loggers[0], root) if loggers else root)
 
     @property
     def default_root_dir(self) -> str:
         """The folder of loggers and checkpoints that have no other folder."""
-        return str(self._runner.root)
+        return str(home_of(self._runner.root))
 
     @property
     def checkpoint_callbacks(self) -> list[ModelCheckpoint]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import ClassVar
 
 from ..common.errors import CheckpointError, ConfigError
-from ..common.local_path import local_path
+from ..common.storage import AnyPath, any_path, as_path
 from .checkpoint.manifest import read_manifest
 from .checkpoint.single_file import SingleFile
 from .result import EndedRun, save_ended
@@ -26,7 +25,7 @@ class Checkpoints:
 
     def save_checkpoint(
         self,
-        filepath: str | Path,
+        filepath: str | AnyPath,
         weights_only: bool | None = None,
         storage_options: None = None,
         *,
@@ -39,7 +38,7 @@ class Checkpoints:
         error is raised at the next step boundary.
 
         Args:
-            filepath: where to write it; a checkpoint of that name is replaced.
+            filepath: where to write it, a path or a URL; a checkpoint of that name is replaced.
             weights_only: leave out state that is needed only to resume.
             storage_options: must be None; only Lightning's plugins use it.
             wait: wait until it is written.
@@ -47,7 +46,7 @@ class Checkpoints:
                 of safetensors and JSON; a run resumes from both alike.
 
         Raises:
-            ConfigError: for a URL, and for `storage_options`.
+            ConfigError: for a URL that is not possible, and for `storage_options`.
             RunError: if there is no run to save.
             CheckpointError: if it cannot be written, or its state holds something that is neither a tensor nor JSON.
 
@@ -58,8 +57,11 @@ class Checkpoints:
             module = Net.load_from_checkpoint("runs/mine.ckpt")
         """
         if storage_options is not None:
-            raise ConfigError(f"storage_options must be None, got {storage_options!r}; write to a local path.")
-        path, current = local_path("filepath", filepath).absolute(), self._runner.current
+            raise ConfigError(
+                f"storage_options must be None, got {storage_options!r}; set options of a store in the environment or "
+                "in fsspec's config."
+            )
+        path, current = any_path("filepath", filepath).absolute(), self._runner.current
         is_file = self.saves_single_files if single_file is None else single_file
         form = SingleFile(keeps_classes=self.keeps_classes) if is_file else None
         if isinstance(current, EndedRun):
@@ -67,31 +69,30 @@ class Checkpoints:
         else:
             save_checkpoint(self._runner.session, path, weights_only=bool(weights_only), wait=wait, single_file=form)
 
-    def wrote_checkpoint(self, path: str | Path) -> bool:
+    def wrote_checkpoint(self, path: str | AnyPath) -> bool:
         """Return whether this run, or one that it resumes, has written the checkpoint at `path`."""
+        place = as_path(path)
         try:
-            return (
-                not Path(path).is_symlink() and read_manifest(Path(path)).lineage == self._runner.session.origin.lineage
-            )
+            return not place.is_symlink() and read_manifest(place).lineage == self._runner.session.origin.lineage
         except (CheckpointError, OSError):  # an unreadable checkpoint is not deleted
             return False
 
     @property
-    def named_checkpoint(self) -> Path | None:
+    def named_checkpoint(self) -> AnyPath | None:
         """The checkpoint that the user named to begin from, which the run must not delete; see `callbacks.run.Run`."""
         return self._runner.session.named_checkpoint
 
-    def remove_checkpoint(self, path: str | Path) -> None:
+    def remove_checkpoint(self, path: str | AnyPath) -> None:
         """Delete a checkpoint of this run or of a run it resumes; leave anything else alone."""
         if self._runner.strategy.rank == 0:
-            self._runner.session.writer.remove(Path(path).absolute(), self._runner.session.origin.lineage)
+            self._runner.session.writer.remove(as_path(path).absolute(), self._runner.session.origin.lineage)
 
-    def point_to_checkpoint(self, link: str | Path, path: str | Path) -> None:
+    def point_to_checkpoint(self, link: str | AnyPath, path: str | AnyPath) -> None:
         """Make `link` point to the checkpoint at `path`, atomically."""
         if self._runner.strategy.rank == 0:
-            self._runner.session.writer.point(Path(link).absolute(), Path(path).absolute())
+            self._runner.session.writer.point(as_path(link).absolute(), as_path(path).absolute())
 
-    def roll_back(self) -> Path | None:
+    def roll_back(self) -> AnyPath | None:
         """Go back to this run's newest checkpoint, skip the data read since, and return its path; None without one.
 
         Call it only in ``on_train_step_end``. Collective: every rank calls it.

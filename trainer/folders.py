@@ -13,7 +13,7 @@ from typing import Final
 from ..callbacks.callback import Callback
 from ..callbacks.helpers.loggers import run_folder, tell
 from ..callbacks.run import Logger
-from ..common.storage import AnyPath, Mirror, StorePath, check_store, home_of
+from ..common.storage import Mirror, StorePath, check_store, home_of, is_url
 from .checks import check_current_folder, check_writable
 from .loggers.base import NAMES_ONLY
 from .session.session import Session
@@ -23,22 +23,28 @@ _TO_END_INTERRUPTED: Final = 15.0
 """Seconds for the last copies: where a run is told to end, its node is about to go."""
 
 
-def settle_folders(root: AnyPath, callbacks: Iterable[Callback], loggers: Sequence[Logger], *, writes: bool) -> AnyPath:
+def settle_folders(
+    root: Path, callbacks: Iterable[Callback], loggers: Sequence[Logger], *, writes: bool, saves: bool
+) -> Path:
     """Make the folders of callbacks and loggers absolute, and return the root as an absolute path.
 
     Raises:
-        ConfigError: if the run `writes` to its root, and files cannot be created there; if the store of a logger does
-            not answer or does not permit it; without a current folder.
+        ConfigError: if the run `writes` to its root, or `saves` with callbacks, and files cannot be created there; if
+            the store of a logger does not answer or does not permit it; without a current folder.
     """
     check_current_folder()
+    callbacks = list(callbacks)
     if writes:
-        if isinstance(root, StorePath):
-            check_store(root)
-        else:
-            check_writable(root)
-    for place in {getattr(logger, "store_dir", None) for logger in loggers}:
-        if isinstance(place, StorePath) and not (writes and place.is_relative_to(root)):
-            check_store(place, "save_dir")
+        check_writable(root)
+        home = home_of(root)
+        if isinstance(home, StorePath):
+            check_store(home)
+    for place in {str(getattr(one, name)) for one in callbacks for name in one.path_attributes if saves}:
+        if is_url(place):
+            check_store(StorePath.parse(place), "dirpath")
+    for home in {getattr(logger, "store_dir", None) for logger in loggers}:
+        if isinstance(home, StorePath) and not (writes and home.is_relative_to(home_of(root))):
+            check_store(home, "save_dir")
     settle_callbacks(callbacks)
     tell(loggers, "settle")
     return root.absolute()
@@ -49,7 +55,7 @@ def settle_callbacks(callbacks: Iterable[Callback]) -> None:
     for callback in callbacks:
         for name in callback.path_attributes:
             path = getattr(callback, name)
-            if path:
+            if path and not is_url(path):
                 setattr(callback, name, type(path)(os.path.abspath(path)))
 
 

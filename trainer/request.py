@@ -10,7 +10,7 @@ from torch import nn
 
 from ..callbacks.dispatch import overrides
 from ..common.errors import ConfigError
-from ..common.local_path import local_path
+from ..common.storage import AnyPath, any_path
 from ..strategies import Strategy
 from ..strategies.module.compiled_calls import compile_calls
 from ..strategies.torch_tensors import compiled_from
@@ -29,9 +29,9 @@ class Request:
     datamodule: DataModule | None
     train_loaders: Any = None
     evaluation_loaders: Any = None
-    ckpt_path: str | Path | None = None
+    ckpt_path: str | AnyPath | None = None
     optimizer_settings: Winner = "saved"
-    checkpoint: Path | None = None
+    checkpoint: AnyPath | None = None
     """The checkpoint that `ckpt_path` refers to."""
     keeps_predictions: bool = False
     saved_list: Path | None = None
@@ -44,7 +44,7 @@ class Request:
                 "pass one of them."
             )
         if self.ckpt_path is not None:
-            local_path("ckpt_path", self.ckpt_path)
+            any_path("ckpt_path", self.ckpt_path)
 
     def parts(self) -> dict[str, object]:
         """Return what the user passed, by argument name."""
@@ -93,7 +93,7 @@ def evaluation_request(
     module: TrainModule | None,
     loaders: Any,
     datamodule: DataModule | None,
-    ckpt_path: str | Path | None,
+    ckpt_path: str | AnyPath | None,
     *,
     last: _LastRun | None,
 ) -> Request:

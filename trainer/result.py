@@ -20,6 +20,7 @@ from ..callbacks.callback import Callback
 from ..callbacks.dispatch import Hooks, callback_states, load_callback_states
 from ..callbacks.run import Logger
 from ..common.errors import ConfigError, ProcessError, RunError
+from ..common.storage import AnyPath
 from ..strategies.distributed.nested import iterate_tensors
 from ..strategies.distributed.pickling import check_packs
 from ..strategies.launch.node_folder import NodeFolder
@@ -64,8 +65,8 @@ class Result:
     signal: int | None
     should_stop: bool
     predictions: list[Any] | None
-    last_checkpoint: Path | None
-    resumed_from: Path | None
+    last_checkpoint: AnyPath | None
+    resumed_from: AnyPath | None
     origin: Origin
     found: dict[str, float]
     """The attributes of module and data module that finders have set."""
@@ -205,7 +206,7 @@ class EndedRun:
     interruption: Interruption = field(default_factory=Interruption)
     optimizers: Sequence[Optimizer] = ()
     schedulers: Sequence[LRSchedulerConfig] = ()
-    resumed_from: Path | None = None
+    resumed_from: AnyPath | None = None
     train_data: TrainData | None = None
     evaluation_data: EvaluationData | None = None
     trained: Sequence[str] | None = None
@@ -266,7 +267,7 @@ def _keeping_the_rest(what: str, lost: list[str]) -> Iterator[None]:
         lost.append(_not_back(what, error))
 
 
-def save_ended(run: EndedRun, path: Path, *, weights_only: bool, single_file: SingleFile | None) -> None:
+def save_ended(run: EndedRun, path: AnyPath, *, weights_only: bool, single_file: SingleFile | None) -> None:
     """Write a checkpoint of a run whose processes have ended.
 
     Their optimizers are gone: a checkpoint to resume from gets the training state of the checkpoint that the run saved

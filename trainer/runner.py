@@ -16,13 +16,13 @@ import torch
 
 from ..callbacks.callback import Callback
 from ..callbacks.dispatch import Hooks, check_state_keys
-from ..callbacks.helpers.loggers import tell
+from ..callbacks.helpers.loggers import local_folder, tell
 from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.run import Logger, Run, Stage
 from ..common.console import say
 from ..common.durations import parse_duration
 from ..common.errors import CheckpointError, RunError
-from ..common.storage import as_path
+from ..common.storage import AnyPath
 from ..strategies import Precision, is_auto, place
 from ..strategies.launch.node_folder import NodeFolder
 from ..strategies.launch.peer_failures import blame_peer
@@ -83,8 +83,8 @@ class Runner:
         self.strategy, self.hardware = place(*where)
         self.strategy.validate(self.hardware, self.precision)
         check_sync_batchnorm(settings, self.hardware)
-        self.root = as_path(settings.default_root_dir or ".")
-        """The folder of what has no other; absolute once a run has started."""
+        self.root = local_folder(settings.default_root_dir or ".")
+        """The local folder of what has no other; absolute once a run has started."""
         self.loggers = make_loggers(settings, self.root, by_name)
         check_loggers(self.loggers)
         self._callbacks = make_callbacks(settings)
@@ -195,9 +195,9 @@ class Runner:
 
     def _settle_folders(self, request: Request) -> None:
         writes = request.task == "fit" and (self.settings.logger is True or self.settings.enable_checkpointing)
-        self.root = settle_folders(self.root, self._callbacks, self.loggers, writes=writes)
+        self.root = settle_folders(self.root, self._callbacks, self.loggers, writes=writes, saves=request.task == "fit")
 
-    def _find_checkpoint(self, request: Request) -> Path | None:
+    def _find_checkpoint(self, request: Request) -> AnyPath | None:
         savers = [callback for callback in self.callbacks if isinstance(callback, ModelCheckpoint)]
         is_fit, places = request.task == "fit", (self.loggers, savers, self.root)
         return find_checkpoint(request.ckpt_path, *places, to_resume=is_fit, has_fitted=self._has_fitted)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Final
 
 from ...common.errors import ConfigError, did_you_mean
+from ...common.storage import AnyPath, as_path
 from ..run import Run
 
 _FIELD: Final = re.compile(r"\{([^{}:]*)(:[^{}]*)?\}")
@@ -92,14 +92,15 @@ def free_name(trainer: Run, template: CheckpointName, folder: str, taken: Collec
         template.warn_of_unlogged({*values, *metrics})
     name = filled = template.fill(values)
     version = 0
-    while str(Path(folder) / name) in taken or (trainer.is_global_zero and _exists(Path(folder) / name)):
+    base = as_path(folder)
+    while str(base / name) in taken or (trainer.is_global_zero and _exists(base / name)):
         version += 1
         name = numbered(filled, version)
     free: str = trainer.strategy.ranks.all.broadcast(name)
     return free
 
 
-def _exists(path: Path) -> bool:
+def _exists(path: AnyPath) -> bool:
     try:
         return path.exists()
     except OSError:  # the disk cannot tell; if the save fails as well, all ranks raise

@@ -10,14 +10,16 @@ import errno
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from ...common.errors import CheckpointError
+from ...common.storage import AnyPath, StorePath
 from ...strategies.launch.proc_status import host_id, look_at, started_at
-from ...strategies.state.schema import COUNT, TEXT, check, parse_json, shown
+from ...strategies.state.schema import check, parse_json, shown
 from ..run import Run
+from .store_lock import SCHEMA, StoreLock
 
 LOCK: Final = ".lock"
 """The name of the file, which names the holder of the lock."""
@@ -27,7 +29,6 @@ _PATIENCE: Final = 5.0
 _PAUSE: Final = 0.05
 _TRIES: Final = 20
 _LONGEST: Final = 4096
-_SCHEMA: Final = {"host": TEXT, "pid": COUNT, "start": COUNT, "run": COUNT, "job": TEXT, "round": COUNT}
 
 
 class FolderLock:
@@ -40,9 +41,10 @@ class FolderLock:
     def __init__(self) -> None:
         self._path = Path()
         self._descriptor = -1
+        self._in_store: StoreLock | None = None
         self._own: dict[str, Any] = {}
 
-    def take_for(self, trainer: Run, folder: Path) -> None:
+    def take_for(self, trainer: Run, folder: AnyPath) -> None:
         """Lock a folder for a run; see `take`."""
         supervisor = trainer.strategy.launcher.supervisor
         if supervisor is None:
@@ -51,7 +53,7 @@ class FolderLock:
             met = supervisor.round.notices_at
             self.take(folder, run=id(trainer), job=f"{met.host}:{met.port}/{met.prefix}", round=supervisor.round.number)
 
-    def take(self, folder: Path, *, run: int, job: str = "", round: int = 0, patience: float = _PATIENCE) -> None:
+    def take(self, folder: AnyPath, *, run: int, job: str = "", round: int = 0, patience: float = _PATIENCE) -> None:
         """Lock a folder for all callbacks of a run.
 
         Args:
@@ -65,9 +67,12 @@ class FolderLock:
             CheckpointError: if another run holds it.
         """
         self.release()
-        self._path = folder / LOCK
         me = {"host": host_id(), "pid": os.getpid(), "start": started_at(os.getpid())}
         self._own = {**me, "run": run, "job": job, "round": round}
+        if isinstance(folder, StorePath):
+            self._take_in_store(folder, patience)
+            return
+        self._path = folder / LOCK
         deadline = time.monotonic() + patience
         if not hasattr(os, "O_DIRECTORY"):  # Windows: no folder can be opened, and no such lock is there
             return
@@ -92,6 +97,9 @@ class FolderLock:
 
     def release(self) -> None:
         """Release the lock, and remove its file, and the folder if nothing was saved into it."""
+        if self._in_store is not None:
+            lock, self._in_store = self._in_store, None
+            lock.release()
         if self._descriptor >= 0:
             with contextlib.suppress(OSError), _alone(self._path.parent):
                 if os.path.samestat(os.fstat(self._descriptor), self._path.stat()):  # no other round has taken it over
@@ -101,13 +109,22 @@ class FolderLock:
             with contextlib.suppress(OSError):  # the descriptor is released anyway
                 os.close(descriptor)
 
-    def _is_followed(self, holder: dict[str, Any]) -> bool:
+    def _is_followed(self, holder: Mapping[str, Any]) -> bool:
         """Return whether this is a later round of the holder's run."""
         return bool(holder["job"]) and holder["job"] == self._own["job"] and holder["round"] < self._own["round"]
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the lock: it belongs to this process."""
-        return {**self.__dict__, "_descriptor": -1}
+        return {**self.__dict__, "_descriptor": -1, "_in_store": None}
+
+    def _take_in_store(self, folder: StorePath, patience: float) -> None:
+        def is_dead(holder: Mapping[str, Any]) -> bool:
+            is_ours = holder["host"] == self._own["host"]
+            return self._is_followed(holder) or (is_ours and not _is_alive(holder))
+
+        lock = StoreLock(folder / LOCK, self._own)
+        if lock.take(is_dead, lambda holder: _taken(folder, holder), patience):
+            self._in_store = lock
 
     def _take(self) -> bool:
         """Try to take the lock; return whether it was taken."""
@@ -133,7 +150,7 @@ class FolderLock:
         try:
             with self._path.open("rb") as file:
                 holder: dict[str, Any] = parse_json(file.read(_LONGEST), str(self._path))
-            check(holder, _SCHEMA, str(self._path))
+            check(holder, SCHEMA, str(self._path))
         except (FileNotFoundError, CheckpointError):
             return None
         return holder
@@ -167,11 +184,11 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _is_alive(holder: dict[str, Any]) -> bool:
+def _is_alive(holder: Mapping[str, Any]) -> bool:
     return look_at(holder["pid"]).state != "ended" and started_at(holder["pid"]) == holder["start"]
 
 
-def _taken(folder: Path, holder: dict[str, Any] | None) -> CheckpointError:
+def _taken(folder: AnyPath, holder: Mapping[str, Any] | None) -> CheckpointError:
     who = "another process" if holder is None else f"process {holder['pid']} on {shown(holder['host'])}"
     return CheckpointError(
         f"The folder {folder} must belong to one run, but {who} is saving into it; give ModelCheckpoint another "

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Final, Self
 
 from ...common.errors import ConfigError
+from ...common.storage import as_path
 from ...strategies.state.schema import NUMBER, TEXT
 from ..run import Run
 from .checkpoint_name import EXTENSION
@@ -86,9 +87,9 @@ def check_kept(save_top_k: int, monitor: str | None, save_last: object) -> None:
 
 def is_own_checkpoint(trainer: Run, folder: str, name: str) -> bool:
     """Return whether the run has written the checkpoint of this name, and no link points outside the folder."""
-    path = Path(folder) / name
+    path = as_path(folder) / name
     try:
-        inside, root = path.parent.resolve(), Path(folder).resolve()
+        inside, root = path.parent.resolve(), as_path(folder).resolve()
     except (OSError, RuntimeError):  # circular links
         return False
     return root in (inside, *inside.parents) and trainer.wrote_checkpoint(path)

@@ -12,7 +12,7 @@ from .paths import StorePath
 from .retry import Retry
 from .store import Store
 
-LIMIT: Final = 10.0
+LIMIT: Final = 8.0
 """Seconds within which a store must answer at the start."""
 _PROBING: Final = Retry(tries=3, seconds=LIMIT / 2)
 
@@ -23,7 +23,7 @@ def check_store(folder: StorePath, name: str = "default_root_dir", *, writes: bo
     A bucket is not made: a typing error would otherwise be one more bucket.
 
     Raises:
-        ConfigError: within 10 seconds, if the store does not answer, the bucket does not exist, or it is not permitted.
+        ConfigError: within 8 seconds, if the store does not answer, the bucket does not exist, or it is not permitted.
         MissingDependencyError: if the package for its scheme is not installed.
     """
     folder.store.fs  # noqa: B018 - its errors name the package, and belong to the caller's thread
@@ -46,7 +46,7 @@ def check_store(folder: StorePath, name: str = "default_root_dir", *, writes: bo
                 f"{where} is in the bucket {bucket!r}, which does not exist; make it, or correct its name."
             ) from None
         if isinstance(failure, EchelonError):
-            raise ConfigError(f"{where} cannot be used. {failure}") from None
+            raise ConfigError(f"{where} cannot be used; check what it says: {failure}") from None
         raise failure
 
 
@@ -54,7 +54,7 @@ def _probe(folder: StorePath, failures: list[BaseException], *, writes: bool) ->
     store = Store(folder.scheme, _PROBING)
     try:
         if not writes:
-            store.list(folder)
+            store.check_bucket(folder)
             return
         path, content = folder / f".probe-{secrets.token_hex(8)}", b"echelon"
         store.write(path, content)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import hashlib
 import os
 import tempfile
@@ -17,9 +18,9 @@ _HOME: Final = ".url"
 def spool_folder(url: StorePath) -> Path:
     """Return the local folder in which a run writes what belongs at a URL; it is made if it is missing.
 
-    It is the same for all processes of a user on a machine, below ``$ECHELON_SPOOL`` or else the temporary folder.
+    It is the same for all processes of a user on a machine, below the temporary folder (``TMPDIR``).
     """
-    base = Path(os.environ.get("ECHELON_SPOOL") or Path(tempfile.gettempdir()) / f"echelon-spool-{_user()}")
+    base = Path(tempfile.gettempdir()) / f"echelon-spool-{_user()}"
     folder = base / f"{hashlib.sha256(str(url).encode()).hexdigest()[:16]}"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     note = folder / _HOME
@@ -28,9 +29,11 @@ def spool_folder(url: StorePath) -> Path:
     return folder
 
 
-def home_of(path: str | Path) -> AnyPath:
-    """Return the URL of a local path that is in a spool folder; any other path as it is."""
-    local = Path(path)
+def home_of(path: str | AnyPath) -> AnyPath:
+    """Return the URL of a local path that is in a spool folder; any other path, and a URL, as it is."""
+    local = as_path(path)
+    if isinstance(local, StorePath):
+        return local
     for folder in (local, *local.parents):
         try:
             url = (folder / _HOME).read_text(encoding="utf-8")
@@ -42,4 +45,4 @@ def home_of(path: str | Path) -> AnyPath:
 
 
 def _user() -> str:
-    return str(os.getuid()) if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
+    return str(os.getuid()) if hasattr(os, "getuid") else getpass.getuser()

@@ -18,11 +18,12 @@ PART: Final = 16 << 20
 """Bytes of a part of a large object, which is read or written in one request."""
 IN_FLIGHT: Final = 4
 """Requests of one process at a time."""
+_WITH_BUCKETS: Final = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "oci"})
 _DELETED_AT_ONCE: Final = 500
 
 
-class Place(Protocol):
-    """An object or a folder, as a `Place` names it."""
+class Located(Protocol):
+    """An object or a folder, as a `Located` names it."""
 
     @property
     def scheme(self) -> str:
@@ -34,7 +35,7 @@ class Place(Protocol):
 
 
 @dataclass(frozen=True)
-class Entry:
+class Listed:
     """What is directly in a folder of a store."""
 
     name: str
@@ -57,12 +58,12 @@ class Store:
         """The filesystem of fsspec."""
         return filesystem(self.scheme)
 
-    def read(self, path: Place) -> bytes:
+    def read(self, path: Located) -> bytes:
         """Return the content of an object."""
         content: bytes = self._do("Reading", path, lambda fs: fs.cat_file(path.key))
         return content
 
-    def read_range(self, path: Place, begin: int, end: int) -> bytes:
+    def read_range(self, path: Located, begin: int, end: int) -> bytes:
         """Return the bytes of an object from `begin` up to `end`, all of them."""
 
         def request(fs: Any) -> bytes:
@@ -73,11 +74,11 @@ class Store:
 
         return self._do("Reading", path, request) if begin < end else b""
 
-    def write(self, path: Place, data: bytes) -> None:
+    def write(self, path: Located, data: bytes) -> None:
         """Write an object, which appears whole and replaces an older one."""
         self._do("Writing", path, lambda fs: fs.pipe_file(path.key, bytes(data)))
 
-    def write_if_absent(self, path: Place, data: bytes) -> bool:
+    def write_if_absent(self, path: Located, data: bytes) -> bool:
         """Write an object if there is none of this name; return whether it was written.
 
         S3, Google and Azure decide that in one step. Where a store does not (some that only resemble S3), it is asked
@@ -100,13 +101,13 @@ class Store:
         return self._do("Writing", path, request)
 
     @staticmethod
-    def _holds(fs: Any, path: Place, data: bytes) -> bool:
+    def _holds(fs: Any, path: Located, data: bytes) -> bool:
         try:
             return bool(fs.cat_file(path.key) == bytes(data))
         except FileNotFoundError:
             return False
 
-    def size(self, path: Place) -> int | None:
+    def size(self, path: Located) -> int | None:
         """Return the bytes of an object; None if there is none of this name."""
 
         def request(fs: Any) -> int | None:
@@ -118,14 +119,14 @@ class Store:
         except FileNotFoundError:
             return None
 
-    def exists(self, path: Place) -> bool:
+    def exists(self, path: Located) -> bool:
         """Return whether there is an object of this name."""
         return self.size(path) is not None
 
-    def list(self, folder: Place, limit: int | None = None) -> Sequence[Entry]:
+    def list(self, folder: Located, limit: int | None = None) -> Sequence[Listed]:
         """Return what is directly in a folder, sorted by name; nothing if it does not exist."""
 
-        def request(fs: Any) -> list[Entry]:
+        def request(fs: Any) -> list[Listed]:
             found = fs.ls(folder.key, detail=True)
             return sorted((_entry(info) for info in found if _is_inside(info, folder)), key=lambda one: one.name)
 
@@ -134,7 +135,16 @@ class Store:
         except (FileNotFoundError, NotADirectoryError):
             return []
 
-    def find(self, folder: Place) -> dict[str, int]:
+    def check_bucket(self, folder: Located) -> None:
+        """Check that the bucket of a folder is there, where a scheme has buckets.
+
+        Raises:
+            FileNotFoundError: if it is not.
+        """
+        if self.scheme in _WITH_BUCKETS:
+            self._call(f"Looking for {folder}", lambda fs: fs.info(folder.key.split("/", 1)[0]))
+
+    def find(self, folder: Located) -> dict[str, int]:
         """Return the keys of all objects below a folder, at any depth, with their bytes."""
 
         def request(fs: Any) -> dict[str, int]:
@@ -146,11 +156,11 @@ class Store:
         except FileNotFoundError:
             return {}
 
-    def delete(self, paths: Iterable[Place]) -> None:
+    def delete(self, paths: Iterable[Located]) -> None:
         """Delete objects; those that are not there do not matter."""
         self._delete([path.key for path in paths])
 
-    def delete_all(self, folder: Place) -> None:
+    def delete_all(self, folder: Located) -> None:
         """Delete all objects below a folder."""
         self._delete(list(self.find(folder)))
 
@@ -168,7 +178,7 @@ class Store:
                     with suppress(FileNotFoundError):
                         self._call(what, functools.partial(request, some=[key]))
 
-    def _do(self, verb: str, path: Place, request: Callable[[Any], T]) -> T:
+    def _do(self, verb: str, path: Located, request: Callable[[Any], T]) -> T:
         return self._call(f"{verb} {path}", request)
 
     def _call(self, what: str, request: Callable[[Any], T]) -> T:
@@ -189,11 +199,11 @@ def store_of(scheme: str) -> Store:
     return Store(scheme)
 
 
-def _is_inside(info: dict[str, Any], folder: Place) -> bool:
+def _is_inside(info: dict[str, Any], folder: Located) -> bool:
     """Return whether an entry of a listing is below a folder: that of an object has the object itself."""
     return str(info["name"]).strip("/") != folder.key.strip("/")
 
 
-def _entry(info: dict[str, Any]) -> Entry:
+def _entry(info: dict[str, Any]) -> Listed:
     name = str(info["name"]).rstrip("/").rpartition("/")[2]
-    return Entry(name, info.get("type") == "directory", int(info.get("size") or 0))
+    return Listed(name, info.get("type") == "directory", int(info.get("size") or 0))

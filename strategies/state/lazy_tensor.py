@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -15,6 +16,8 @@ from ..torch_tensors import as_instance
 from ..wrapped.wrapped_blocks import join_wrapped
 from ..wrapped.wrapped_tensors import copied, dequantized, is_here, is_wrapped
 
+_SOURCE: Final = "_echelon_source"
+"""The attribute of a tensor whose elements have to be fetched from a store."""
 OUTLINE: Final = ".outline"
 """File name suffix for tensors of which only the header is stored here; their elements are on another node."""
 
@@ -89,7 +92,9 @@ class StoredTensor(Tensor):
                 check_here(block, begin)
                 if is_wrapped(block):
                     block, self.was_dequantized = dequantized(block), True
-                target[_slices(spans, offsets)].copy_(block[_slices(spans, begin)])
+                inside = _slices(spans, begin)
+                fetch(block, inside)
+                target[_slices(spans, offsets)].copy_(block[inside])
 
     @property
     def blocks(self) -> Sequence[Block]:
@@ -103,7 +108,10 @@ class StoredTensor(Tensor):
 
     def uncopied(self) -> Tensor:
         """Return the plain tensor; if it is stored in one block, that block."""
-        return self.blocks[0].tensor if len(self.blocks) == 1 else self.whole()
+        if len(self.blocks) > 1:
+            return self.whole()
+        fetch(self.blocks[0].tensor)
+        return self.blocks[0].tensor
 
     def whole(self) -> Tensor:
         """Return the plain tensor; every call returns the same one."""
@@ -135,6 +143,40 @@ def read_block(
     else:
         block.copy_(tensor[_slices([(o, o + n) for o, n in zip(offsets, sizes, strict=True)], [0] * len(sizes))])
     return block
+
+
+def read_from(tensor: Tensor, want: Callable[[Iterable[tuple[int, int]]], object], begin: int) -> None:
+    """Note that the elements of a contiguous tensor are there only once `want` was called with the spans of its bytes.
+
+    Args:
+        tensor: a tensor whose memory is not filled yet.
+        want: reads spans of bytes of the file, into that memory.
+        begin: the tensor's first byte in the file.
+    """
+    setattr(tensor, _SOURCE, (want, begin))
+
+
+def fetch(block: Tensor, inside: Sequence[slice] | None = None) -> None:
+    """Read the elements of a block, or those inside of these slices, if they are not here yet."""
+    source = getattr(block, _SOURCE, None)
+    if source is None:
+        return
+    want, first = source
+    want((first + begin, first + end) for begin, end in _spans(block, inside))
+
+
+def _spans(block: Tensor, inside: Sequence[slice] | None) -> Iterable[tuple[int, int]]:
+    """Yield the bytes of a contiguous tensor that a slice of it has, in as few pieces as possible."""
+    item, shape = block.element_size(), block.shape
+    ranges = [(s.start, s.stop) for s in inside] if inside is not None else [(0, n) for n in shape]
+    cut = max((dim for dim, n in enumerate(shape) if ranges[dim] != (0, n)), default=0) if len(shape) else -1
+    if cut < 0:
+        return [(0, item)]
+    strides = [item * size for size in itertools.accumulate(reversed(shape[1:]), int.__mul__, initial=1)][::-1]
+    begin, end = (edge * strides[cut] for edge in ranges[cut])
+    rows = itertools.product(*(range(*one) for one in ranges[:cut]))
+    origins = (sum(at * stride for at, stride in zip(row, strides, strict=False)) for row in rows)
+    return ((origin + begin, origin + end) for origin in origins)
 
 
 def check_here(block: Tensor, begin: Sequence[int]) -> None:

@@ -3,13 +3,14 @@
 import csv
 import io
 import shutil
+import tempfile
 
 import pytest
 import torch
 
 from echelon import CSVLogger, SampleLedger, TensorBoardLogger, Trainer, TrainModule
 from echelon.callbacks import GoodputMonitor, ModelCheckpoint
-from echelon.common.storage import as_path
+from echelon.common.storage import as_path, spool_folder
 
 
 class Line(TrainModule):
@@ -44,8 +45,10 @@ def trainer(root, **settings):
 
 @pytest.fixture(autouse=True)
 def spool(tmp_path, monkeypatch):
-    monkeypatch.setenv("ECHELON_SPOOL", str(tmp_path / "spool"))
-    return tmp_path / "spool"
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    return spool_folder(as_path("s3://any")).parent
 
 
 @pytest.fixture

@@ -206,7 +206,7 @@ def test_nothing_is_imported_for_local_paths():
 
 
 def test_a_spool_folder_knows_its_url(tmp_path, monkeypatch):
-    monkeypatch.setenv("ECHELON_SPOOL", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     url = as_path("s3://bucket/runs")
     spool = spool_folder(url)
     assert spool.is_dir() and spool == spool_folder(url) and spool != spool_folder(url / "x")

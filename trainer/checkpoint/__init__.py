@@ -1,7 +1,7 @@
 """Checkpoints: safetensors and JSON in a folder or one file, committed atomically. Imports strategies and callbacks."""
 
 from .atomic_folder import point
-from .finding import list_checkpoints, newest_valid, remove, resolve
+from .finding import check_complete, list_checkpoints, newest_valid, remove, resolve
 from .load_weights import Difference, difference, export, load_into, load_weights
 from .loading import load, verify
 from .saving import save
@@ -15,6 +15,7 @@ __all__ = [
     "MemoryWriter",
     "SavingGroup",
     "Writer",
+    "check_complete",
     "difference",
     "export",
     "list_checkpoints",

@@ -17,9 +17,12 @@ from typing import Final
 
 from ...common.errors import CheckpointError
 from ...common.flush import flush_to_disk
+from ...common.storage import AnyPath, StorePath, as_path
 from ...strategies.launch.proc_status import exists, host_id
 from .files import explain
-from .manifest import is_checkpoint, is_torch_file, read_manifest
+from .in_store.links import write_link
+from .in_store.store_folder import committed_to_store, discard_stored, working_store_folder
+from .manifest import MANIFEST, is_checkpoint, is_torch_file, read_manifest
 
 _TEMPORARY: Final = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]+)\.(?P<pid>\d+)\.[0-9a-f]{8}\.(?P<kind>new|old|gone)")
 _SILENCE: Final = 24 * 3600.0
@@ -28,16 +31,23 @@ _RENAME_EXCHANGE: Final = 2
 
 
 @contextmanager
-def committed(path: Path, *, is_file: bool = False) -> Iterator[Path]:
+def committed(path: AnyPath, *, is_file: bool = False) -> Iterator[AnyPath]:
     """Yield a new folder to write to, and make it appear as `path` when the block ends without an error.
 
     A checkpoint or link of that name is replaced in one step. The block must flush everything that it writes to disk.
-    With `is_file` the block gets the name of a new file, which it must create; it also replaces a file of
-    ``torch.save``, and an empty one.
+    In a store, the block must have written a manifest. With `is_file` the block gets the name of a new file, which it
+    must create; it also replaces a file of ``torch.save``, and an empty one.
 
     Raises:
         CheckpointError: if it cannot be written, or if `path` is not a checkpoint.
     """
+    if isinstance(path, StorePath):
+        try:
+            with committed_to_store(path, is_file=is_file) as place:
+                yield place
+        except OSError as error:
+            raise refused(path, error) from error
+        return
     path = path.absolute()
     temporary = _temporary(path, "new")
     try:
@@ -58,8 +68,12 @@ def committed(path: Path, *, is_file: bool = False) -> Iterator[Path]:
 
 
 @contextmanager
-def working_folder(path: Path) -> Iterator[Path]:
+def working_folder(path: AnyPath) -> Iterator[AnyPath]:
     """Yield a new folder beside `path`, which is deleted afterwards, or by the next save if this process is killed."""
+    if isinstance(path, StorePath):
+        with working_store_folder(path) as place:
+            yield place
+        return
     temporary = _temporary(path.absolute(), "new")
     try:
         temporary.mkdir()
@@ -68,20 +82,23 @@ def working_folder(path: Path) -> Iterator[Path]:
         _delete(temporary)
 
 
-def refused(path: Path, error: OSError) -> CheckpointError:
+def refused(path: AnyPath, error: OSError) -> CheckpointError:
     """Return an error that says why a checkpoint could not be written."""
     return CheckpointError(
         f"The checkpoint {path} could not be written: {explain(error)}. Earlier checkpoints are untouched."
     )
 
 
-def discard(path: Path) -> None:
+def discard(path: AnyPath) -> None:
     """Delete a checkpoint: its name is gone at once, its files follow.
 
     Raises:
         CheckpointError: if it cannot be deleted.
     """
     try:
+        if isinstance(path, StorePath):
+            discard_stored(path)
+            return
         discarded = _temporary(path, "gone")
         path.rename(discarded)
         flush_to_disk(path.parent)
@@ -90,13 +107,18 @@ def discard(path: Path) -> None:
         raise CheckpointError(f"The checkpoint {path} could not be deleted: {explain(error)}.") from error
 
 
-def point(link: str | Path, path: str | Path) -> None:
+def point(link: str | AnyPath, path: str | AnyPath) -> None:
     """Make `link` a relative symbolic link to the checkpoint at `path`, atomically replacing what it was.
+
+    In a store it is a small object that names the checkpoint.
 
     Raises:
         CheckpointError: if `path` is not a checkpoint, or `link` is neither a link nor a checkpoint.
     """
-    link, path = Path(link).absolute(), Path(path).absolute()
+    link, path = as_path(link).absolute(), as_path(path).absolute()
+    if isinstance(link, StorePath) or isinstance(path, StorePath):
+        _point_in_store(link, path)
+        return
     temporary = _temporary(link, "new")
     try:
         if not is_checkpoint(path):
@@ -108,6 +130,17 @@ def point(link: str | Path, path: str | Path) -> None:
         raise CheckpointError(f"The link {link} could not be written: {explain(error)}.") from error
     finally:
         _delete(temporary)
+
+
+def _point_in_store(link: AnyPath, path: AnyPath) -> None:
+    try:
+        if not (isinstance(link, StorePath) and isinstance(path, StorePath) and is_checkpoint(path)):
+            raise CheckpointError(f"{link} cannot point to {path}, which is not a checkpoint there; save it first.")
+        if (link / MANIFEST).is_file():
+            raise CheckpointError(f"{link} is a checkpoint, so no link replaces it; give the link another name.")
+        write_link(link, path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"The link {link} could not be written ({error}); check the store.") from error
 
 
 def _link(link: Path, path: Path) -> None:

@@ -15,7 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
-from ...common.errors import CheckpointError
+from ...common.errors import CheckpointError, StoreError
+from ...common.storage import AnyPath, FetchedFile, StorePath, Upload
 
 HASH_NAME: Final = "sha256"
 # With the processor's SHA instructions, sha256 reaches 1.2 GB/s, blake2b 0.8; and `sha256sum` is everywhere.
@@ -39,11 +40,35 @@ class FileRecord:
     sha256: str
 
 
-class HashedFile:
-    """A new file, hashed in a second thread while it is written."""
+class _OnDisk:
+    """A new file on a disk; like an `Upload`, it is written from the beginning to the end."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, 0o666)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._descriptor)
+
+    def write(self, data: memoryview) -> None:
+        while data:
+            data = data[os.write(self._descriptor, data[:_BLOCK]) :]
+
+    def finish(self) -> None:
+        os.fsync(self._descriptor)
+
+
+class HashedFile:
+    """A new file or object, hashed in a second thread while it is written.
+
+    Args:
+        path: its path.
+        size: its bytes, if known.
+    """
+
+    def __init__(self, path: AnyPath, size: int = 0) -> None:
+        self._target = Upload(path, size) if isinstance(path, StorePath) else _OnDisk(path)
         self._hash = hashlib.new(HASH_NAME)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="echelon-hash")
         self._has_thread = True
@@ -58,7 +83,7 @@ class HashedFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._pool.shutdown(cancel_futures=kind is not None)
-        os.close(self._descriptor)
+        self._target.__exit__(kind, error, trace)
 
     def write(self, data: bytes | memoryview, *, lasts: bool = True) -> None:
         """Append `data`; wait until it is hashed, unless it `lasts` unchanged until `finish`."""
@@ -73,9 +98,9 @@ class HashedFile:
             self._join()
 
     def finish(self) -> FileRecord:
-        """Flush the file to disk and return its size and hash."""
+        """Flush the file to disk, or make the object appear, and return its size and hash."""
         self._flush()
-        os.fsync(self._descriptor)
+        self._target.finish()
         self._join()
         return FileRecord(self._size, self._hash.hexdigest())
 
@@ -94,22 +119,21 @@ class HashedFile:
         if not self._has_thread:
             self._hash.update(block)
         self._size += len(block)
-        while block:
-            block = block[os.write(self._descriptor, block[:_BLOCK]) :]
+        self._target.write(block)
 
     def _join(self) -> None:
         while self._pending:
             self._pending.pop().result()
 
 
-def write_bytes(path: Path, data: bytes) -> FileRecord:
-    """Write a new file and flush it to disk."""
+def write_bytes(path: AnyPath, data: bytes) -> FileRecord:
+    """Write a new file and flush it to disk, or a new object."""
     with HashedFile(path) as file:
         file.write(data)
         return file.finish()
 
 
-def digests(files: Mapping[str, MappedFile | FilePiece]) -> dict[str, str]:
+def digests(files: Mapping[str, MappedFile | FilePiece | FetchedFile]) -> dict[str, str]:
     """Return the hash of the contents of each file in hex, computed in four threads if there are any."""
     try:
         with ThreadPoolExecutor(4, thread_name_prefix="echelon-hash") as pool:
@@ -175,13 +199,15 @@ class FilePiece:
             return hashlib.new(HASH_NAME, view).hexdigest()
 
 
-def is_one_file(path: Path, held: int | None) -> bool:
+def is_one_file(path: AnyPath, held: int | None) -> bool:
     """Return whether a checkpoint, which may be `held` open, is a file and not a folder.
 
     Raises:
         CheckpointError: if the disk does not say.
     """
     try:
+        if isinstance(path, StorePath):
+            return False  # one is read as a copy on disk
         return path.is_file() if held is None else stat.S_ISREG(os.fstat(held).st_mode)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {explain(error)}.") from error
@@ -190,12 +216,14 @@ def is_one_file(path: Path, held: int | None) -> bool:
 T = TypeVar("T")
 
 
-def while_it_stays(path: Path, read: Callable[[int | None], T]) -> T:
+def while_it_stays(path: AnyPath, read: Callable[[int | None], T]) -> T:
     """Return what `read` returns for a folder, or a file, that is held open, which it gets as a file descriptor.
 
     A run moves its links, and replaces and deletes checkpoints, while others read: a reader sees the files of one
     checkpoint, and reads again, from what has the name then, if the one that it reads is deleted.
     """
+    if isinstance(path, StorePath):
+        return _while_it_stays_in_store(path, read)
     for _ in range(_TRIES):
         try:
             held = os.open(path, _READING)
@@ -210,6 +238,26 @@ def while_it_stays(path: Path, read: Callable[[int | None], T]) -> T:
             with suppress(OSError):  # it was only read, and is closed all the same
                 os.close(held)
     return read(None)
+
+
+def _while_it_stays_in_store(path: StorePath, read: Callable[[int | None], T]) -> T:
+    """Read again if what makes a folder a checkpoint was replaced meanwhile."""
+    place = path / "manifest.json"
+    for _ in range(_TRIES):
+        before = _content_of(place)
+        try:
+            return read(None)
+        except CheckpointError:
+            if _content_of(place) in (before, None):
+                raise
+    return read(None)
+
+
+def _content_of(place: StorePath) -> bytes | None:
+    try:
+        return place.read_bytes()
+    except OSError:
+        return None
 
 
 def _can_be_held(held: int) -> bool:
@@ -230,7 +278,9 @@ def _is_still(path: Path, held: int) -> bool:
 
 
 def explain(error: OSError) -> str:
-    """Return the operating system's error as text, with a remedy."""
+    """Return the operating system's error as text, with a remedy; a store's says it all."""
+    if isinstance(error, StoreError):
+        return str(error).rstrip(".")
     remedies = {
         errno.ENOSPC: "free some space, or save elsewhere",
         errno.EDQUOT: "free some of your quota, or save elsewhere",

@@ -5,16 +5,20 @@ from __future__ import annotations
 import difflib
 import logging
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
 from ...common.errors import CheckpointError
+from ...common.storage import AnyPath, StorePath, as_path
+from ...common.storage.store import in_parallel
 from ...strategies.state.schema import time_text
 from .atomic_folder import discard, is_stranded
 from .files import explain
+from .in_store.links import link_target
+from .in_store.store_folder import candidates, linked
 from .loading import verify
 from .manifest import MANIFEST, Manifest, is_checkpoint, is_checkpoint_file, read_manifest
 
@@ -29,28 +33,28 @@ _logger = logging.getLogger("echelon")
 class FoundCheckpoint:
     """A folder or file that is, or was intended to be, a checkpoint."""
 
-    path: Path
+    path: AnyPath
     saved_at: str
     manifest: Manifest | None
     fault: str = ""
     """The reason why the manifest cannot be used; empty if it can."""
 
 
-def list_checkpoints(*folders: str | Path) -> list[FoundCheckpoint]:
+def list_checkpoints(*folders: str | AnyPath) -> list[FoundCheckpoint]:
     """Return the checkpoints in folders, oldest first, including those with a damaged manifest but not links."""
     for _ in range(_TRIES):
-        paths = [path for folder in folders for path in _candidates(Path(folder))]
-        known = [checkpoint for checkpoint in map(_look, paths) if checkpoint is not None]
+        paths = [path for folder in folders for path in _candidates(as_path(folder))]
+        known = [checkpoint for checkpoint in in_parallel(_look, paths) if checkpoint is not None]
         if len(known) == len(paths):  # none was deleted since, for one that is not in the list
             break
     return sorted(known, key=lambda checkpoint: (checkpoint.saved_at, checkpoint.path.name))
 
 
-def newest_valid(*folders: str | Path, part: str | None = None) -> Path | None:
+def newest_valid(*folders: str | AnyPath, part: str | None = None) -> AnyPath | None:
     """Return the newest checkpoint (with this `part`) that verifies completely; None if there are no checkpoints.
 
     Each newer one that is damaged is reported to the logger ``echelon``. The returned one was just verified: load it
-    with ``verify=False``.
+    with ``verify=False``. In a store, only the sizes of its files are compared, and hashes when they are read.
 
     Raises:
         CheckpointError: if there are checkpoints, and all are damaged.
@@ -64,7 +68,7 @@ def newest_valid(*folders: str | Path, part: str | None = None) -> Path | None:
                 raise CheckpointError(checkpoint.fault)
             if part is not None and part not in checkpoint.manifest.parts:
                 continue
-            verify(checkpoint.path)
+            check_complete(checkpoint.path)
         except CheckpointError as error:
             if is_gone(checkpoint.path):  # deleted since, by a run that has saved a newer one
                 found, faults = list_checkpoints(*folders), []
@@ -81,7 +85,36 @@ def newest_valid(*folders: str | Path, part: str | None = None) -> Path | None:
     return None
 
 
-def is_gone(path: Path) -> bool:
+def check_complete(path: AnyPath) -> None:
+    """Compare a checkpoint with the hashes in its manifest; in a store, only the sizes of its objects.
+
+    Raises:
+        CheckpointError: with what is wrong.
+    """
+    if not isinstance(path, StorePath):
+        verify(path)
+        return
+    manifest = read_manifest(path)
+    if not path.is_file():
+        _check_sizes(path, manifest)
+
+
+def _check_sizes(path: StorePath, manifest: Manifest) -> None:
+    """Compare the sizes of a checkpoint's objects with its manifest.
+
+    Raises:
+        CheckpointError: if one is missing or has another size.
+    """
+    found = {place.name: size for place, size in (path / manifest.folder).find().items()}
+    wrong = [name for name, file in manifest.files.items() if found.get(name) != file.size]
+    if wrong:
+        raise CheckpointError(
+            f"The checkpoint {path} is damaged: {wrong[0]} has {found.get(wrong[0], 'no')} bytes, not "
+            f"{manifest.files[wrong[0]].size}. Use another one."
+        )
+
+
+def is_gone(path: AnyPath) -> bool:
     """Return whether a checkpoint is no longer there; not if it cannot be read."""
     try:
         path.lstat()
@@ -92,7 +125,7 @@ def is_gone(path: Path) -> bool:
     return False
 
 
-def resolve(ckpt_path: str | Path, *folders: str | Path, part: str | None = None) -> Path | None:
+def resolve(ckpt_path: str | AnyPath, *folders: str | AnyPath, part: str | None = None) -> AnyPath | None:
     """Return the checkpoint that the user names: a path, or ``last`` for the newest valid one in `folders`.
 
     With `part`, ``last`` skips those without it. ``last`` returns None if there is no checkpoint yet, so that the same
@@ -103,11 +136,28 @@ def resolve(ckpt_path: str | Path, *folders: str | Path, part: str | None = None
     """
     if ckpt_path == "last":
         return newest_valid(*folders, part=part)
-    path = Path(ckpt_path)
+    path = as_path(ckpt_path)
     try:
-        return _checkpoint_at(path)
+        return _in_store_at(path) if isinstance(path, StorePath) else _checkpoint_at(path)
     except OSError as error:
         raise CheckpointError(f"ckpt_path={str(path)!r} cannot be read: {explain(error)}.") from error
+
+
+def _in_store_at(path: StorePath) -> StorePath:
+    target = link_target(path)
+    if target is not None and not is_checkpoint(target):
+        raise CheckpointError(
+            f"ckpt_path={str(path)!r} is a link to {target}, which no longer exists; give another path."
+        )
+    if target is not None or is_checkpoint(path) or path.is_file():
+        return path
+    if not path.is_dir():
+        raise CheckpointError(f"ckpt_path={str(path)!r} does not exist; give another path.{_nearest(path)}")
+    inside = [checkpoint.path.name for checkpoint in list_checkpoints(path)]
+    hint = f"a folder of checkpoints; give one of them: {', '.join(inside)}" if inside else "no complete checkpoint"
+    raise CheckpointError(
+        f"ckpt_path={str(path)!r} is {hint}{'' if inside else f': it has no {MANIFEST}; give another one'}."
+    )
 
 
 def _checkpoint_at(path: Path) -> Path:
@@ -136,7 +186,7 @@ def _checkpoint_at(path: Path) -> Path:
     )
 
 
-def remove(path: str | Path, lineage: str | None = None) -> bool:
+def remove(path: str | AnyPath, lineage: str | None = None) -> bool:
     """Delete a checkpoint and return True, unless it is the newest valid one in its folder, or a link points to it.
 
     With a `lineage`, a checkpoint of another lineage is not deleted either.
@@ -146,7 +196,7 @@ def remove(path: str | Path, lineage: str | None = None) -> bool:
     Raises:
         CheckpointError: if `path` is not a checkpoint, or cannot be deleted.
     """
-    path = Path(path).absolute()
+    path = as_path(path).absolute()
     siblings = list_checkpoints(path.parent)
     index = next((index for index, checkpoint in enumerate(siblings) if checkpoint.path == path), None)
     if index is None:
@@ -167,11 +217,13 @@ def remove(path: str | Path, lineage: str | None = None) -> bool:
     return True
 
 
-def _look(path: Path) -> FoundCheckpoint | None:
+def _look(path: AnyPath) -> FoundCheckpoint | None:
     """Return a folder or file as a checkpoint; None if another run has just deleted it."""
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
+        if isinstance(path, StorePath):  # its manifest is damaged, or was deleted while this looked
+            return FoundCheckpoint(path, "", None, str(error)) if is_checkpoint(path) else None
         try:
             changed = time_text(datetime.fromtimestamp(path.stat().st_mtime, UTC))
         except FileNotFoundError:
@@ -182,8 +234,10 @@ def _look(path: Path) -> FoundCheckpoint | None:
     return FoundCheckpoint(path, manifest.saved_at, manifest)
 
 
-def _is_linked(path: Path) -> bool:
+def _is_linked(path: AnyPath) -> bool:
     try:
+        if isinstance(path, StorePath):
+            return path in linked(path.parent)
         links = [entry for entry in path.parent.iterdir() if entry.is_symlink()]
         return path.resolve() in (link.resolve() for link in links)
     except (OSError, RuntimeError):  # circular links
@@ -194,17 +248,22 @@ def _is_complete(checkpoint: FoundCheckpoint) -> bool:
     if checkpoint.manifest is None:
         return False
     try:
+        if isinstance(checkpoint.path, StorePath):
+            check_complete(checkpoint.path)
+            return True
         # a file whose manifest can be read has the right size
         return checkpoint.path.is_file() or all(
             (checkpoint.path / name).stat().st_size == file.size for name, file in checkpoint.manifest.files.items()
         )
-    except OSError:
+    except (OSError, CheckpointError):
         return False
 
 
-def _candidates(folder: Path) -> list[Path]:
+def _candidates(folder: AnyPath) -> Sequence[AnyPath]:
     try:
-        return [path for path in _children(folder) if _is_candidate(path)]
+        if isinstance(folder, StorePath):
+            return candidates(folder)
+        return [path for path in folder.iterdir() if _is_candidate(path)] if folder.is_dir() else []
     except OSError as error:
         raise CheckpointError(f"The folder {folder} cannot be read: {explain(error)}.") from error
 
@@ -219,7 +278,7 @@ def _is_candidate(path: Path) -> bool:
     return path.suffix == ".ckpt" or (path / MANIFEST).is_file()
 
 
-def _children(folder: Path) -> Iterable[Path]:
+def _children(folder: AnyPath) -> Iterable[AnyPath]:
     try:
         return list(folder.iterdir()) if folder.is_dir() else []
     except OSError as error:
@@ -239,7 +298,7 @@ def is_of_lightning(path: Path) -> bool:
         return False
 
 
-def _nearest(path: Path) -> str:
+def _nearest(path: AnyPath) -> str:
     word = difflib.get_close_matches(str(path), ("last", "best"), n=1, cutoff=0.6)
     if word:
         return f" Did you mean {word[0]!r}?"
@@ -254,5 +313,5 @@ def _nearest(path: Path) -> str:
     )
 
 
-def _names(folders: Iterable[str | Path]) -> str:
+def _names(folders: Iterable[str | AnyPath]) -> str:
     return ", ".join(str(folder) for folder in folders)

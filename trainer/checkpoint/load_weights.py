@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ...common.errors import CheckpointError
 from ...common.flush import flush_to_disk
+from ...common.storage import AnyPath, StorePath, as_path
 from ...strategies.distributed.collectives import Collectives
 from ...strategies.state.dtensor import shard_like
 from ...strategies.state.lazy_tensor import Block, StoredTensor
@@ -25,6 +26,8 @@ from ...strategies.state.regular_file import open_regular, read_regular
 from ...strategies.state.schema import TEXT, check, parse_json, shown
 from .encoding import encode
 from .files import MappedFile, explain
+from .in_store.links import followed
+from .in_store.local_copy import copy_out, local_copy, local_folder
 from .loading import load
 from .manifest import LARGEST_JSON, MANIFEST, is_checkpoint, read_manifest
 from .safetensors_file import read_tensors, write_tensors
@@ -67,13 +70,13 @@ class Difference:
 
 
 def load_weights(
-    path: str | Path, *, include: str | Iterable[str] = "*", exclude: str | Iterable[str] = ()
+    path: str | AnyPath, *, include: str | Iterable[str] = "*", exclude: str | Iterable[str] = ()
 ) -> dict[str, Tensor]:
     """Return the weights in a file or folder by name, on the CPU. Nothing in it is executed.
 
     Args:
-        path: An Echelon checkpoint; a ``.safetensors`` file, or a Hugging Face folder of them; a file with a
-            plain state dict from ``torch.save``; a Lightning ``.ckpt``.
+        path: An Echelon checkpoint, here or at a URL; a ``.safetensors`` file, or a Hugging Face folder of them; a file
+            with a plain state dict from ``torch.save``; a Lightning ``.ckpt``.
         include: Patterns (``"encoder.*"``) of the names to return.
         exclude: Patterns of the names to leave out.
 
@@ -87,9 +90,9 @@ def load_weights(
         backbone = load_weights("runs/pretrained.ckpt", include="backbone.*")
         module.load_state_dict(backbone, strict=False)
     """
-    weights = read_weights(Path(path))
+    weights = read_weights(as_path(path))
     chosen = {name: w for name, w in weights.items() if _matches(name, include) and not _matches(name, exclude)}
-    left_out = [name for name in omitted_of(Path(path)) if name not in weights and _matches(name, include)]
+    left_out = [name for name in omitted_of(as_path(path)) if name not in weights and _matches(name, include)]
     if left_out and not chosen:
         raise CheckpointError(
             f"include={include!r} names weights that {path} leaves out, as its base has them ({', '.join(left_out[:3])}"
@@ -147,7 +150,9 @@ def load_into(module: nn.Module, weights: Mapping[str, Tensor], *, strict: bool 
     return differences
 
 
-def export(path: str | Path, destination: str | Path, *, base: str | Path | None = None, partial: bool = False) -> Path:
+def export(
+    path: str | AnyPath, destination: str | AnyPath, *, base: str | AnyPath | None = None, partial: bool = False
+) -> AnyPath:
     """Write the weights of a checkpoint as one ``model.safetensors``, for ``from_pretrained`` and the like.
 
     Quantized weights are written as the tensors that they are made of (``0.weight.qdata``, ``0.weight.scale``), with a
@@ -174,7 +179,7 @@ def export(path: str | Path, destination: str | Path, *, base: str | Path | None
         trainer.save_checkpoint("runs/trained.ckpt")
         export("runs/trained.ckpt", "runs/exported")  # writes runs/exported/model.safetensors
     """
-    destination = Path(destination)
+    destination = as_path(destination)
     if destination.suffix in _TORCH_SUFFIXES:
         raise CheckpointError(
             f"destination={str(destination)!r} names a torch.save file, which would be pickled; give a folder or a "
@@ -182,13 +187,17 @@ def export(path: str | Path, destination: str | Path, *, base: str | Path | None
         )
     file = destination if destination.suffix == ".safetensors" else destination / _SINGLE
     # only one tensor at a time is in memory
-    weights = read_weights(Path(path), lazily=True) if partial else weights_with_base(path, base)
+    weights = read_weights(as_path(path), lazily=True) if partial else weights_with_base(path, base)
     encoded, blocks = encode(weights, "weights", "")
     # as in safetensors.torch.save_model, a tied name is noted with the name that holds its tensor
     tied = {name: value["$tensor"] for name, value in encoded.items() if value.get("$tensor", name) != name}
     wrapped = {name: value for name, value in encoded.items() if "$wrapped" in value}
     if wrapped:
         tied[_WRAPPED] = json.dumps(wrapped)
+    if isinstance(file, StorePath):
+        with copy_out(file) as local:
+            write_tensors(local, blocks, tied)
+        return file
     temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -202,13 +211,13 @@ def export(path: str | Path, destination: str | Path, *, base: str | Path | None
     return file
 
 
-def weights_with_base(path: str | Path, base: str | Path | None) -> dict[str, Tensor]:
+def weights_with_base(path: str | AnyPath, base: str | AnyPath | None) -> dict[str, Tensor]:
     """Return the weights of a checkpoint with those that it leaves out, from its base; none is read yet.
 
     Raises:
         CheckpointError: if it leaves out weights, and there is no base, or another one.
     """
-    path = Path(path)
+    path = as_path(path)
     weights = read_weights(path, lazily=True)
     omitted = {name: entry for name, entry in omitted_of(path).items() if name not in weights}
     if not omitted:
@@ -218,7 +227,7 @@ def weights_with_base(path: str | Path, base: str | Path | None) -> dict[str, Te
             f"{path} leaves out {len(omitted)} frozen weights ({', '.join(list(omitted)[:3])}, ...), which its base "
             "has; give the base as base= (--base), or write the others alone with partial=True (--partial)."
         )
-    given = read_weights(Path(base), lazily=True)
+    given = read_weights(as_path(base), lazily=True)
     first = next(iter(omitted))
     prefixes = sorted({first.removesuffix(name) for name in given if f".{first}".endswith(f".{name}")}, key=len)
     prefix = next((one for one in prefixes if all(name.removeprefix(one) in given for name in omitted)), "")
@@ -232,8 +241,9 @@ def _as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
-def omitted_of(path: Path) -> dict[str, Any]:
+def omitted_of(path: AnyPath) -> dict[str, Any]:
     """Return what a checkpoint says of the weights that it leaves out, by name; empty for any other file."""
+    path = followed(path) if isinstance(path, StorePath) else path
     if not is_checkpoint(path) or OMITTED not in read_manifest(path).parts:
         return {}
     omitted: dict[str, Any] = load(path, parts=[OMITTED])[OMITTED]
@@ -252,9 +262,14 @@ def _matches(name: str, patterns: str | Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in ([patterns] if isinstance(patterns, str) else patterns))
 
 
-def read_weights(path: Path, *, lazily: bool = False) -> dict[str, Tensor]:
+def read_weights(path: AnyPath, *, lazily: bool = False) -> dict[str, Tensor]:
     """Return all weights in a file or folder by name; with `lazily`, no tensor of a checkpoint is read."""
     try:
+        path = followed(path) if isinstance(path, StorePath) else path
+        if is_checkpoint(path):
+            return _read_checkpoint(path, lazily=lazily)
+        if isinstance(path, StorePath):
+            path = local_copy(path) if path.is_file() else local_folder(path)
         if is_checkpoint(path):
             return _read_checkpoint(path, lazily=lazily)
         if path.is_dir():
@@ -266,7 +281,7 @@ def read_weights(path: Path, *, lazily: bool = False) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} cannot be read: {explain(error)}.") from error
 
 
-def _read_checkpoint(path: Path, *, lazily: bool) -> dict[str, Tensor]:
+def _read_checkpoint(path: AnyPath, *, lazily: bool) -> dict[str, Tensor]:
     state = load(path, parts=[MODEL], lazy=[MODEL] if lazily else ())[MODEL]
     check(state, {TEXT: object}, f"The part {MODEL!r} of {path}")
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}

@@ -6,18 +6,22 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from ...common.errors import CheckpointError, did_you_mean
+from ...common.storage import AnyPath, FetchedFile, StorePath, as_path
+from ...common.storage.store import in_parallel
 from ...strategies.state.lazy_tensor import OUTLINE, Block, StoredTensor
 from .files import FilePiece, FileRecord, MappedFile, digests, explain, is_one_file, while_it_stays
+from .in_store.links import followed
+from .in_store.local_copy import local_copy
 from .manifest import LARGEST_JSON, STATE, TENSORS, Manifest, member, read_manifest
 from .safetensors_file import MALFORMED, block_of, collect, read_tensors
 from .tags import decode
 
 
 def load(
-    path: str | Path,
+    path: str | AnyPath,
     *,
     parts: Collection[str] | None = None,
     lazy: Collection[str] = (),
@@ -44,7 +48,7 @@ def load(
         CheckpointError: if the checkpoint is missing, damaged, not Echelon's, or has no such part.
     """
     opened = {"wrapped": _same, "object": _same} if wrapped == "opened" else {}
-    stored = read_stored(Path(path), parts=parts, lazy=lazy, verify=verify, share=share)
+    stored = read_stored(as_path(path), parts=parts, lazy=lazy, verify=verify, share=share)
     return {
         part: decode(
             stored.values.get(part),
@@ -54,6 +58,9 @@ def load(
         )
         for part, blocks in stored.blocks.items()
     }
+
+
+_Files: TypeAlias = dict[str, MappedFile | FilePiece | FetchedFile]
 
 
 def _same(content: Any) -> Any:
@@ -72,16 +79,20 @@ class StoredParts:
 
 
 def read_stored(
-    path: Path,
+    path: AnyPath,
     *,
     parts: Collection[str] | None = None,
     lazy: Collection[str] = (),
     verify: bool = True,
     share: tuple[int, int] = (0, 1),
 ) -> StoredParts:
-    """Return parts of a checkpoint without decoding them; the arguments are those of `load`."""
+    """Return parts of a checkpoint without decoding them; the arguments are those of `load`.
 
-    def read(held: int | None) -> tuple[Manifest, list[str], dict[str, MappedFile | FilePiece]]:
+    In a store, the hashes of files that are read by ranges are not compared: that would read all of them.
+    """
+    path = _readable(path)
+
+    def read(held: int | None) -> tuple[Manifest, list[str], _Files]:
         manifest = read_manifest(path, held)
         wanted = list(manifest.parts) if parts is None else list(parts)
         for part in wanted:
@@ -90,7 +101,9 @@ def read_stored(
         common = (STATE, TENSORS) if is_one_file(path, held) else (STATE,)
         names = [*common, *(name for part in wanted for name in manifest.parts[part])]
         constant = {name for part in wanted if part in lazy for name in manifest.parts[part]}
-        compared = names[share[0] :: share[1]] if verify else ()
+        compared = names[share[0] :: share[1]] if verify else []
+        if isinstance(path, StorePath):
+            compared = [name for name in names if name not in constant]
         return manifest, wanted, _open_files(path, manifest, names, verify=compared, constant=constant, held=held)
 
     manifest, wanted, files = while_it_stays(path, read)
@@ -99,19 +112,19 @@ def read_stored(
     for part in wanted:
         for name in manifest.parts[part]:
             file = files[name]
-            found = read_tensors(file)[0] if isinstance(file, MappedFile) else _tensors_in(file, index.get(name))
+            found = _tensors_in(file, index.get(name)) if isinstance(file, FilePiece) else read_tensors(file)[0]
             for key, block in found.items():
                 blocks[part].setdefault(key, []).append(block)
     return StoredParts(manifest, _read_object(files[STATE]), blocks)
 
 
-def verify(path: str | Path) -> Manifest:
+def verify(path: str | AnyPath) -> Manifest:
     """Compare every file of a checkpoint with its manifest, and return the manifest.
 
     Raises:
         CheckpointError: with each damaged file and what is wrong with it.
     """
-    folder = Path(path)
+    folder = _readable(as_path(path))
 
     def read(held: int | None) -> Manifest:
         manifest = read_manifest(folder, held)
@@ -121,15 +134,26 @@ def verify(path: str | Path) -> Manifest:
     return while_it_stays(folder, read)
 
 
+def _readable(path: AnyPath) -> AnyPath:
+    """Return the path of a checkpoint, what a link in a store points to, or a copy of one file in a store."""
+    if not isinstance(path, StorePath):
+        return path
+    try:
+        path = followed(path)
+        return local_copy(path) if path.is_file() else path
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {explain(error)}.") from error
+
+
 def _open_files(
-    folder: Path,
+    folder: AnyPath,
     manifest: Manifest,
     names: Iterable[str],
     *,
     verify: Collection[str],
     constant: Collection[str] = (),
     held: int | None = None,
-) -> dict[str, MappedFile | FilePiece]:
+) -> _Files:
     """Map files of a checkpoint, which may be `held` open, or pieces of one file, and compare them with the manifest.
 
     The sizes are compared, and for those in `verify` the hashes.
@@ -141,7 +165,10 @@ def _open_files(
     """
     faults: list[str] = []
     pieces = _pieces_of(folder, manifest, constant, held) if is_one_file(folder, held) else None
-    files: dict[str, MappedFile | FilePiece] = {}
+    files: _Files = {}
+    if isinstance(folder, StorePath):
+        files, faults = _fetch(folder / manifest.folder, manifest, list(names), lazy=constant)
+        names, folder = (), Path()  # there is nothing left to open
     for name in names:
         try:
             if name not in manifest.files:
@@ -165,6 +192,32 @@ def _open_files(
     return files
 
 
+def _fetch(
+    folder: StorePath, manifest: Manifest, names: Sequence[str], *, lazy: Collection[str]
+) -> tuple[_Files, list[str]]:
+    """Return files in a store, whole unless they are `lazy`, and what is wrong with others."""
+
+    def fetch(name: str) -> FetchedFile | str:
+        if name not in manifest.files:
+            return f"{name} is not in the manifest"
+        path, size = folder / name, manifest.files[name].size
+        try:
+            found = path.store.size(path)
+            if found != size:
+                return f"{name} is missing" if found is None else f"{name} has {found} bytes, not {size}"
+            return FetchedFile(path, size, is_lazy=name in lazy)
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:
+            return f"{name} cannot be read: {explain(error)}"
+
+    got = dict(zip(names, in_parallel(fetch, names), strict=True))
+    return (
+        {name: file for name, file in got.items() if isinstance(file, FetchedFile)},
+        [fault for fault in got.values() if isinstance(fault, str)],
+    )
+
+
 def _open(path: Path, record: FileRecord, *, is_private: bool, held: int | None) -> MappedFile:
     outline = path.with_name(path.name + OUTLINE)
     try:
@@ -181,8 +234,9 @@ def _open(path: Path, record: FileRecord, *, is_private: bool, held: int | None)
     return file
 
 
-def _pieces_of(path: Path, manifest: Manifest, constant: Collection[str], held: int | None) -> dict[str, FilePiece]:
+def _pieces_of(path: AnyPath, manifest: Manifest, constant: Collection[str], held: int | None) -> dict[str, FilePiece]:
     """Return the pieces of a checkpoint in one file, which follow each other; those in `constant` are read-only."""
+    assert isinstance(path, Path)
     try:
         files = {is_private: MappedFile(path, is_private=is_private, held=held) for is_private in (False, True)}
     except OSError as error:
@@ -211,12 +265,12 @@ def _tensors_in(piece: FilePiece, entries: Any) -> dict[str, Block]:
         ) from None
 
 
-def _read_object(file: MappedFile | FilePiece) -> dict[str, Any]:
+def _read_object(file: MappedFile | FilePiece | FetchedFile) -> dict[str, Any]:
     """Return the JSON object in a file, or in a member of one file."""
     if file.size > LARGEST_JSON:
         raise CheckpointError(f"{file.path} has {file.size} bytes, more than Echelon writes; use another checkpoint.")
     try:
-        content = json.loads(file.content() if isinstance(file, MappedFile) else member(file.content()))
+        content = json.loads(member(file.content()) if isinstance(file, FilePiece) else file.content())
     except (ValueError, RecursionError, MemoryError) as error:
         raise CheckpointError(
             f"{file.path} is not JSON as Echelon writes it ({error}); use another checkpoint."

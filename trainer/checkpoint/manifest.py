@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, Self
 
 from ...common.errors import CheckpointError
+from ...common.storage import AnyPath, StorePath
 from ...strategies.state.schema import (
     COUNT,
     LINEAGE,
@@ -115,6 +117,8 @@ class Manifest:
     parameters: Sequence[str]
     """The names of the model's tensors."""
     files: Mapping[str, FileRecord]
+    folder: str = ""
+    """In a store, the folder beside the manifest that has the files; empty where they lie beside it."""
 
     def to_bytes(self) -> bytes:
         """Return the text of the file; its last line is the hash of everything before it."""
@@ -129,17 +133,20 @@ class Manifest:
             "parts": {part: list(names) for part, names in self.parts.items()},
             "files": {name: {"size": file.size, "sha256": file.sha256} for name, file in self.files.items()},
             "parameters": list(self.parameters),
+            **({"folder": self.folder} if self.folder else {}),
         }
         head = json.dumps(content, indent=1).encode().removesuffix(b"\n}")
         return head + _BEFORE_HASH + hashlib.new(HASH_NAME, head).hexdigest().encode() + _AFTER_HASH
 
 
-def read_manifest(folder: Path, held: int | None = None) -> Manifest:
+def read_manifest(folder: AnyPath, held: int | None = None) -> Manifest:
     """Return the manifest of a checkpoint, which may be `held` open; see `while_it_stays`.
 
     Raises:
         CheckpointError: if it is missing, damaged, or of an unknown format version.
     """
+    if isinstance(folder, StorePath):
+        return _read_in_store(folder)
     path = folder / MANIFEST
     try:
         if is_one_file(folder, held):
@@ -165,8 +172,38 @@ def read_manifest(folder: Path, held: int | None = None) -> Manifest:
     return _from_bytes(raw, str(path))
 
 
-def is_checkpoint(path: Path) -> bool:
+def _read_in_store(folder: StorePath) -> Manifest:
+    try:
+        return manifest_from((folder / MANIFEST).read_bytes(), str(folder / MANIFEST))
+    except FileNotFoundError:
+        found = _read_in_object(folder)
+        if found is not None:
+            return found
+        raise CheckpointError(
+            f"{folder / MANIFEST} is missing; the checkpoint is incomplete; use another one."
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{folder / MANIFEST} cannot be read: {explain(error)}.") from error
+
+
+def manifest_from(raw: bytes, place: str) -> Manifest:
+    """Return the manifest in the content of a file.
+
+    Raises:
+        CheckpointError: if it is damaged, or of an unknown format version.
+    """
+    return _from_bytes(raw, place)
+
+
+def with_folder(manifest: Manifest, folder: str) -> bytes:
+    """Return the content of the manifest that makes a folder of a store a checkpoint."""
+    return replace(manifest, folder=folder).to_bytes()
+
+
+def is_checkpoint(path: AnyPath) -> bool:
     """Return whether there is a checkpoint folder with a manifest, or a checkpoint in one file, perhaps damaged."""
+    if isinstance(path, StorePath):
+        return (path / MANIFEST).is_file() or _is_object(path)
     return (path / MANIFEST).is_file() or is_checkpoint_file(path)
 
 
@@ -179,6 +216,32 @@ def is_checkpoint_file(path: Path) -> bool:
             return _is_begun(file) or _end_of(file) is not None
     except OSError:
         return False
+
+
+def _is_object(path: StorePath) -> bool:
+    """Return whether an object begins or ends as a checkpoint in one file does."""
+    size = path.store.size(path)
+    if not size:
+        return False
+    head = path.store.read_range(path, 0, min(size, _HEADER.size + len(ROOT) + 1))
+    return _is_begun(io.BytesIO(head)) or _end_of_object(path, size) is not None
+
+
+def _end_of_object(path: StorePath, size: int) -> re.Match[bytes] | None:
+    return _TRAILER.fullmatch(path.store.read_range(path, max(0, size - len(trailer(0))), size))
+
+
+def _read_in_object(path: StorePath) -> Manifest | None:
+    """Return the manifest of a checkpoint in one object; None if there is no object."""
+    size = path.store.size(path)
+    if size is None:
+        return None
+    end = _end_of_object(path, size)
+    if end is None:
+        raise CheckpointError(f"{path} is not a checkpoint, or its end is missing; use another one.")
+    begin = int(end[1])
+    rest = path.store.read_range(path, begin, size) if 0 <= size - begin <= 2 * LARGEST_JSON else b""
+    return _at_end(path, end, rest, size)
 
 
 def is_torch_file(path: Path) -> bool:
@@ -241,10 +304,16 @@ def _read_in_file(path: Path, held: int | None) -> Manifest:
                 else f"{path} is not a checkpoint folder, nor a file that Echelon has saved; give another one."
             )
         begin, size = int(end[1]), file.seek(0, os.SEEK_END)
-        if not 0 <= size - begin <= 2 * LARGEST_JSON:
-            raise CheckpointError(f"{path} is damaged: it has {size} bytes, not {begin}; use another checkpoint.")
-        file.seek(begin)
-        rest = file.read(size - begin)
+        is_there = 0 <= size - begin <= 2 * LARGEST_JSON
+        rest = file.read(size - begin) if is_there and file.seek(begin) == begin else b""
+    return _at_end(path, end, rest, size)
+
+
+def _at_end(path: AnyPath, end: re.Match[bytes], rest: bytes, size: int) -> Manifest:
+    """Return the manifest in the last bytes of a checkpoint in one file, after checking them."""
+    begin = int(end[1])
+    if not rest:
+        raise CheckpointError(f"{path} is damaged: it has {size} bytes, not {begin}; use another checkpoint.")
     if hashlib.new(HASH_NAME, rest[:-64]).hexdigest().encode() != end[2]:
         raise CheckpointError(f"{path} is damaged: its end does not match its own {HASH_NAME}; use another checkpoint.")
     place = f"{MANIFEST} in {path}"
@@ -282,14 +351,15 @@ def _parse(content: Any, path: str) -> Manifest:
             f"The checkpoint has format version {content['format_version']!r}, but this version of Echelon reads "
             f"{FORMAT_VERSION}; read it with Echelon {shown(content['echelon_version'])}, which wrote it."
         )
-    check(content, _SCHEMA, path)
+    folder = content.pop("folder", "")
+    check({**content, "folder": folder or "_"}, {**_SCHEMA, "folder": _FILE_NAME}, path)
     for names in content["parts"].values():
         for name in names:
             if name not in content["files"]:
                 raise CheckpointError(f"{path} names a file {name!r} that it does not list; use another checkpoint.")
     fields = {name: content[name] for name in _SCHEMA}
     files = {name: FileRecord(file["size"], file["sha256"]) for name, file in content["files"].items()}
-    return Manifest(**{**fields, "files": files})
+    return Manifest(**{**fields, "files": files, "folder": folder})
 
 
 def stems_of(parts: Iterable[str]) -> dict[str, str]:

@@ -9,14 +9,14 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from ...common.errors import CheckpointError
-from ...strategies.state.lazy_tensor import Block, StoredTensor
+from ...common.storage import AnyPath, FetchedFile
+from ...strategies.state.lazy_tensor import Block, StoredTensor, read_from
 from ...strategies.state.safetensors_dtypes import SAFETENSORS_DTYPES
 from .files import FileRecord, HashedFile, MappedFile
 
@@ -69,13 +69,13 @@ def lay_out(blocks: Mapping[str, Block], notes: Mapping[str, str] | None = None)
     return FileLayout(len(text).to_bytes(8, "little") + text, places, begin + end)
 
 
-def write_tensors(path: Path, blocks: Mapping[str, Block], notes: Mapping[str, str] | None = None) -> FileRecord:
+def write_tensors(path: AnyPath, blocks: Mapping[str, Block], notes: Mapping[str, str] | None = None) -> FileRecord:
     """Write a new safetensors file, tensor by tensor, without a second copy of the state."""
     layout = lay_out(blocks, notes)
     stored = [block.tensor for block in blocks.values() if isinstance(block.tensor, StoredTensor)]
     # stored tensors are read into one shared buffer, since malloc would keep memory that is freed in between
     buffer = torch.empty(max((_size(tensor) for tensor in stored), default=0), dtype=torch.uint8)
-    with HashedFile(path) as file:
+    with HashedFile(path, layout.size) as file:
         file.write(layout.header)
         for name in layout.places:
             given = blocks[name].tensor
@@ -97,7 +97,7 @@ def memory_of(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
 
 
-def read_tensors(file: MappedFile) -> tuple[dict[str, Block], dict[str, str]]:
+def read_tensors(file: MappedFile | FetchedFile) -> tuple[dict[str, Block], dict[str, str]]:
     """Return the tensors of a safetensors file, as views of its mapped memory, and its metadata.
 
     Raises:
@@ -110,6 +110,11 @@ def read_tensors(file: MappedFile) -> tuple[dict[str, Block], dict[str, str]]:
             raise ValueError("metadata that is not text")
         sharding = json.loads(notes.get(SHARDING_KEY, "{}"))
         _check_coverage([entry["data_offsets"] for entry in header.values()], file.whole_size - start)
+        if isinstance(file, FetchedFile):
+            spans = [
+                (start + begin, start + end) for begin, end in (entry["data_offsets"] for entry in header.values())
+            ]
+            file.want(span for span in spans if span[1] - span[0] <= _SMALL)
         return {name: block_of(entry, file, start, sharding.get(name)) for name, entry in header.items()}, notes
     except MALFORMED as error:
         raise CheckpointError(
@@ -117,10 +122,12 @@ def read_tensors(file: MappedFile) -> tuple[dict[str, Block], dict[str, str]]:
         ) from None
 
 
-def _header(file: MappedFile) -> tuple[dict[str, Any], int]:
+def _header(file: MappedFile | FetchedFile) -> tuple[dict[str, Any], int]:
     length = int.from_bytes(file.data[: min(8, file.size)], "little")
     if file.size < 8 or length > min(file.size - 8, _LONGEST_HEADER):
         raise ValueError(f"a header of {length} bytes in a file of {file.size}")
+    if isinstance(file, FetchedFile):
+        file.want([(0, 8 + length)])
     header = json.loads(file.data[8 : 8 + length])
     if not isinstance(header, dict):
         raise TypeError("a header that is not a JSON object")
@@ -138,7 +145,7 @@ def _check_coverage(spans: Sequence[Sequence[int]], size: int) -> None:
 
 
 def block_of(
-    entry: Mapping[str, Any], file: MappedFile, begin: int, sharding: Mapping[str, Any] | None = None
+    entry: Mapping[str, Any], file: MappedFile | FetchedFile, begin: int, sharding: Mapping[str, Any] | None = None
 ) -> Block:
     """Return the block that an entry of a header describes; `begin` is the byte from which its offsets count.
 
@@ -154,11 +161,16 @@ def block_of(
         return Block(torch.empty(shape, dtype=dtype, device="cpu" if start == stop else "meta"), tuple(offsets))
     content = _bytes_of(file, begin + start, stop - start)
     if (begin + start) % dtype.itemsize:
+        if isinstance(file, FetchedFile):
+            file.want([(begin + start, begin + stop)])
         content = content.clone()  # unaligned, written by another program
-    return Block(content.view(dtype).view(shape), tuple(offsets))
+    tensor = content.view(dtype).view(shape)
+    if isinstance(file, FetchedFile) and file.is_lazy:
+        read_from(tensor, file.want, begin + start)
+    return Block(tensor, tuple(offsets))
 
 
-def _bytes_of(file: MappedFile, start: int, size: int) -> Tensor:
+def _bytes_of(file: MappedFile | FetchedFile, start: int, size: int) -> Tensor:
     """Return bytes of the mapped memory as a tensor whose storage contains only them.
 
     A view into a storage of the whole file would not work: ``Generator.set_state`` reads a storage from its beginning,

@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 
 from ...common.errors import CheckpointError
+from ...common.storage import AnyPath, as_path
 from ...strategies.cluster.version import VERSION
 from ...strategies.state.lazy_tensor import Block
 from .atomic_folder import committed, working_folder
@@ -95,7 +96,7 @@ class WrittenFiles:
 
 
 def save(
-    path: str | Path,
+    path: str | AnyPath,
     state: Mapping[str, Any],
     *,
     mesh: Mapping[str, int] | None = None,
@@ -110,7 +111,7 @@ def save(
     Raises:
         CheckpointError: before anything is written, for a value that a checkpoint cannot hold; or for a disk error.
     """
-    write(Path(path), replace(encode_state(state, mesh), origin=origin, single_file=single_file))
+    write(as_path(path), replace(encode_state(state, mesh), origin=origin, single_file=single_file))
 
 
 def encode_state(
@@ -158,7 +159,7 @@ def _layout(encoders: Iterable[Encoder], world_size: int) -> dict[str, int]:
     return ({"dp_replicate": replicas} if replicas > 1 else {}) | layout
 
 
-def write(path: Path, encoded: EncodedState) -> None:
+def write(path: AnyPath, encoded: EncodedState) -> None:
     """Write a state that this process holds alone as the checkpoint `path`, a folder or one file."""
     text = to_json(encoded.values)
     if encoded.single_file is None:
@@ -167,11 +168,12 @@ def write(path: Path, encoded: EncodedState) -> None:
         return
     tensors = {part: {key: block.tensor for key, block in blocks.items()} for part, blocks in encoded.blocks.items()}
     with committed(path, is_file=True) as file:
+        assert isinstance(file, Path)
         write_file(file, text, encoded.values, tensors, manifest_of(encoded, {}, {}), encoded.single_file)
 
 
 @contextmanager
-def folder_to_fill(path: Path, *, single_file: SingleFile | None) -> Iterator[Path]:
+def folder_to_fill(path: AnyPath, *, single_file: SingleFile | None) -> Iterator[AnyPath]:
     """Yield a folder to write to, and commit it as the checkpoint `path`; with `single_file`, as one file.
 
     Other processes may write to it. Of the tensors that they have written, one at a time is read to make one file.
@@ -186,10 +188,11 @@ def folder_to_fill(path: Path, *, single_file: SingleFile | None) -> Iterator[Pa
         tensors = {
             part: {key: collect(blocks, lazily=True)(key) for key in blocks} for part, blocks in stored.blocks.items()
         }
+        assert isinstance(file, Path)
         write_file(file, to_json(stored.values), stored.values, tensors, stored.manifest, single_file)
 
 
-def write_own(folder: Path, encoded: EncodedState, rank: int = 0, world_size: int = 1) -> WrittenFiles:
+def write_own(folder: AnyPath, encoded: EncodedState, rank: int = 0, world_size: int = 1) -> WrittenFiles:
     """Write the tensors of this rank, one file per part, or more if it has several blocks of one tensor."""
     files: dict[str, FileRecord] = {}
     parts: dict[str, list[str]] = {part: [] for part in encoded.blocks}
@@ -208,7 +211,7 @@ def own_files(encoded: EncodedState, rank: int, world_size: int) -> Iterator[tup
             yield part, file_name(stems[part], rank if is_one_of_several else None, world_size, number), content
 
 
-def finish(folder: Path, encoded: EncodedState, written: Sequence[WrittenFiles], text: bytes | None = None) -> None:
+def finish(folder: AnyPath, encoded: EncodedState, written: Sequence[WrittenFiles], text: bytes | None = None) -> None:
     """Write ``state.json`` and the manifest, which make the files of all ranks, in rank order, one checkpoint."""
     files = {name: record for one_rank in written for name, record in one_rank.files.items()}
     files[STATE] = write_bytes(folder / STATE, to_json(encoded.values) if text is None else text)

@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Final
 
 from ...common.errors import CheckpointError
+from ...common.storage import AnyPath, StorePath
 from ...strategies.distributed.noticeboard import Noticeboard
 from .atomic_folder import refused
 from .files import FileRecord
@@ -61,7 +61,7 @@ class SavingGroup:
             self._leave()
             raise
 
-    def write(self, path: Path, encoded: EncodedState) -> None:
+    def write(self, path: AnyPath, encoded: EncodedState) -> None:
         """Write the state of all ranks as the checkpoint `path`; return when it is committed.
 
         Collective: every rank calls it, in any thread. If only rank 0 has something to write, it does not wait.
@@ -84,7 +84,7 @@ class SavingGroup:
         """Note that the run has failed: a rank that stays silent for a few more seconds is dead."""
         self._deadline = time.monotonic() + self._grace
 
-    def _lead(self, path: Path, encoded: EncodedState) -> None:
+    def _lead(self, path: AnyPath, encoded: EncodedState) -> None:
         others = range(1, self.world_size) if encoded.is_distributed else ()
         if encoded.single_file and not others:
             write(path, encoded)
@@ -92,7 +92,7 @@ class SavingGroup:
             return
         with folder_to_fill(path, single_file=encoded.single_file) as folder, self._telling_first(path):
             if others:
-                self._post("folder", folder.name)
+                self._post("folder", _below(folder, path.absolute().parent))
             written = [write_own(folder, encoded, 0, self.world_size)]
             for rank in others:
                 message = self._wait_for(_topic(rank), rank)
@@ -101,7 +101,7 @@ class SavingGroup:
             finish(folder, encoded, written)
         self._post("end")
 
-    def _follow(self, path: Path, encoded: EncodedState) -> None:
+    def _follow(self, path: AnyPath, encoded: EncodedState) -> None:
         if encoded.is_distributed:
             folder = path.absolute().parent / self._wait_for("folder", 0)
             try:
@@ -123,7 +123,7 @@ class SavingGroup:
             self._board.post_first(f"{self._number}/error", f"{text} (On rank {self.rank} of {self.world_size}.)")
 
     @contextmanager
-    def _telling_first(self, path: Path) -> Iterator[None]:
+    def _telling_first(self, path: AnyPath) -> Iterator[None]:
         """Tell the other ranks about an error before the folder that they may still write to is deleted."""
         try:
             yield
@@ -168,15 +168,24 @@ class SavingGroup:
         )
 
 
+def _below(folder: AnyPath, parent: AnyPath) -> str:
+    return str(folder).removeprefix(f"{parent}").lstrip("/\\")
+
+
 def _topic(rank: int) -> str:
     """Return the topic under which a rank reports what it has written."""
     return f"rank-{rank}"
 
 
-def _check_written(folder: Path, rank: int, message: Mapping[str, Any]) -> WrittenFiles:
-    """Return the files that another rank reports as written, after checking that they are here."""
+def _check_written(folder: AnyPath, rank: int, message: Mapping[str, Any]) -> WrittenFiles:
+    """Return the files that another rank reports as written, after checking that they are here.
+
+    In a store, that rank has asked for the sizes itself.
+    """
     files = {name: FileRecord(*record) for name, record in message["files"].items()}
     for name, file in files.items():
+        if isinstance(folder, StorePath):
+            break
         size = (folder / name).stat().st_size if (folder / name).is_file() else None
         if size != file.size:
             raise CheckpointError(

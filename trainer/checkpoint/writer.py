@@ -8,13 +8,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...common.errors import CheckpointError
+from ...common.storage import AnyPath, as_path
 from ...strategies.distributed.process_group import ProcessGroup
 from ...strategies.state.lazy_tensor import Block
 from .atomic_folder import point
@@ -47,7 +47,7 @@ class Writer:
 
     def save(
         self,
-        path: Path,
+        path: AnyPath,
         state: Mapping[str, Any],
         *,
         mesh: Mapping[str, int] | None = None,
@@ -75,11 +75,11 @@ class Writer:
         self._waits.append(wait)
         self.is_copying = True
 
-    def point(self, link: Path, path: Path) -> None:
+    def point(self, link: AnyPath, path: AnyPath) -> None:
         """Make `link` point to the checkpoint at `path` once that is committed."""
         point(link, path)
 
-    def remove(self, path: Path, lineage: str | None = None) -> None:
+    def remove(self, path: AnyPath, lineage: str | None = None) -> None:
         """Delete a checkpoint, as `finding.remove` does, once every save before this call is committed."""
         remove(path, lineage)
 
@@ -95,7 +95,7 @@ class Writer:
     def _encode(self, state: Mapping[str, Any], mesh: Mapping[str, int] | None) -> EncodedState:
         return encode_state(state, mesh) if self._group is None else self._group.encode(state, mesh)
 
-    def _write(self, path: Path, encoded: EncodedState) -> None:
+    def _write(self, path: AnyPath, encoded: EncodedState) -> None:
         if self._group is None:
             write(path, encoded)
         else:
@@ -124,7 +124,7 @@ class AsyncWriter(Writer):
 
     def save(
         self,
-        path: Path,
+        path: AnyPath,
         state: Mapping[str, Any],
         *,
         mesh: Mapping[str, int] | None = None,
@@ -145,12 +145,12 @@ class AsyncWriter(Writer):
         self._copied.clear()
         self.also_wait(self._copied.wait)
         staged_state = replace(encoded, blocks=staged)
-        self._submit(functools.partial(self._copy_and_write, Path(path), staged_state, later, mark(later)))
+        self._submit(functools.partial(self._copy_and_write, as_path(path), staged_state, later, mark(later)))
 
-    def point(self, link: Path, path: Path) -> None:
+    def point(self, link: AnyPath, path: AnyPath) -> None:
         self._submit(functools.partial(_tidy, point, link, path))
 
-    def remove(self, path: Path, lineage: str | None = None) -> None:
+    def remove(self, path: AnyPath, lineage: str | None = None) -> None:
         self._submit(functools.partial(_tidy, remove, path, lineage))
 
     def raise_if_failed(self) -> None:
@@ -180,7 +180,7 @@ class AsyncWriter(Writer):
                 staged[part][key] = Block(buffer, block.offsets)
         return staged
 
-    def _copy_and_write(self, path: Path, encoded: EncodedState, later: Copies, after: Marks) -> None:
+    def _copy_and_write(self, path: AnyPath, encoded: EncodedState, later: Copies, after: Marks) -> None:
         try:
             copy_all(later, after)
             later.clear()
@@ -240,7 +240,7 @@ class RehearsedWriter(Writer):
 
     def save(
         self,
-        path: Path,
+        path: AnyPath,
         state: Mapping[str, Any],
         *,
         mesh: Mapping[str, int] | None = None,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...callbacks.helpers.checkpoint_name import EXTENSION
 from ...common.errors import EchelonError
+from ...common.storage import AnyPath, StorePath, as_path
 from ..checkpoint.atomic_folder import unfinished
 from ..checkpoint.finding import FoundCheckpoint, list_checkpoints
+from ..checkpoint.in_store.store_folder import begun_in
 from ..checkpoint.loading import load
 from ..checkpoint.manifest import is_checkpoint
 
@@ -33,8 +36,11 @@ class ListedCheckpoint:
     """Whether the newest checkpoint of its folder that knows a best one names it."""
 
 
-def folders_below(folder: str | Path) -> list[Path]:
+def folders_below(folder: str | AnyPath) -> Sequence[AnyPath]:
     """Return a folder, and those below it that are not inside a checkpoint."""
+    root = as_path(folder)
+    if isinstance(root, StorePath):
+        return _folders_in_store(root)
     found = []
     for place, names, _ in os.walk(folder):
         path = Path(place)
@@ -43,7 +49,7 @@ def folders_below(folder: str | Path) -> list[Path]:
     return found
 
 
-def listed(folder: str | Path) -> list[ListedCheckpoint]:
+def listed(folder: str | AnyPath) -> list[ListedCheckpoint]:
     """Return the checkpoints below a folder: folder by folder, in each the oldest first."""
     rows = []
     for place in folders_below(folder):
@@ -55,7 +61,7 @@ def listed(folder: str | Path) -> list[ListedCheckpoint]:
             step = state.get("loop", {}).get("global_step")
             rows.append(
                 ListedCheckpoint(
-                    os.path.relpath(checkpoint.path, folder),
+                    str(checkpoint.path)[len(str(as_path(folder))) :].lstrip("/\\"),
                     checkpoint.saved_at,
                     sum(file.size for file in files),
                     checkpoint.fault,
@@ -67,9 +73,16 @@ def listed(folder: str | Path) -> list[ListedCheckpoint]:
     return rows
 
 
-def left_unfinished(folder: str | Path) -> list[Path]:
+def left_unfinished(folder: str | AnyPath) -> list[AnyPath]:
     """Return the writes below a folder that have not ended."""
-    return [path for place in folders_below(folder) for path in unfinished(place)]
+    places = folders_below(folder)
+    return [path for place in places for path in (unfinished(place) if isinstance(place, Path) else begun_in(place))]
+
+
+def _folders_in_store(folder: StorePath) -> list[StorePath]:
+    inside = [folder / entry.name for entry in folder.store.list(folder) if entry.is_folder]
+    below = [path for path in inside if path.suffix != EXTENSION and not path.name.startswith(".")]
+    return [folder, *(found for path in below if not is_checkpoint(path) for found in _folders_in_store(path))]
 
 
 def _run_state(checkpoint: FoundCheckpoint) -> dict[str, Any]:

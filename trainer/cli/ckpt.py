@@ -7,13 +7,13 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from ...common.errors import CheckpointError, ConfigError
+from ...common.storage import AnyPath, as_path
 from ...strategies.pretrained.export_folder import export_folder
 from ...strategies.pretrained.find_folder import check_dtype
 from ...strategies.pretrained.save_folder import parse_size
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     def add(name: str, help: str, read: _Read, *arguments: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=help, description=help)
         for argument in arguments:
-            command.add_argument(argument.rstrip("+"), type=Path, nargs="+" if argument.endswith("+") else None)
+            command.add_argument(argument.rstrip("+"), nargs="+" if argument.endswith("+") else None)
         command.set_defaults(read=read)
         return command
 
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
     return 0 if is_good else 1
 
 
-def list_folder(folder: str | Path, *, as_json: bool = False) -> list[str]:
+def list_folder(folder: str | AnyPath, *, as_json: bool = False) -> list[str]:
     """Return a line for each checkpoint below a folder, oldest first, and for each unfinished one."""
     rows, begun = listed(folder), left_unfinished(folder)
     if as_json:
@@ -97,7 +97,7 @@ def list_folder(folder: str | Path, *, as_json: bool = False) -> list[str]:
     return lines or [f"{folder} holds no checkpoints."]
 
 
-def show(path: str | Path, shows_all: bool = False) -> list[str]:
+def show(path: str | AnyPath, shows_all: bool = False) -> list[str]:
     """Return the contents of a checkpoint: its origin, its files, and its parts, or each of their values."""
     path = _checkpoint_at(path)
     manifest = read_manifest(path)
@@ -135,13 +135,13 @@ def _in_short(state: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def verify_all(paths: Sequence[str | Path]) -> tuple[list[str], bool]:
+def verify_all(paths: Sequence[str | AnyPath]) -> tuple[list[str], bool]:
     """Verify checkpoints, and those inside folders; return a line for each, and whether all are intact."""
     lines: list[str] = []
     is_good = True
     for given in paths:
         inside = [checkpoint.path for checkpoint in list_checkpoints(given)]
-        for path in inside or [Path(given)]:
+        for path in inside or [as_path(given)]:
             try:
                 lines.append(f"good     {path} ({_bytes(sum(file.size for file in verify(path).files.values()))})")
             except CheckpointError as error:
@@ -152,7 +152,7 @@ def verify_all(paths: Sequence[str | Path]) -> tuple[list[str], bool]:
     return lines, is_good
 
 
-def diff(first: str | Path, second: str | Path) -> tuple[list[str], bool]:
+def diff(first: str | AnyPath, second: str | AnyPath) -> tuple[list[str], bool]:
     """Return the differences between the values of two checkpoints, and whether they are the same."""
     ours, theirs = (dict(_leaves(_load(_checkpoint_at(path)))) for path in (first, second))
     lines = [f"- {name}: {_describe(value)}" for name, value in ours.items() if name not in theirs]
@@ -163,7 +163,7 @@ def diff(first: str | Path, second: str | Path) -> tuple[list[str], bool]:
     return [*lines, f"{same} of {len(ours)} values are the same."], not lines
 
 
-def _export(given: argparse.Namespace) -> Path:
+def _export(given: argparse.Namespace) -> AnyPath:
     path = _checkpoint_at(given.path)
     if not given.hf:
         if given.dtype:
@@ -179,13 +179,13 @@ def _export(given: argparse.Namespace) -> Path:
     return export_folder(path, weights_with_base(path, given.base), given.destination, given.base, settings)
 
 
-def _checkpoint_at(path: str | Path) -> Path:
+def _checkpoint_at(path: str | AnyPath) -> AnyPath:
     """Return the path of a checkpoint, or raise an error that says what is there instead."""
-    found = resolve(Path(path))
-    return Path(path) if found is None else found
+    found = resolve(as_path(path))
+    return as_path(path) if found is None else found
 
 
-def _load(path: Path, *, verify: bool = True) -> dict[str, Any]:
+def _load(path: AnyPath, *, verify: bool = True) -> dict[str, Any]:
     """Return the state in a checkpoint; tensors that wrap others in their blocks, where their class is not here."""
     try:
         return load(path, verify=verify)

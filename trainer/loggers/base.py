@@ -20,14 +20,14 @@ from typing import Any, Final, TextIO
 
 from torch import Tensor
 
-from ...callbacks.helpers.loggers import tell
+from ...callbacks.helpers.loggers import local_folder, tell
 from ...callbacks.run import Logger
 from ...common.errors import ConfigError
-from ...common.storage import AnyPath, Mirror, StorePath, any_path, as_path, home_of, spool_folder
+from ...common.storage import AnyPath, Mirror, StorePath, any_path, as_path, home_of
 from ...strategies.state.from_environment import FromEnvironment
 
 _LONGEST_TEXT: Final = 500
-_CLAIM: Final = ".run"
+_CLAIM: Final = ".claimed"
 """The object in a store that makes a version folder that of one run."""
 NAMES_ONLY: Final = ("events.out.tfevents.*", "samples/*")
 """Files that a run that continues adds others to: of those before it needs the names."""
@@ -51,9 +51,9 @@ class VersionFolder:
         for argument, value in (("name", name), ("version", version), ("sub_dir", sub_dir)):
             if value is not None and (".." in Path(str(value)).parts or Path(str(value)).is_absolute()):
                 raise ConfigError(f"{argument}={value!r} must be a folder below save_dir; give a relative path.")
-        place = any_path("save_dir", save_dir)
-        self._store_dir = place if isinstance(place, StorePath) else None
-        self.save_dir = spool_folder(place) if isinstance(place, StorePath) else place
+        self.save_dir = local_folder(any_path("save_dir", save_dir))
+        home = home_of(self.save_dir)
+        self._store_dir = home if isinstance(home, StorePath) else None
         self.name = name or ""
         self.sub_dir = None if sub_dir is None else str(sub_dir)
         self._version = version

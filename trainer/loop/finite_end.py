@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -14,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from ...callbacks.model_checkpoint import ModelCheckpoint
 from ...common.errors import CheckpointError
+from ...common.storage import AnyPath
 from ...strategies.state.dtensor import local_shard, values_here
 from ...strategies.torch_internals import is_traceable_wrapper_subclass, is_without_memory
 from ..checkpoint import list_checkpoints, load
@@ -69,7 +69,7 @@ def _warn(session: Session, name: str) -> None:
     )
 
 
-def _newest_finite(session: Session) -> Path | None:
+def _newest_finite(session: Session) -> AnyPath | None:
     """Return the newest checkpoint of this run whose weights are finite, if one of the newest is."""
     folders = {each.dirpath for each in session.callbacks if isinstance(each, ModelCheckpoint) and each.dirpath}
     names = {name for name, _ in _trained(session)}

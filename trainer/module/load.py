@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ...common.errors import CheckpointError, ConfigError, ModuleError
+from ...common.storage import AnyPath
 from ...strategies.devices.moves import move_module
 from ...strategies.distributed.collectives import Collectives
 from ...strategies.state.omitted_weights import OMITTED, completed, note_changed
@@ -72,7 +73,7 @@ def as_hooks_see(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 def load_module(
     cls: type[N],
-    path: str | Path,
+    path: str | AnyPath,
     map_location: MapLocation,
     hparams_file: str | Path | None,
     strict: bool | None,
@@ -131,7 +132,7 @@ def module_from(
 
 
 def load_datamodule(
-    cls: type[M], path: str | Path, hparams_file: str | Path | None, given: Mapping[str, Any]
+    cls: type[M], path: str | AnyPath, hparams_file: str | Path | None, given: Mapping[str, Any]
 ) -> tuple[M, Mapping[str, Any]]:
     """Build a data module with its saved hyper-parameters, some replaced by `given`; return it and its saved state.
 
@@ -195,7 +196,7 @@ def _point_out_misspelt(cls: type, given: Mapping[str, Any]) -> None:
             )
 
 
-def _load(path: str | Path) -> dict[str, Any]:
+def _load(path: str | AnyPath) -> dict[str, Any]:
     folder = checkpoint.resolve(path)
     if folder is None:
         raise CheckpointError(f"checkpoint_path must be a checkpoint, got {str(path)!r}; give the path of one.")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from ...common.errors import CheckpointError
+from ...common.storage import AnyPath, as_path
 from ...strategies.resilience.rounds import RUN_FOLDER
 from ...strategies.resilience.supervisor import Supervisor
 from ...strategies.state.schema import COUNT, check
@@ -40,7 +41,7 @@ class _Notes:
     """Whether the snapshots in memory are its own: they belong to the fit that was running."""
     step: int
     """The step of its newest valid checkpoint; -1 if there is none."""
-    checkpoint: Path | None
+    checkpoint: AnyPath | None
 
 
 def go_on(session: Session) -> None:
@@ -95,7 +96,7 @@ def note_end(session: Session) -> None:
         supervisor.cut_short()
 
 
-def note_checkpoint(session: Session, path: Path) -> None:
+def note_checkpoint(session: Session, path: AnyPath) -> None:
     """Record for later rounds that there is, or soon will be, a checkpoint that they can resume from."""
     recovery = session.recovery
     supervisor: Supervisor | None = session.strategy.launcher.supervisor
@@ -131,19 +132,19 @@ def _recall(supervisor: Supervisor, fit: int, in_memory: int) -> _Notes | None:
     return _Notes(known["seed"], known["data_size"], known["versions"], owns_snapshots, step, path)
 
 
-def _newest(supervisor: Supervisor, fit: int, least: int) -> tuple[int, Path | None]:
+def _newest(supervisor: Supervisor, fit: int, least: int) -> tuple[int, AnyPath | None]:
     """Return the newest valid checkpoint that a fit has written, and its step; (-1, None) if there is none.
 
     A checkpoint of a step before `least` is not read in full to verify it, since there is a better state.
     """
     for name in reversed(supervisor.notices.read(f"checkpoints/{fit}") or []):
-        path = Path(name)
+        path = as_path(name)
         try:
             loop = checkpoint.load(path, parts=("loop",))["loop"]
             check(loop, {"global_step": COUNT}, f"The training state in {path}")
             step = int(loop["global_step"])
             if step > least:
-                checkpoint.verify(path)
+                checkpoint.check_complete(path)
         except CheckpointError as error:  # deleted since, or being written when its rank died
             _log.info("%s", error)
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -11,9 +10,11 @@ from ...callbacks.helpers.loggers import run_folder
 from ...callbacks.model_checkpoint import ModelCheckpoint
 from ...callbacks.run import Logger
 from ...common.errors import CheckpointError, ConfigError, EchelonError
+from ...common.storage import AnyPath, StorePath, as_path, check_store, home_of, is_url
 from ...strategies import Strategy
 from .. import checkpoint
 from ..checkpoint.files import explain
+from ..checkpoint.in_store.links import link_target
 from ..checkpoint.saved_state import check_saved
 
 _LARGE: Final = ("model", "optimizers")
@@ -21,14 +22,14 @@ _LARGE: Final = ("model", "optimizers")
 
 
 def find_checkpoint(
-    ckpt_path: str | Path | None,
+    ckpt_path: str | AnyPath | None,
     loggers: Sequence[Logger],
     callbacks: Sequence[ModelCheckpoint],
     root_dir: str | Path,
     *,
     to_resume: bool,
     has_fitted: bool = False,
-) -> Path | None:
+) -> AnyPath | None:
     """Return the checkpoint that ``ckpt_path`` refers to; None without one, and for ``last`` if there is none yet.
 
     ``best`` is that of the first `ModelCheckpoint`; if the trainer has not fitted (`has_fitted`), that of the run that
@@ -41,6 +42,8 @@ def find_checkpoint(
     """
     if ckpt_path is None:
         return None
+    if is_url(ckpt_path):
+        check_store(StorePath.parse(str(ckpt_path)), "ckpt_path", writes=False)
     best = next((callback.best_model_path for callback in callbacks), "") if ckpt_path == "best" else ""
     if best:
         return checkpoint.resolve(best)
@@ -56,13 +59,13 @@ def folders_of_runs(loggers: Sequence[Logger], callbacks: Sequence[ModelCheckpoi
     """Return the checkpoint folders of these callbacks and of all runs with the loggers' names, or in `root_dir`."""
     folders = {callback.dirpath for callback in callbacks if callback.dirpath}
     if not loggers:
-        folders.add(str(Path(root_dir) / "checkpoints"))
+        folders.add(str(home_of(root_dir) / "checkpoints"))
     for logger in loggers:
-        folders.update(_folders_of_runs(run_folder(logger, root_dir).parent))
+        folders.update(_folders_of_runs(home_of(run_folder(logger, root_dir).parent)))
     return sorted(folders)
 
 
-def _folders_of_runs(parent: Path) -> list[str]:
+def _folders_of_runs(parent: AnyPath) -> list[str]:
     """Return the checkpoint folders of all runs below `parent` that this user may read."""
     try:
         return list(map(str, parent.glob("*/checkpoints")))
@@ -73,7 +76,7 @@ def _folders_of_runs(parent: Path) -> list[str]:
         ) from error
 
 
-def _best_of_last_run(folders: Sequence[str]) -> Path:
+def _best_of_last_run(folders: Sequence[str]) -> AnyPath:
     """Return the best checkpoint of the newest run, as its first `ModelCheckpoint` saved it in the last checkpoint.
 
     Raises:
@@ -86,7 +89,7 @@ def _best_of_last_run(folders: Sequence[str]) -> Path:
         if last is None or not isinstance(name, str) or not name:
             continue
         here = last.parent / Path(name).name  # the folder may have been moved since
-        best = here if os.path.exists(here) else Path(str(state.get("dirpath"))) / Path(name).name
+        best = here if here.exists() else as_path(str(state.get("dirpath"))) / Path(name).name
         return checkpoint.resolve(best) or best
     raise _no_best(folders)
 
@@ -99,7 +102,7 @@ def _no_best(folders: Sequence[str]) -> ConfigError:
 
 
 def read_checkpoint(
-    path: Path,
+    path: AnyPath,
     strategy: Strategy,
     *,
     verify: bool = True,
@@ -141,7 +144,6 @@ def read_checkpoint(
             return state
 
 
-def _follow(path: Path, strategy: Strategy) -> Path | None:
+def _follow(path: AnyPath, strategy: Strategy) -> AnyPath | None:
     """Return the checkpoint to which a link points on rank 0; None if it is none. Collective: every rank calls it."""
-    # not Path.is_symlink(), which raises errors of the disk
-    return strategy.ranks.all.on_first_rank(lambda: Path(os.path.realpath(path)) if os.path.islink(path) else None)
+    return strategy.ranks.all.on_first_rank(lambda: link_target(path))

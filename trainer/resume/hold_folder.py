@@ -6,17 +6,18 @@ that is refused has changed none of the files of the run that is there.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 from ...callbacks.helpers.folder_lock import LOCK, FolderLock
 from ...callbacks.helpers.loggers import tell
 from ...callbacks.model_checkpoint import ModelCheckpoint
 from ...common.errors import CheckpointError
+from ...common.storage import AnyPath, StorePath, as_path, home_of
 from ..checkpoint import list_checkpoints, load
+from ..checkpoint.in_store.links import link_target
+from ..checkpoint.in_store.store_folder import sweep_stored
 from ..checkpoint.manifest import read_manifest
 from ..loggers.base import continue_in_folders
 from ..loggers.tracker import continue_saved_runs
@@ -24,10 +25,13 @@ from ..session.session import Session
 from .find_checkpoint import find_checkpoint, folders_of_runs
 
 
-def names_a_link(session: Session, ckpt_path: str | Path | None) -> bool:
+def names_a_link(session: Session, ckpt_path: str | AnyPath | None) -> bool:
     """Return whether a path is ``last`` or a link, such as last.ckpt, on rank 0. Collective: every rank calls it."""
-    # not Path.is_symlink(), which raises errors of the disk
-    return session.strategy.ranks.all.on_first_rank(lambda: ckpt_path == "last" or os.path.islink(ckpt_path or ""))
+
+    def is_link() -> bool:
+        return ckpt_path == "last" or link_target(as_path(ckpt_path or "")) is not None
+
+    return session.strategy.ranks.all.on_first_rank(is_link)
 
 
 def hold_and_choose(session: Session, *, is_link: bool) -> None:
@@ -42,17 +46,17 @@ def hold_and_choose(session: Session, *, is_link: bool) -> None:
         session.resumed_from = session.strategy.ranks.all.on_first_rank(partial(_hold_and_choose, session))
 
 
-def _hold_and_choose(session: Session) -> Path | None:
+def _hold_and_choose(session: Session) -> AnyPath | None:
     all_savers, savers = _savers(session)
     where = session.loggers, all_savers, session.run.default_root_dir
-    found, held = session.resumed_from, set[Path]()
-    link = found if found is not None and os.path.islink(found) else None  # not is_symlink(): see names_a_link
+    found, held = session.resumed_from, set[AnyPath]()
+    link = found if found is not None and link_target(found) is not None else None
     if link is not None and savers:
-        found = Path(os.path.realpath(link))
+        found = link_target(link)
     if found is None and savers:
         _wait_for_runs(folders_of_runs(*where))
     while savers:
-        places = {Path(one.dirpath) for one in savers if one.is_dirpath_given}
+        places = {as_path(one.dirpath) for one in savers if one.is_dirpath_given}
         if found is not None and not all(one.is_dirpath_given for one in savers):
             places.add(found.parent)  # the folders of that run are those of this one
         _hold(session, places - held)
@@ -60,13 +64,13 @@ def _hold_and_choose(session: Session) -> Path | None:
         if link is None and found is not None and _is_newest(found, folders_of_runs(*where)):
             break
         before = found
-        found = Path(os.path.realpath(link)) if link else find_checkpoint("last", *where, to_resume=True)
+        found = link_target(link) if link else find_checkpoint("last", *where, to_resume=True)
         if found == before:
             break
     return found
 
 
-def open_loggers(session: Session, resumed_from: Path | None) -> list[int | str | None]:
+def open_loggers(session: Session, resumed_from: AnyPath | None) -> list[int | str | None]:
     """Let loggers open their folders, those of a resumed run, and return their versions; on rank 0.
 
     Raises:
@@ -83,8 +87,8 @@ def open_loggers(session: Session, resumed_from: Path | None) -> list[int | str 
     trackers = [logger for logger in loggers if hasattr(logger, "continue_saved")]
     tell([logger for logger in loggers if logger not in trackers], "open")  # creates folders, and only that
     if not loggers or loggers[0].version is not None:  # a tracker gives a new run its id when it opens
-        default = Path(session.run.log_dir, "checkpoints")
-        _hold(session, {Path(one.dirpath) if one.is_dirpath_given else default for one in _savers(session)[1]})
+        default = home_of(session.run.log_dir) / "checkpoints"
+        _hold(session, {as_path(one.dirpath) if one.is_dirpath_given else default for one in _savers(session)[1]})
     tell(trackers, "open")
     return [logger.version for logger in loggers]
 
@@ -95,15 +99,18 @@ def _savers(session: Session) -> tuple[list[ModelCheckpoint], list[ModelCheckpoi
     return every, [one for one in every if one.save_top_k or one.save_last or one.save_on_exception]
 
 
-def _hold(session: Session, folders: Iterable[Path]) -> None:
+def _hold(session: Session, folders: Iterable[AnyPath]) -> None:
     """Hold folders until the run ends."""
     for folder in folders:
         lock = FolderLock()
         lock.take_for(session.run, folder)
         session.held.callback(lock.release)
+        if isinstance(folder, StorePath):
+            with suppress(OSError):  # a save there says what is wrong
+                sweep_stored(folder)
 
 
-def _is_newest(found: Path, folders: Sequence[str]) -> bool:
+def _is_newest(found: AnyPath, folders: Sequence[str]) -> bool:
     """Return whether nothing is newer than what was verified before."""
     known = list_checkpoints(*folders)
     return bool(known) and known[-1].path == found
@@ -111,8 +118,8 @@ def _is_newest(found: Path, folders: Sequence[str]) -> bool:
 
 def _wait_for_runs(folders: Sequence[str]) -> None:
     """Wait for runs that have saved nothing yet, and may be about to end with their first checkpoint."""
-    for folder in map(Path, folders):
-        if os.path.exists(folder / LOCK):
+    for folder in map(as_path, folders):
+        if (folder / LOCK).exists():
             lock = FolderLock()
             with suppress(CheckpointError):  # it goes on: this is another run
                 lock.take(folder, run=0)

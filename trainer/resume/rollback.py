@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from ...callbacks.dispatch import load_callback_states
 from ...callbacks.helpers.loggers import tell
 from ...common.errors import RunError
+from ...common.storage import AnyPath
 from ..loop.schedule import plan_epoch
 from ..session.session import Session
 from .find_checkpoint import read_checkpoint
@@ -14,7 +13,7 @@ from .run_state import load_weights
 from .schedules import load_schedule
 
 
-def roll_back(session: Session, path: Path) -> None:
+def roll_back(session: Session, path: AnyPath) -> None:
     """Restore weights, optimizers, step schedulers, callbacks and step counters from a checkpoint of this run.
 
     Epoch, data position and random generators stay where they are: the data read since the checkpoint is skipped. So if

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
@@ -12,6 +11,7 @@ import torch
 
 from ...callbacks.helpers.loggers import tell
 from ...common.errors import CheckpointError, RunError
+from ...common.storage import AnyPath, as_path
 from ..checkpoint import list_checkpoints
 from ..checkpoint.manifest import Origin
 from ..checkpoint.single_file import SingleFile
@@ -22,7 +22,7 @@ from .run_state import still_parts, take_state
 
 
 def save_checkpoint(
-    session: Session, path: Path, *, weights_only: bool, wait: bool, single_file: SingleFile | None
+    session: Session, path: AnyPath, *, weights_only: bool, wait: bool, single_file: SingleFile | None
 ) -> None:
     """Write a checkpoint of a run in this process. Collective: every rank calls it.
 
@@ -68,7 +68,7 @@ def save_checkpoint(
                 print(json.dumps(str(path)), file=file)
 
 
-def origin_of(session: Session, folder: Path | None = None) -> Origin:
+def origin_of(session: Session, folder: AnyPath | None = None) -> Origin:
     """Return the lineage of a run, and a time later than that of each checkpoint that it has saved or resumed from.
 
     With a `folder`, the time is also later than that of each checkpoint in it, when the run first writes there: a clock
@@ -84,16 +84,22 @@ def origin_of(session: Session, folder: Path | None = None) -> Origin:
     return session.origin
 
 
-def newest_saved(saved_list: Path) -> Path | None:
+def newest_saved(saved_list: Path) -> AnyPath | None:
     """Return the newest existing checkpoint in a list of those that a run has begun to write."""
     lines = saved_list.read_text(encoding="utf-8").splitlines() if saved_list.exists() else []
-    return next((path for line in reversed(lines) if (path := Path(json.loads(line))).exists()), None)
+    return next((path for line in reversed(lines) if _is_there(path := as_path(json.loads(line)))), None)
 
 
-def point_to_checkpoint(error: BaseException, path: Path | None) -> None:
+def point_to_checkpoint(error: BaseException, path: AnyPath | None) -> None:
     """Add a note to an error that ended a run, with the checkpoint to resume from, if there is one."""
     if isinstance(error, KeyboardInterrupt) and not error.args:
         interrupted_inside(error, path)
-    # not Path.exists(), which raises errors of the disk
-    if path is not None and os.path.exists(path) and isinstance(error, Exception):
+    if path is not None and _is_there(path) and isinstance(error, Exception):
         error.add_note(f"The last checkpoint is {str(path)!r}: resume with fit(..., ckpt_path={str(path)!r}).")
+
+
+def _is_there(path: AnyPath) -> bool:
+    try:
+        return path.exists()
+    except OSError:
+        return False

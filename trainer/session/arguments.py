@@ -133,7 +133,8 @@ class TrainerArguments:
             enable_checkpointing: save the newest state, if `callbacks` has no ModelCheckpoint.
             enable_model_summary: print the module's layers before training.
             profiler: ``"simple"``, ``"advanced"``, ``"pytorch"``, or a profiler.
-            default_root_dir: the folder of logs and checkpoints; None: the working directory.
+            default_root_dir: the folder of logs and checkpoints, or a URL (``s3://bucket/runs``); None: the working
+                directory.
             deterministic: use torch's deterministic algorithms; ``"warn"``: where there are any.
             benchmark: let cuDNN try its algorithms; None: as torch is set.
             detect_anomaly: have autograd name the operation that made a NaN; slow.

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ...common.storage import AnyPath
 from ...strategies.launch.signal_handlers import handling
 
 _log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class Interruption:
         self._is_alone = is_alone
         self._seconds = math.inf if max_time is None else max_time.total_seconds()
         self._agreed_seconds = 0.0
-        self._newest: Callable[[], Path | None] = lambda: None
+        self._newest: Callable[[], AnyPath | None] = lambda: None
         self.start(0.0)
         self.received: int | None = None
         """The signal that this process has received."""
@@ -68,7 +68,7 @@ class Interruption:
         """Whether ``max_time`` has passed."""
         return self.agreed() >= self._seconds
 
-    def listening(self, newest: Callable[[], Path | None]) -> AbstractContextManager[None]:
+    def listening(self, newest: Callable[[], AnyPath | None]) -> AbstractContextManager[None]:
         """Return the context in which this handles signals, as `handling` does; `newest` returns a checkpoint."""
         self._newest = newest
         return handling(self._handle)
@@ -82,7 +82,7 @@ class Interruption:
         if self._is_alone:
             self.signal = number
 
-    def raise_if_requested(self, checkpoint: Path | None) -> None:
+    def raise_if_requested(self, checkpoint: AnyPath | None) -> None:
         """Raise what the signal asks for once training has ended; the message says where to resume.
 
         Raises:
@@ -98,7 +98,7 @@ class Interruption:
             raise SystemExit(143) from None
 
 
-def interrupted_inside(error: KeyboardInterrupt, checkpoint: Path | None) -> KeyboardInterrupt:
+def interrupted_inside(error: KeyboardInterrupt, checkpoint: AnyPath | None) -> KeyboardInterrupt:
     """Return the exception of a Ctrl-C that did not wait for a step's end, with the checkpoint to resume from."""
     way_on = "no checkpoint was saved before" if checkpoint is None else _way_on(checkpoint)
     return _in_short(error, f"Training ended inside a step; {way_on}.")
@@ -124,7 +124,7 @@ def _in_short(error: KeyboardInterrupt, message: str) -> KeyboardInterrupt:
     return error
 
 
-def _way_on(checkpoint: Path | None) -> str:
+def _way_on(checkpoint: AnyPath | None) -> str:
     if checkpoint is None:
         return "no checkpoint was saved (enable_checkpointing=True saves one)"
     return f"resume with fit(..., ckpt_path={str(checkpoint)!r})"

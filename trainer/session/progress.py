@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from ...callbacks.run import Stage
+from ...common.storage import AnyPath
 from ..data.micro_batch import MicroBatch
 
 LoaderKind = Literal["train", "validate"]
@@ -52,9 +52,9 @@ class Progress:
     """The predictions for each loader; those of all ranks from the end of the epoch on."""
     prediction_indices: list[list[list[int]]] = field(default_factory=list)
     """The sample indices of all ranks' predictions, for each batch of each loader."""
-    last_checkpoint: Path | None = None
+    last_checkpoint: AnyPath | None = None
     """The newest checkpoint of this run that training can be resumed from."""
-    known_folders: set[Path] = field(default_factory=set)
+    known_folders: set[AnyPath] = field(default_factory=set)
     """The folders whose checkpoints are all older than what this run saves next."""
     checkpoint_seconds: float = 0.0
     """The time for which training has waited for checkpoints and snapshots."""

@@ -14,6 +14,7 @@ from ...callbacks.callback import Callback
 from ...callbacks.dispatch import Hooks
 from ...callbacks.helpers.loggers import outlives_disk_errors
 from ...callbacks.run import Logger, Run
+from ...common.storage import AnyPath
 from ...strategies import Strategy
 from ...strategies.placed.placed import Placed
 from ..checkpoint import MemoryWriter, Writer
@@ -93,9 +94,9 @@ class Session:
     """Requests loaders from the user's hooks again."""
     optimizers: Sequence[Optimizer] = ()
     schedulers: Sequence[LRSchedulerConfig] = ()
-    resumed_from: Path | None = None
+    resumed_from: AnyPath | None = None
     """The checkpoint that this run begins from."""
-    named_checkpoint: Path | None = None
+    named_checkpoint: AnyPath | None = None
     """The checkpoint that the user named, by its path or as ``best``, to begin from."""
     saved_list: Path | None = None
     """The file in which rank 0 lists the checkpoints that it saves, for the caller of this process."""

@@ -121,7 +121,7 @@ class Settings:
     enable_checkpointing: Defaulted[bool] = Defaulted(True)
     enable_model_summary: Defaulted[bool] = Defaulted(True)
     profiler: str | Profiler | None = None
-    default_root_dir: str | Path | StorePath | None = None
+    default_root_dir: str | Path | None = None
 
     # --- numerics and the rest ---
     deterministic: Defaulted[bool | Literal["warn"]] = Defaulted(False)
@@ -179,7 +179,8 @@ class Settings:
         if self.gradient_clip_val == 0:
             changed["gradient_clip_val"] = None
         if self.default_root_dir is not None:
-            changed["default_root_dir"] = any_path("default_root_dir", self.default_root_dir)
+            root = any_path("default_root_dir", self.default_root_dir)
+            changed["default_root_dir"] = str(root) if isinstance(root, StorePath) else root
         if self.fast_dev_run:
             changed.update(self._development_run(int(self.fast_dev_run)))
         if self.overfit_batches:

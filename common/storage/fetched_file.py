@@ -1,0 +1,102 @@
+"""FetchedFile: an object of a store in the memory of this process, of which only what is wanted is read."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final
+
+from .paths import StorePath
+from .store import IN_FLIGHT, PART, in_parallel
+
+_FIRST: Final = 32 << 10
+"""Bytes that are read at once, which hold the header of most files."""
+_GAP: Final = 64 << 10
+"""Bytes between two wanted pieces up to which both are read in one request."""
+
+
+class FetchedFile:
+    """An object whose bytes are at the same places of a memory map, once they were wanted.
+
+    Args:
+        path: the object.
+        size: its bytes.
+        is_lazy: read only the beginning now, and the rest as `want` says.
+    """
+
+    def __init__(self, path: StorePath, size: int, *, is_lazy: bool) -> None:
+        self.path, self.size, self.whole_size, self.is_lazy = path, size, size, is_lazy
+        self.data = mmap.mmap(-1, max(size, 1))
+        self._lock = threading.Lock()
+        self._here: list[tuple[int, int]] = []
+        self.want([(0, min(size, _FIRST) if is_lazy else size)])
+
+    def want(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Read the bytes of these spans that are not here yet, several requests at a time."""
+        with self._lock:
+            missing = list(_pieces(_without(_joined(spans, _GAP), self._here)))
+            in_parallel(self._read, missing)
+            self._here = list(_joined([*self._here, *missing], 0))
+
+    def content(self) -> bytes:
+        """Return all bytes."""
+        self.want([(0, self.size)])
+        return self.data[: self.size]
+
+    def digest(self, hash_name: str = "sha256") -> str:
+        """Return the hash of the content in hex; of a lazy file, parts are read in turn and not kept."""
+        found = hashlib.new(hash_name)
+        if not self.is_lazy:
+            with memoryview(self.data)[: self.size] as view:
+                found.update(view)
+            return found.hexdigest()
+        running: deque[Future[bytes]] = deque()
+        with ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="echelon-store") as pool:
+            for begin, end in _pieces([(0, self.size)]):
+                if len(running) == IN_FLIGHT:
+                    found.update(running.popleft().result())
+                running.append(pool.submit(self.path.store.read_range, self.path, begin, end))
+            while running:
+                found.update(running.popleft().result())
+        return found.hexdigest()
+
+    def _read(self, span: tuple[int, int]) -> None:
+        self.data[span[0] : span[1]] = self.path.store.read_range(self.path, *span)
+
+
+def _joined(spans: Iterable[tuple[int, int]], gap: int) -> Iterator[tuple[int, int]]:
+    """Yield spans in order, those as one that overlap or are at most `gap` bytes apart."""
+    begin = end = -1
+    for start, stop in sorted(span for span in spans if span[0] < span[1]):
+        if end >= 0 and start <= end + gap:
+            end = max(end, stop)
+            continue
+        if end >= 0:
+            yield begin, end
+        begin, end = start, stop
+    if end >= 0:
+        yield begin, end
+
+
+def _without(spans: Iterable[tuple[int, int]], here: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield what of `spans` is in none of those that are `here`, which are in order."""
+    known = list(here)
+    for begin, end in spans:
+        for start, stop in known:
+            if stop <= begin or start >= end:
+                continue
+            if begin < start:
+                yield begin, start
+            begin = max(begin, stop)
+        if begin < end:
+            yield begin, end
+
+
+def _pieces(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    for begin, end in spans:
+        for start in range(begin, end, PART):
+            yield start, min(start + PART, end)
