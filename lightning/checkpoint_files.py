@@ -54,7 +54,7 @@ class CheckpointFiles:
 
 def get_filesystem(path: str | Path, **options: Any) -> Any:
     """Return fsspec's file system for a path, which can also open checkpoints."""
-    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+    from fsspec.core import url_to_fs
 
     return CheckpointFiles(url_to_fs(str(path), **options)[0])
 

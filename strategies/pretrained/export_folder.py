@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...common.errors import CheckpointError, MissingDependencyError, did_you_mean
 from ...common.local_path import local_path
+from ...common.storage import AnyPath
 from .find_folder import CONFIG, config_of, find_folder
 from .save_folder import committed_folder, copy_beside
 from .save_model import FolderSettings, write_folder
@@ -17,7 +18,7 @@ from .saved_names import SavedTensors, untied
 
 
 def export_folder(
-    path: Path, weights: Mapping[str, Tensor], destination: Path, base: str | Path, settings: FolderSettings
+    path: AnyPath, weights: Mapping[str, Tensor], destination: Path, base: str | Path, settings: FolderSettings
 ) -> Path:
     """Write the weights of a checkpoint as a folder that ``from_pretrained`` reads, one tensor in memory at a time.
 

@@ -13,6 +13,7 @@ from echelon.trainer.checkpoint import list_checkpoints, load
 @pytest.fixture(autouse=True)
 def spool(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
 
 
 def train(saver, steps, ckpt_path=None, **settings):
@@ -120,6 +121,38 @@ def test_the_lock_of_a_dead_holder_on_another_machine_is_taken_over(bucket, monk
     lock.take(folder, run=2, patience=0.1)
     lock.release()
     assert folder.find() == {}
+
+
+def test_a_checkpoint_is_saved_to_a_url_by_hand(bucket):
+    trainer = quiet(max_steps=2)
+    trainer.fit(module := Regression(), loader())
+    for single_file in (False, True):
+        path = f"{bucket}/by-hand-{single_file}.ckpt"
+        trainer.save_checkpoint(path, single_file=single_file)
+        trainer.save_checkpoint(path, single_file=single_file)  # replaces it
+        assert torch.equal(Regression.load_from_checkpoint(path).net.weight, module.net.weight)
+        again = quiet(max_steps=3)
+        again.fit(Regression(), loader(), ckpt_path=path)
+        assert again.global_step == 3
+
+
+def test_the_commands_take_urls(bucket, capsys, tmp_path):
+    from echelon.trainer.cli.main import main
+
+    train(ModelCheckpoint(f"{bucket}/runs/a/checkpoints", save_last=True, every_n_train_steps=1), 2)
+    folder = f"{bucket}/runs/a/checkpoints"
+    for words, code, told in (
+        (["ls", f"{bucket}/runs"], 0, "a/checkpoints/epoch=0-step=2.ckpt"),
+        (["show", f"{folder}/last.ckpt"], 0, "global_step 2"),
+        (["verify", folder], 0, "good"),
+        (["diff", f"{folder}/last.ckpt", f"{folder}/epoch=0-step=2.ckpt"], 0, "values are the same"),
+        (["export", f"{folder}/last.ckpt", str(tmp_path / "out")], 0, "Wrote"),
+        (["export", f"{folder}/last.ckpt", f"{bucket}/out"], 0, f"Wrote {bucket}/out/model.safetensors"),
+        (["show", f"{folder}/epoch=0-step=3.ckpt"], 2, "does not exist"),
+        (["ls", "s4://bucket"], 2, "scheme 's4'"),
+    ):
+        assert main(["ckpt", *words]) == code
+        assert told in "".join(capsys.readouterr())
 
 
 def test_mistakes_are_told_before_the_first_step(bucket):

@@ -32,6 +32,7 @@ from ...strategies.state.schema import (
     time_text,
 )
 from .files import HASH_NAME, FileRecord, explain, is_one_file
+from .in_store.links import link_target
 
 MANIFEST: Final = "manifest.json"
 STATE: Final = "state.json"
@@ -236,6 +237,9 @@ def _read_in_object(path: StorePath) -> Manifest | None:
     size = path.store.size(path)
     if size is None:
         return None
+    target = link_target(path)
+    if isinstance(target, StorePath):
+        return _read_in_store(target)
     end = _end_of_object(path, size)
     if end is None:
         raise CheckpointError(f"{path} is not a checkpoint, or its end is missing; use another one.")

@@ -42,7 +42,7 @@ def folders_below(folder: str | AnyPath) -> Sequence[AnyPath]:
     if isinstance(root, StorePath):
         return _folders_in_store(root)
     found = []
-    for place, names, _ in os.walk(folder):
+    for place, names, _ in os.walk(root):
         path = Path(place)
         names[:] = sorted(name for name in names if not name.startswith(".") and not is_checkpoint(path / name))
         found.append(path)
