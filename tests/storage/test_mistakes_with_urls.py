@@ -15,6 +15,8 @@ from echelon import CSVLogger, Trainer, TrainModule
 from echelon.callbacks import ModelCheckpoint
 from echelon.common.errors import CheckpointError, ConfigError, EchelonError, MissingDependencyError
 
+pytestmark = pytest.mark.slow
+
 
 class Line(TrainModule):
     def __init__(self):
