@@ -94,8 +94,7 @@ class Runner:
         self.origin = Origin(secrets.token_hex(16))
         self.current: Session | EndedRun | None = None
         """The current or last run."""
-        self.is_running = self.has_finished = False
-        self._has_fitted = False
+        self.is_running = self.has_finished = self._has_fitted = False
         self._has_described = False
         """Whether the line with the processes was printed."""
         self._reports = False
