@@ -42,9 +42,9 @@ def settle_folders(
     for place in {str(getattr(one, name)) for one in callbacks for name in one.path_attributes if saves}:
         if is_url(place):
             check_store(StorePath.parse(place), "dirpath")
-    for home in {getattr(logger, "store_dir", None) for logger in loggers}:
-        if isinstance(home, StorePath) and not (writes and home.is_relative_to(home_of(root))):
-            check_store(home, "save_dir")
+    for store in {getattr(logger, "store_dir", None) for logger in loggers}:
+        if isinstance(store, StorePath) and not (writes and store.is_relative_to(home_of(root))):
+            check_store(store, "save_dir")
     settle_callbacks(callbacks)
     tell(loggers, "settle")
     return root.absolute()

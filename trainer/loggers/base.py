@@ -155,7 +155,7 @@ class VersionFolder:
         path = home_of(path) if root is not None and isinstance(path, Path) else path.resolve()
         if not self._is_numbered_by_us or self._is_claimed or base not in path.parents:
             return
-        match = re.fullmatch(r"version_(\d+)", path.relative_to(base).parts[0])
+        match = re.fullmatch(r"version_(\d+)", path.relative_to(str(base)).parts[0])
         if match:
             self._version, self._is_numbered_by_us = int(match[1]), False
 
