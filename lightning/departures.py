@@ -101,9 +101,6 @@ DEPARTURES: Final = (
         classes=("Trainer(accumulate_grad_batches={})",),
     ),
     Departure(
-        "URLs as folders (s3://, memory://)", "a URL is refused: mount the store", texts=("s3://", "memory://", "gs://")
-    ),
-    Departure(
         "Trainer(plugins=), CheckpointIO, environment and precision plugins",
         "leave plugins out: precision=, strategy= and the launcher say the same",
         classes=("Trainer(plugins)",),

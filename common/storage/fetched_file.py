@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
+from ..errors import StoreError
 from .paths import StorePath
 from .store import IN_FLIGHT, PART, in_parallel
 
@@ -26,21 +27,39 @@ class FetchedFile:
         path: the object.
         size: its bytes.
         is_lazy: read only the beginning now, and the rest as `want` says.
+        sha256: its hash in hex, which is compared once all of a lazy file was read; by default it is not.
     """
 
-    def __init__(self, path: StorePath, size: int, *, is_lazy: bool) -> None:
+    def __init__(self, path: StorePath, size: int, *, is_lazy: bool, sha256: str = "") -> None:
         self.path, self.size, self.whole_size, self.is_lazy = path, size, size, is_lazy
         self.data = mmap.mmap(-1, max(size, 1))
         self._lock = threading.Lock()
         self._here: list[tuple[int, int]] = []
+        self._sha256 = sha256 if is_lazy else ""
+        self._last = self._streak = 0
         self.want([(0, min(size, _FIRST) if is_lazy else size)])
 
     def want(self, spans: Iterable[tuple[int, int]]) -> None:
-        """Read the bytes of these spans that are not here yet, several requests at a time."""
+        """Read the bytes of these spans that are not here yet, several requests at a time.
+
+        Raises:
+            StoreError: if the store fails, or all bytes are here and their hash is another one.
+        """
         with self._lock:
-            missing = list(_pieces(_without(_joined(spans, _GAP), self._here)))
-            in_parallel(self._read, missing)
-            self._here = list(_joined([*self._here, *missing], 0))
+            missing = list(_without(_joined(spans, _GAP), self._here))
+            pieces = list(_pieces(_without([self._with_next(span) for span in missing], self._here)))
+            in_parallel(self._read, pieces)
+            self._here = list(_joined([*self._here, *pieces], 0))
+            expected = self._sha256 if self._here == [(0, self.size)] else ""
+            if expected:
+                self._sha256 = ""
+                with memoryview(self.data)[: self.size] as view:
+                    found = hashlib.sha256(view).hexdigest()
+                if found != expected:
+                    raise StoreError(
+                        f"{self.path} has the hash {found}, not {expected}: its content has changed; use another "
+                        "checkpoint."
+                    )
 
     def content(self) -> bytes:
         """Return all bytes."""
@@ -63,6 +82,13 @@ class FetchedFile:
             while running:
                 found.update(running.popleft().result())
         return found.hexdigest()
+
+    def _with_next(self, span: tuple[int, int]) -> tuple[int, int]:
+        """Return a span with what follows it, as much as was read in a row so far: one request would follow another."""
+        begin, end = span
+        self._streak = self._streak + end - begin if begin == self._last else 0
+        self._last = min(self.size, end + min(self._streak, IN_FLIGHT * PART)) if self.is_lazy else end
+        return begin, self._last
 
     def _read(self, span: tuple[int, int]) -> None:
         self.data[span[0] : span[1]] = self.path.store.read_range(self.path, *span)

@@ -372,7 +372,7 @@ def test_two_callbacks_in_one_folder_take_two_names(tmp_path: Path) -> None:
         ({"save_top_k": -2}, "save_top_k must be a number >= 1, 0 for none or -1 for all, got -2"),
         ({"save_last": "yes"}, "save_last must be True, False or 'link', got 'yes'"),
         ({"save_top_k": 3}, "save_top_k=3 needs a metric to rank checkpoints by, got monitor=None; set monitor"),
-        ({"dirpath": "s3://bucket/run"}, "dirpath must be a local path, got the URL 's3://bucket/run'"),
+        ({"dirpath": "s3://bucket/run#1"}, "dirpath='s3://bucket/run' is followed by a fragment"),
         ({"filename": "{epoch"}, r"filename='\{epoch' is not a valid template"),
         (
             {"every_n_train_steps": 10, "every_n_epochs": 1},

@@ -112,12 +112,6 @@ def the_last_checkpoint(pl: Any) -> Observed:
     }
 
 
-@shows("URLs as folders (s3://, memory://)")
-def a_url_as_folder(pl: Any) -> Observed:
-    saving = outcome(lambda: fitted(pl, pl.ModelCheckpoint(dirpath="memory://kept"), enable_checkpointing=True))
-    return {"dirpath": saving, "root": outcome(lambda: trainer(pl, default_root_dir="memory://runs"))}
-
-
 @shows("save_on_exception", "OnExceptionCheckpoint")
 def checkpoints_of_an_exception(pl: Any) -> Observed:
     def training_step(self: Any, batch: Any, batch_idx: int) -> Any:

@@ -41,10 +41,6 @@ RECORDED: dict[str, dict[str, tuple[Any, Any]]] = {
         "enable_version_counter": ("taken", "TypeError: ModelCheckpoint.__init__() got an unexpected "),
         "file_exists": ("taken", "AttributeError: 'ModelCheckpoint' object has no attribute 'fi"),
     },
-    "a_url_as_folder": {
-        "dirpath": ("taken", "ConfigError: dirpath must be a local path"),
-        "root": ("taken", "ConfigError: default_root_dir must be a local path"),
-    },
     "checkpoints_of_an_exception": {
         "ModelCheckpoint": (
             "ProcessRaisedException",

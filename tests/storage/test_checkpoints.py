@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from echelon import load_weights
-from echelon.common.errors import CheckpointError
+from echelon.common.errors import CheckpointError, EchelonError
 from echelon.common.storage import as_path
 from echelon.trainer import checkpoint
 from echelon.trainer.checkpoint.in_store.store_folder import sweep_stored
@@ -109,6 +109,17 @@ def test_damage_is_found(folder):
     place.unlink()
     with pytest.raises(CheckpointError, match="all|missing|damaged"):
         checkpoint.newest_valid(folder)
+
+
+def test_damage_is_found_once_all_of_a_file_was_read_by_ranges(folder):
+    checkpoint.save(folder / "a.ckpt", {"model": {name: torch.randn(200, 200) for name in "abcd"}})
+    place = next(one for one in (folder / "a.ckpt").find() if one.name == "model.safetensors")
+    content = place.read_bytes()
+    place.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    stored = checkpoint.load(folder / "a.ckpt", lazy=["model"])["model"]
+    stored["a"].clone()
+    with pytest.raises(EchelonError, match="its content has changed"):
+        [stored[name].clone() for name in "bcd"]
 
 
 def test_a_checkpoint_may_be_one_object(folder):

@@ -88,7 +88,7 @@ def read_stored(
 ) -> StoredParts:
     """Return parts of a checkpoint without decoding them; the arguments are those of `load`.
 
-    In a store, the hashes of files that are read by ranges are not compared: that would read all of them.
+    In a store, the hash of a file that is read by ranges is compared once all of it was read.
     """
     path = _readable(path)
 
@@ -205,7 +205,7 @@ def _fetch(
             found = path.store.size(path)
             if found != size:
                 return f"{name} is missing" if found is None else f"{name} has {found} bytes, not {size}"
-            return FetchedFile(path, size, is_lazy=name in lazy)
+            return FetchedFile(path, size, is_lazy=name in lazy, sha256=manifest.files[name].sha256)
         except FileNotFoundError:
             return f"{name} is missing"
         except OSError as error:

@@ -37,7 +37,7 @@ from echelon import (
         ({"strategy": "ddp", "devices": 2, "sync_batchnorm": True}, ["sync_batchnorm=True", "needs GPUs", "'cpu'"]),
         ({"plugins": ["a plugin"]}, ["plugins must be None", "['a plugin']", "precision=", "strategy="]),
         ({"model_registry": "mine"}, ["model_registry must be None", "'mine'", "on_fit_end"]),
-        ({"default_root_dir": "s3://bucket/runs"}, ["default_root_dir", "the URL 's3://bucket/runs'", "local folder"]),
+        ({"default_root_dir": "s4://bucket/runs"}, ["default_root_dir='s4://bucket/runs'", "scheme 's4'", "s3"]),
         ({"accelerator": "gpuu"}, ["accelerator='gpuu'", "Did you mean 'gpu'?"]),
         ({"devices": 0}, ["devices must be >= 1", "got 0"]),
         ({"max_epochs": -2}, ["max_epochs must be >= -1 (-1 means no limit)", "got -2"]),
