@@ -181,7 +181,7 @@ class Run(Protocol):
 
     @property
     def log_dir(self) -> str:
-        """The first logger's folder, else `default_root_dir`."""
+        """The first logger's folder, else `default_root_dir`; if that is a URL, a local folder that is copied there."""
 
     @property
     def default_root_dir(self) -> str:

@@ -13,13 +13,19 @@ def local_path(name: str, path: str | Path) -> Path:
     """Return the local path in the argument called `name`.
 
     Raises:
-        ConfigError: for a URL, which ``pathlib`` would treat as a local folder of that name, and for letters that the
-            locale of this process cannot name a file with.
+        ConfigError: for a URL, which ``pathlib`` would treat as a local folder of that name, for a local path that a
+            URL was joined to, and for letters that the locale of this process cannot name a file with.
     """
     if re.match(r"[A-Za-z][\w+.-]+:/", str(path)):
         raise ConfigError(
             f"{name} must be a local path, got the URL {str(path)!r}; mount the store as a folder, or write to a local "
             "folder and copy it."
+        )
+    inside = re.search(r"[\\/]((?:s3a?|gcs|gs|az|abfss?|hdfs|https?|memory|file)):[\\/]+(.*)", str(path))
+    if inside is not None:
+        raise ConfigError(
+            f"{name}={str(path)!r} has a URL inside a local path (os.path.abspath and os.path.join do that to one); "
+            f"give {inside[1]}://{inside[2]} alone, or a local path."
         )
     try:
         os.fsencode(path)

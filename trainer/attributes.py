@@ -20,6 +20,7 @@ from ..callbacks.progress_display import ProgressDisplay
 from ..callbacks.run import Logger
 from ..common.console import outlives_output_errors
 from ..common.errors import ConfigError, RunError, did_you_mean
+from ..common.storage import home_of
 from .module.data_module import DataModule
 from .module.train_module import TrainModule
 from .runner import Runner
@@ -216,14 +217,14 @@ class TrainerAttributes:
 
     @property
     def log_dir(self) -> str:
-        """The first logger's folder, else `default_root_dir`."""
-        loggers = self._runner.loggers
-        return str(run_folder(loggers[0], self.default_root_dir)) if loggers else self.default_root_dir
+        """The first logger's folder, else `default_root_dir`; if that is a URL, a local folder that is copied there."""
+        loggers, root = self._runner.loggers, self._runner.root
+        return str(run_folder(loggers[0], root) if loggers else root)
 
     @property
     def default_root_dir(self) -> str:
         """The folder of loggers and checkpoints that have no other folder."""
-        return str(self._runner.root)
+        return str(home_of(self._runner.root))
 
     @property
     def checkpoint_callbacks(self) -> list[ModelCheckpoint]:

@@ -247,10 +247,10 @@ def check_loggers(loggers: Sequence[Logger]) -> None:
     seen: dict[tuple[type, str], Logger] = {}
     for logger in loggers:
         refuse_incomplete(logger)
-        log_dir = getattr(logger, "log_dir", None)
+        log_dir = getattr(logger, "place", None) or getattr(logger, "log_dir", None)
         if not isinstance(log_dir, str | Path):
             continue
-        key = (type(logger), str(Path(log_dir).absolute()))
+        key = (type(logger), os.path.abspath(log_dir))
         if key in seen:
             raise ConfigError(
                 f"Two loggers of type {type(logger).__name__} write to {str(log_dir)!r}; "

@@ -16,7 +16,7 @@ import torch
 
 from ..callbacks.callback import Callback
 from ..callbacks.dispatch import Hooks, check_state_keys
-from ..callbacks.helpers.loggers import tell
+from ..callbacks.helpers.loggers import local_folder, tell
 from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.run import Logger, Run, Stage
 from ..common.console import say
@@ -40,7 +40,7 @@ from .checks import (
 from .data.loader_kinds import ending_workers
 from .data.seed import capture_rng, restore_rng
 from .default_callbacks import supervised
-from .folders import local_root, settle_folders
+from .folders import settle_folders
 from .loggers import BY_NAME, LoggersByName
 from .loggers.base import continue_loggers
 from .metrics.metrics import Metrics
@@ -83,7 +83,7 @@ class Runner:
         self.strategy, self.hardware = place(*where)
         self.strategy.validate(self.hardware, self.precision)
         check_sync_batchnorm(settings, self.hardware)
-        self.root = local_root(settings.default_root_dir)
+        self.root = local_folder(settings.default_root_dir or ".")
         """The local folder of what has no other; absolute once a run has started."""
         self.loggers = make_loggers(settings, self.root, by_name)
         check_loggers(self.loggers)
@@ -305,8 +305,7 @@ class Runner:
 
     def _agree(self, session: Session, request: Request) -> None:
         """Make all ranks use rank 0's seed, checkpoint and folders."""
-        strategy, environment = self.strategy, self.hardware.environment
-        session.resumed_from = request.checkpoint
+        strategy, environment, session.resumed_from = self.strategy, self.hardware.environment, request.checkpoint
         if environment.is_external:  # nobody has looked at the disk yet, even with one process
             with strategy.ranks.all.fail_together():
                 self._settle_folders(request)

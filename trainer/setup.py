@@ -35,7 +35,7 @@ from .data.index_stream import DataRanks
 from .data.sample_checks import gather_numbers
 from .data.stream import Cut
 from .data.train_data import TrainData
-from .folders import settle_callbacks
+from .folders import mirror_folders, settle_callbacks
 from .loggers import BY_NAME, LoggersByName, default_logger
 from .loop.schedule import validates
 from .metrics.gathering import gather_all_once, gather_once
@@ -314,6 +314,7 @@ def warn_of_late_parameters(session: Session, known: set[nn.Parameter]) -> None:
 def set_up(session: Session) -> None:
     """Call the hooks that prepare the data and build the module."""
     datamodule, module, stage = session.datamodule, session.module, session.task
+    mirror_folders(session)
     forget_placed(module)
     for owner in (datamodule, module):
         if owner is not None and session.strategy.local_rank == 0:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from ...common.errors import ConfigError
+from ...common.storage import AnyPath, StorePath, as_path, spool_folder
 from ..run import Logger
 
 OptionalMethod = Literal[
@@ -41,7 +42,8 @@ def refuse_incomplete(logger: object) -> None:
     if isinstance(logger, type):
         name = logger.__name__
         raise ConfigError(f"logger must be a logger, got the class {name}; write logger={name}(...).")
-    missing = [name for name in _REQUIRED if not hasattr(logger, name)]
+    # the class first: a property such as `version` may have to ask a store
+    missing = [name for name in _REQUIRED if not (hasattr(type(logger), name) or hasattr(logger, name))]
     if 0 < len(missing) < len(_REQUIRED):
         raise ConfigError(
             f"logger must have {', '.join(_REQUIRED)}, got a {type(logger).__name__} without {', '.join(missing)}; "
@@ -86,10 +88,19 @@ def outlives_disk_errors(logger: Logger) -> Iterator[None]:
 
 
 def run_folder(logger: Logger, root_dir: str | Path) -> Path:
-    """Return the folder of a logger's run: its ``log_dir``, else one below its ``save_dir``, else below `root_dir`."""
+    """Return the folder of a logger's run: its ``log_dir``, else one below its ``save_dir``, else below `root_dir`.
+
+    It is local; of a URL, it is the folder that is copied there.
+    """
     log_dir, save_dir = (getattr(logger, name, None) for name in ("log_dir", "save_dir"))
     if isinstance(log_dir, str | Path):
-        return Path(log_dir)
+        return local_folder(log_dir)
     parent = save_dir if isinstance(save_dir, str | Path) else root_dir
     version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
-    return Path(parent).expanduser() / str(logger.name or "") / version
+    return local_folder(parent).expanduser() / str(logger.name or "") / version
+
+
+def local_folder(path: str | AnyPath) -> Path:
+    """Return the local folder of a run's files; for a URL that in which they are written before they are copied."""
+    place = as_path(path)
+    return spool_folder(place) if isinstance(place, StorePath) else place

@@ -1,6 +1,7 @@
 """Object stores: paths that are URLs, and reading and writing there through fsspec. Imports common."""
 
 from .fetched_file import FetchedFile
+from .mirror import Mirror
 from .paths import AnyPath, StorePath, any_path, as_path, is_url
 from .probe import check_store
 from .spool import home_of, spool_folder
@@ -11,6 +12,7 @@ __all__ = [
     "AnyPath",
     "FetchedFile",
     "Listed",
+    "Mirror",
     "Store",
     "StorePath",
     "Upload",

@@ -88,9 +88,12 @@ def _of_process(scheme: str, pid: int) -> Any:
         raise ConfigError(f"{scheme}:// is not known to fsspec ({error}); install what implements it.") from None
     options = {**_OPTIONS.get(scheme.removesuffix("a"), {}), **conf.get(scheme, {})}
     try:
-        return kind(skip_instance_cache=True, use_listings_cache=False, **options)
+        made = kind(skip_instance_cache=True, use_listings_cache=False, **options)
     except Exception as error:
         raise StoreError(
             f"The client of {scheme}:// could not be made ({type(error).__name__}: {error}); check its settings in "
             "the environment and in fsspec's config."
         ) from error
+    if hasattr(made, "retries"):
+        made.retries = 1  # s3fs repeats each request five times: one that is never answered would take 300 s
+    return made

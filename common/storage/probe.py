@@ -12,7 +12,7 @@ from .paths import StorePath
 from .retry import Retry
 from .store import Store
 
-LIMIT: Final = 10.0
+LIMIT: Final = 8.0
 """Seconds within which a store must answer at the start."""
 _PROBING: Final = Retry(tries=3, seconds=LIMIT / 2)
 
@@ -23,7 +23,7 @@ def check_store(folder: StorePath, name: str = "default_root_dir", *, writes: bo
     A bucket is not made: a typing error would otherwise be one more bucket.
 
     Raises:
-        ConfigError: within 10 seconds, if the store does not answer, the bucket does not exist, or it is not permitted.
+        ConfigError: within 8 seconds, if the store does not answer, the bucket does not exist, or it is not permitted.
         MissingDependencyError: if the package for its scheme is not installed.
     """
     folder.store.fs  # noqa: B018 - its errors name the package, and belong to the caller's thread

@@ -29,9 +29,11 @@ def spool_folder(url: StorePath) -> Path:
     return folder
 
 
-def home_of(path: str | Path) -> AnyPath:
-    """Return the URL of a local path that is in a spool folder; any other path as it is."""
-    local = Path(path)
+def home_of(path: str | AnyPath) -> AnyPath:
+    """Return the URL of a local path that is in a spool folder; any other path, and a URL, as it is."""
+    local = as_path(path)
+    if isinstance(local, StorePath):
+        return local
     for folder in (local, *local.parents):
         try:
             url = (folder / _HOME).read_text(encoding="utf-8")

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from ...callbacks.callback import Callback
+from ...callbacks.helpers.loggers import local_folder
 from ...callbacks.run import Run
 from ...common.errors import ConfigError, RunError
 from ...strategies import Strategy
@@ -156,7 +157,7 @@ class SpikeDetection(Callback):
             raise ConfigError(
                 f"SpikeDetection needs the loss that training_step returns, got {type(loss).__name__}; return a tensor."
             )
-        path = self._detection.exclude_batches_path or trainer.default_root_dir
+        path = self._detection.exclude_batches_path or local_folder(trainer.default_root_dir)
         self._detection.judge(trainer.strategy, loss, batch_idx, path)
 
     def state_dict(self) -> dict[str, Any]:

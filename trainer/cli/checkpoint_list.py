@@ -6,9 +6,8 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from ...callbacks.helpers.checkpoint_name import EXTENSION
 from ...common.errors import CheckpointError, EchelonError
 from ...common.storage import AnyPath, StorePath, as_path
 from ..checkpoint.atomic_folder import unfinished
@@ -16,6 +15,9 @@ from ..checkpoint.files import FilePiece, MappedFile, explain, is_one_file, whil
 from ..checkpoint.finding import FoundCheckpoint, list_checkpoints
 from ..checkpoint.in_store.store_folder import begun_in
 from ..checkpoint.manifest import MANIFEST, STATE, is_checkpoint, read_manifest, read_object
+
+_EXTENSION: Final = ".ckpt"
+"""That of what a `ModelCheckpoint` saves; its module imports torch, which takes two seconds."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def left_unfinished(folder: str | AnyPath) -> list[AnyPath]:
 
 def _folders_in_store(folder: StorePath) -> list[StorePath]:
     inside = [folder / entry.name for entry in folder.store.list(folder) if entry.is_folder]
-    below = [path for path in inside if path.suffix != EXTENSION and not path.name.startswith(".")]
+    below = [path for path in inside if path.suffix != _EXTENSION and not path.name.startswith(".")]
     return [folder, *(found for path in below if not is_checkpoint(path) for found in _folders_in_store(path))]
 
 

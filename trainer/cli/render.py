@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from ...common.errors import ConfigError, did_you_mean
+from ...common.storage import is_url
 from .config_file import read_config
 from .manifests import compose, kubernetes_jobs, slurm
 from .manifests.deploy import read_deploy
@@ -40,7 +41,7 @@ the section of the config; everything has a default, except image for targets th
     gpus: 8              per node, with one process each
     cpus: 32
     memory: 256Gi
-    runs: runs           a claim, volume or folder that all nodes share
+    runs: runs           a claim, volume or folder that all nodes share, or a URL such as s3://bucket/runs
   docs/deploy.md lists all keys, and what each target does with them.
 
 examples:
@@ -96,6 +97,9 @@ def render(target: str, path: str, overrides: Sequence[str] = ()) -> str:
         text = OmegaConf.to_yaml(config)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be written as YAML ({error}); correct the file.") from None
+    root = OmegaConf.select(config, "trainer.default_root_dir", throw_on_resolution_failure=False)
+    if isinstance(given, dict) and "runs" not in given and is_url(root):
+        given["runs"] = str(root)
     kept = [override for override in overrides if not override.startswith("deploy.")]
     return _TARGETS[target].render(DeployedRun(read_deploy(given), text, path, kept))
 

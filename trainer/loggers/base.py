@@ -10,6 +10,7 @@ import math
 import os
 import re
 import secrets
+import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,16 +20,17 @@ from typing import Any, Final, TextIO
 
 from torch import Tensor
 
-from ...callbacks.helpers.loggers import tell
+from ...callbacks.helpers.loggers import local_folder, tell
 from ...callbacks.run import Logger
 from ...common.errors import ConfigError
-from ...common.local_path import local_path
-from ...common.storage import AnyPath, StorePath, home_of
+from ...common.storage import AnyPath, Mirror, StorePath, any_path, as_path, home_of
 from ...strategies.state.from_environment import FromEnvironment
 
 _LONGEST_TEXT: Final = 500
 _CLAIM: Final = ".claimed"
-"""The object in a version's folder of a store that one run has written."""
+"""The object in a store that makes a version folder that of one run."""
+NAMES_ONLY: Final = ("events.out.tfevents.*", "samples/*")
+"""Files that a run that continues adds others to: of those before it needs the names."""
 
 
 def is_installed(package: str) -> bool:
@@ -49,7 +51,9 @@ class VersionFolder:
         for argument, value in (("name", name), ("version", version), ("sub_dir", sub_dir)):
             if value is not None and (".." in Path(str(value)).parts or Path(str(value)).is_absolute()):
                 raise ConfigError(f"{argument}={value!r} must be a folder below save_dir; give a relative path.")
-        self.save_dir = local_path("save_dir", save_dir)
+        self.save_dir = local_folder(any_path("save_dir", save_dir))
+        home = home_of(self.save_dir)
+        self._store_dir = home if isinstance(home, StorePath) else None
         self.name = name or ""
         self.sub_dir = None if sub_dir is None else str(sub_dir)
         self._version = version
@@ -75,9 +79,29 @@ class VersionFolder:
         return self.save_dir / self.name
 
     @property
-    def _version_path(self) -> Path:
+    def store_root(self) -> StorePath | None:
+        """The URL of the folder of all versions; None if they are local."""
+        return None if self._store_dir is None else self._store_dir / self.name
+
+    @property
+    def home(self) -> StorePath | None:
+        """The URL of the folder; None if it is local."""
+        root = self.store_root
+        return None if root is None else root / self._version_name / (self.sub_dir or "")
+
+    @property
+    def given_version(self) -> int | str | None:
+        """The version, if it was given or claimed."""
+        return None if self._is_numbered_by_us and not self._is_claimed else self._version
+
+    @property
+    def _version_name(self) -> str:
         version = self.version
-        return self.root / (version if isinstance(version, str) else f"version_{version}")
+        return version if isinstance(version, str) else f"version_{version}"
+
+    @property
+    def _version_path(self) -> Path:
+        return self.root / self._version_name
 
     def claim(self) -> Path:
         """Create the folder and return it; from the second call on, only return it.
@@ -105,28 +129,44 @@ class VersionFolder:
 
     def _create(self) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
+        store_root = self.store_root
         while self._is_numbered_by_us:
-            try:
-                os.mkdir(self._version_path)
-            except FileExistsError:
+            if store_root is not None:
+                if self._claim_in_store(store_root):
+                    break
                 self._version = self._next_free()
                 continue
-            home = home_of(self._version_path)
-            # a run on another machine, which shares nothing but the store, may be about to take the same number
-            if not isinstance(home, StorePath) or home.store.write_if_absent(home / _CLAIM, _mark()):
+            try:
+                os.mkdir(self._version_path)
                 self._is_made = True
                 break
-            self._version = self._next_free()
+            except FileExistsError:
+                self._version = self._next_free()
         self._is_made = self._is_made or not self._version_path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
 
+    def _claim_in_store(self, root: StorePath) -> bool:
+        """Take a version in the store, where runs on other machines may want it, too; return whether it was free."""
+        if not root.store.write_if_absent(root / self._version_name / _CLAIM, secrets.token_hex(16).encode()):
+            return False
+        if Mirror.has_sent(self.path):  # what is left of a run that was deleted from the store
+            shutil.rmtree(self._version_path)
+        return True
+
+    def fetch(self) -> None:
+        """Bring what a run that continues in this folder needs from the store, if it is there."""
+        home = self.home
+        if home is not None and not self._is_numbered_by_us:
+            Mirror(self.path, home, names_only=NAMES_ONLY).fetch()
+
     def continue_at(self, path: AnyPath) -> None:
         """Continue the run whose folder contains `path`, if it has this name and no version was given or claimed."""
-        home = home_of(self.root)
-        base, path = home.resolve(), path.resolve()
+        root = self.store_root
+        base: AnyPath = self.root.resolve() if root is None else root
+        path = home_of(path) if root is not None and isinstance(path, Path) else path.resolve()
         if not self._is_numbered_by_us or self._is_claimed or base not in path.parents:
             return
-        match = re.fullmatch(r"version_(\d+)", path.parts[len(base.parts)])
+        match = re.fullmatch(r"version_(\d+)", path.relative_to(str(base)).parts[0])
         if match:
             self._version, self._is_numbered_by_us = int(match[1]), False
 
@@ -135,19 +175,13 @@ class VersionFolder:
         self._version, self._is_numbered_by_us, self._is_claimed = version, False, False
 
     def _next_free(self) -> int:
+        root = self.store_root
         try:
-            names = os.listdir(self.root)
+            names = os.listdir(self.root) if root is None else [entry.name for entry in root.store.list(root)]
         except (FileNotFoundError, NotADirectoryError):
-            names = []
-        home = home_of(self.root)
-        if isinstance(home, StorePath):
-            names += [path.name for path in home.iterdir()]
+            return 0
         numbers = [int(match[1]) for name in names if (match := re.fullmatch(r"version_(\d+)", name))]
         return max(numbers, default=-1) + 1
-
-
-def _mark() -> bytes:
-    return secrets.token_hex(8).encode()
 
 
 class FolderLogger:
@@ -229,17 +263,35 @@ class FolderLogger:
     def open(self) -> None:
         """Create the folder of the run; a version number that was not given is final from then on."""
         self._folder.claim()
+        self._folder.fetch()
 
     def drop_empty_folder(self) -> None:
         """Remove the folder of a run that has failed before anything was written into it."""
         if not self._is_silent:
             self._folder.drop_empty()
 
-    def continue_run(self, checkpoint: Path) -> None:
+    @property
+    def url(self) -> str | None:
+        """The URL to which the folder of this run is copied; None if `save_dir` is none."""
+        home = self._folder.home
+        return None if home is None else str(home)
+
+    @property
+    def store_dir(self) -> StorePath | None:
+        """The URL of the folder of all versions; None if `save_dir` is none."""
+        return self._folder.store_root
+
+    @property
+    def place(self) -> str:
+        """A text that differs between loggers that write to different folders; no store is asked for it."""
+        root = self._folder.store_root
+        return self.log_dir if root is None else f"{root}|{self._folder.given_version}|{self.sub_dir}"
+
+    def continue_run(self, checkpoint: AnyPath) -> None:
         """Continue in the folder of the run that wrote `checkpoint`, unless a version was given."""
         self._folder.continue_at(checkpoint)
 
-    def continue_in(self, folder: Path) -> None:
+    def continue_in(self, folder: AnyPath) -> None:
         """Continue in a folder that a checkpoint names, if it is still there and one of this logger's."""
         if folder.is_dir():
             self._folder.continue_at(folder)
@@ -256,7 +308,11 @@ class FolderLogger:
 def folder_runs(loggers: Sequence[Logger]) -> list[dict[str, str]]:
     """Return the entries of a checkpoint that name the folders of these loggers: it may lie in the first one's only."""
     return [
-        {"type": type(logger).__name__, "name": str(logger.name), "version": os.path.abspath(logger.log_dir)}
+        {
+            "type": type(logger).__name__,
+            "name": str(logger.name),
+            "version": logger.url or os.path.abspath(logger.log_dir),
+        }
         for logger in loggers
         if isinstance(logger, FolderLogger)
     ]
@@ -267,7 +323,7 @@ def continue_in_folders(loggers: Sequence[Logger], runs: Sequence[Mapping[str, s
     in_folders = [logger for logger in loggers if isinstance(logger, FolderLogger)]
     for logger, run in itertools.product(in_folders, runs):
         if run["type"] == type(logger).__name__:
-            logger.continue_in(Path(run["version"]))
+            logger.continue_in(as_path(run["version"]))
 
 
 def prefixed(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 from urllib.parse import unquote, urlparse
 
+from ...callbacks.helpers.loggers import local_folder
 from ...common.errors import ConfigError, MissingDependencyError
-from ...common.local_path import local_path
+from ...common.storage import any_path
 from .base import flatten, is_installed, plain
 from .dummy import DummyExperiment
 from .tracker import LoggedCheckpoint, LogModel, TrackerLogger, as_os_error
@@ -88,7 +89,7 @@ class MLFlowLogger(TrackerLogger):
             )
         super().__init__(run_id, prefix, log_model)
         self._experiment_name, self._run_name, self._tags = experiment_name, run_name, dict(tags or {})
-        self._folder = local_path("save_dir", save_dir).absolute()
+        self._folder = local_folder(any_path("save_dir", save_dir)).absolute()
         self._tracking_uri = tracking_uri or _set_uri()
         self._artifact_location = artifact_location
         self._options = {} if synchronous is None else {"synchronous": synchronous}

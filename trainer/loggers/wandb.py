@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 from torch import nn
 
+from ...callbacks.helpers.loggers import local_folder
 from ...common.errors import ConfigError, MissingDependencyError
-from ...common.local_path import local_path
+from ...common.storage import any_path
 from .base import is_installed, plain
 from .dummy import DummyExperiment
 from .tracker import LoggedCheckpoint, LogModel, TrackerLogger, as_os_error
@@ -88,7 +89,7 @@ class WandbLogger(TrackerLogger):
         super().__init__(version or id or (experiment.id if experiment is not None else None), prefix, log_model)
         from wandb import env
 
-        self._folder = local_path("save_dir", save_dir if dir is None else dir).absolute()
+        self._folder = local_folder(any_path("save_dir", save_dir if dir is None else dir)).absolute()
         self._project = project or (experiment.project if experiment is not None else env.get_project("echelon_logs"))
         self._init = {"name": name, "resume": "allow", **({"mode": "offline"} if offline else {}), **kwargs}
         self._checkpoint_name = checkpoint_name

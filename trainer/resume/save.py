@@ -53,6 +53,7 @@ def save_checkpoint(
         state = take_state(session, weights_only=weights_only or session.task != "fit")
         if session.strategy.rank == 0:
             tell(session.loggers, "save")
+        session.held.wake_mirrors()
         mesh, still = session.strategy.mesh_axes, still_parts(session)
         session.writer.save(path, state, mesh=mesh, still=still, origin=origin, single_file=single_file)
         if wait:

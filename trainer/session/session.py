@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -29,6 +28,7 @@ from ..metrics.metrics import Metrics
 from ..module.data_module import DataModule
 from ..module.optimizers import LRSchedulerConfig
 from ..module.train_module import TrainModule
+from .held_folders import HeldFolders
 from .interruption import Interruption
 from .not_finite import FirstNotFinite
 from .profiler import Profiler
@@ -106,8 +106,8 @@ class Session:
     """The checkpoint that the user named, by its path or as ``best``, to begin from."""
     saved_list: Path | None = None
     """The file in which rank 0 lists the checkpoints that it saves, for the caller of this process."""
-    held: ExitStack = field(default_factory=ExitStack)
-    """The locks of folders that it holds from its beginning to its end."""
+    held: HeldFolders = field(default_factory=HeldFolders)
+    """The locks and mirrors of folders that it holds from its beginning to its end."""
     is_built: bool = False
     """Whether everything that a checkpoint holds exists: the module is placed, a fit has its data and optimizers."""
     has_failed: bool = False

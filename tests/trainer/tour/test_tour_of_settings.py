@@ -316,9 +316,9 @@ def a_logger_of_python() -> None:
     Trainer(logger=logging.getLogger("x"))  # type: ignore[arg-type]
 
 
-@tour.answered_by(ConfigError, "save_dir must be a local path, got the URL 's3://bucket/logs'", "mount the store")
-def logs_in_an_object_store() -> None:
-    CSVLogger("s3://bucket/logs")
+@tour.answered_by(ConfigError, "save_dir='s4://bucket/logs' has the scheme 's4'", "s3")
+def logs_in_a_store_that_nobody_knows() -> None:
+    CSVLogger("s4://bucket/logs")
 
 
 @tour.answered_by(ConfigError, "LearningRateMonitor needs a logger", "logger=False", "remove the callback")

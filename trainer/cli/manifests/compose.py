@@ -27,7 +27,7 @@ def render(run: DeployedRun) -> str:
         "name": run.deploy.name,
         "services": services,
         "configs": {"config": {"content": run.text.replace("$", "$$")}},
-        "volumes": {run.deploy.runs: {}},
+        **({} if run.uses_store else {"volumes": {run.deploy.runs: {}}}),
     }
     return yaml_text([file], heading, _NOTES)
 
@@ -71,13 +71,14 @@ def _node(run: DeployedRun) -> dict[str, Any]:
             **ENV,
             **{name: value.replace("$", "$$") for name, value in deploy.env.items()},
         },
+        **({} if deploy.secret is None else {"env_file": [deploy.secret]}),
         "deploy": {"replicas": deploy.max_nodes, "resources": _resources(run)},
         "restart": f"on-failure:{deploy.max_restarts}",
         "stop_grace_period": f"{deploy.grace}s",
         "shm_size": _size(deploy.shared_memory, "shared_memory"),
         **_locked(run),
         "configs": [{"source": "config", "target": CONFIG}],
-        "volumes": [f"{deploy.runs}:{RUNS}"],
+        **({} if run.uses_store else {"volumes": [f"{deploy.runs}:{RUNS}"]}),
     }
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Final, get_type_hints
 
 from ....common.errors import ConfigError, did_you_mean
+from ....common.storage import any_path, is_url
 from ....strategies.elastic import parse_nodes
 from ...session.setting_types import describe, fits
 
@@ -43,7 +44,12 @@ class Deploy:
     port: int = 29400
     """The port of the rendezvous."""
     runs: str = "runs"
-    """The storage of the runs, shared by all nodes: the claim of a volume, or a folder (SLURM)."""
+    """The storage of the runs, shared by all nodes: the claim of a volume, a folder (SLURM), or a URL of a store.
+
+    By default it is ``trainer.default_root_dir`` of the config, if that is a URL.
+    """
+    secret: str | None = None
+    """The credentials of a store: the name of a Secret (Kubernetes), or a file of variables (Compose)."""
     env: Mapping[str, str] = field(default_factory=dict)
     program: list[str] | None = None
     """The program to launch: a script or ``-m module``, and its arguments; None: `echelon fit` with this config."""
@@ -58,6 +64,8 @@ class Deploy:
 
     # --- Kubernetes ---
     namespace: str | None = None
+    service_account: str | None = None
+    """The service account of the nodes, to which the cloud may have given rights on a bucket."""
     gpu_resource: str = "nvidia.com/gpu"
 
     # --- SLURM ---
@@ -97,6 +105,9 @@ class Deploy:
         for name, value in self.env.items():
             if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z_]\w*", str(name)):
                 raise ConfigError(f"deploy.env.{name}={value!r} is not a variable; give a name and a quoted string.")
+
+        if is_url(self.runs):
+            any_path("deploy.runs", self.runs)
 
     @property
     def min_nodes(self) -> int:

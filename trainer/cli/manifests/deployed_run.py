@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ....common.errors import ConfigError
+from ....common.storage import is_url
 from .deploy import Deploy
 
 CONFIG: Final = "/etc/echelon/config.yaml"
@@ -47,6 +48,11 @@ class DeployedRun:
         return self.deploy.max_nodes > 1
 
     @property
+    def uses_store(self) -> bool:
+        """Whether runs are kept in an object store: nodes then share no volume."""
+        return is_url(self.deploy.runs)
+
+    @property
     def nodes(self) -> str:
         """The nodes, in the form that ``echelon launch`` accepts."""
         least, most = self.deploy.min_nodes, self.deploy.max_nodes
@@ -68,6 +74,7 @@ class DeployedRun:
         """Return the program to launch: the one in the config, or `echelon fit` from the newest checkpoint."""
         if self.deploy.program is not None:
             return self.deploy.program
+        runs = self.deploy.runs.rstrip("/") if self.uses_store else runs
         keeping = [f"trainer.default_root_dir={runs}/{self.deploy.name}", "ckpt_path=last"]
         return ["-m", "echelon", "fit", config, *overrides, *keeping]
 

@@ -96,25 +96,29 @@ def node_pod(run: DeployedRun, container: Mapping[str, Any], **spec: Any) -> Obj
     """
     volumes: dict[str, Object] = {
         "config": {"configMap": {"name": f"{run.deploy.name}-config"}},
-        "runs": {"persistentVolumeClaim": {"claimName": run.deploy.runs}},
+        **({} if run.uses_store else {"runs": {"persistentVolumeClaim": {"claimName": run.deploy.runs}}}),
         "shared-memory": {"emptyDir": {"medium": "Memory", "sizeLimit": run.deploy.shared_memory}},
         "tmp": {"emptyDir": {}},
     }
     places = {"config": CONFIG.rpartition("/")[0], "runs": RUNS, "shared-memory": "/dev/shm", "tmp": "/tmp"}
+    secret = {} if run.deploy.secret is None else {"envFrom": [{"secretRef": {"name": run.deploy.secret}}]}
+    account = run.deploy.service_account
     env = {**ENV, **run.deploy.env}
     started = ["sh", "-c", "ls -d /dev/shm/echelon-node-*"]
     whole = {
         **container,
         "env": [{"name": name, "value": _literally(value)} for name, value in env.items()],
+        **secret,
         "startupProbe": {"exec": {"command": started}, "periodSeconds": 5, "failureThreshold": 360},
         "securityContext": _LOCKED,
-        "volumeMounts": [{"name": name, "mountPath": path} for name, path in places.items()],
+        "volumeMounts": [{"name": name, "mountPath": path} for name, path in places.items() if name in volumes],
     }
     return {
         "metadata": {"labels": labels(run, "node"), "annotations": {"sidecar.istio.io/inject": "false"}},
         "spec": {
             **spec,
             "terminationGracePeriodSeconds": run.deploy.grace,
+            **({} if account is None else {"serviceAccountName": account}),
             **_pod(run),
             "containers": [whole],
             "volumes": [{"name": name, **volume} for name, volume in volumes.items()],

@@ -8,6 +8,7 @@ from echelon.trainer.cli.render import render
 
 ROOT = Path(__file__).parents[4]
 CLUSTER = ROOT / "tests" / "trainer" / "cli" / "manifests" / "golden" / "cluster.yaml"
+STORE = Path(__file__).with_name("store.yaml")
 FILES = {
     "slurm": "train.sbatch",
     "compose": "compose.yaml",

@@ -4,7 +4,8 @@ import argparse
 import re
 
 import pytest
-from printed import ON_KUBERNETES, config, documents
+import yaml
+from printed import ON_KUBERNETES, STORE, config, documents
 
 from echelon.common.errors import ConfigError
 from echelon.trainer.cli import launch
@@ -141,6 +142,27 @@ def test_a_pod_is_as_the_section_says(target, tmp_path):
     assert objects["PodDisruptionBudget"]["spec"]["minAvailable"] == 2
     selected = objects["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"].items()
     assert selected <= objects["Deployment"]["spec"]["template"]["metadata"]["labels"].items()
+
+
+@pytest.mark.parametrize("target", ON_KUBERNETES)
+def test_nodes_that_keep_their_runs_in_a_store_share_no_volume(target):
+    objects = documents(target, str(STORE))
+    node, pod = container(objects)
+    assert "trainer.default_root_dir=s3://bucket/runs/digits" in node["command"]
+    assert "persistentVolumeClaim" not in str(objects)
+    assert {mount["mountPath"] for mount in node["volumeMounts"]} == {"/etc/echelon", "/dev/shm", "/tmp"}
+    assert node["envFrom"] == [{"secretRef": {"name": "bucket-credentials"}}]
+    assert pod["serviceAccountName"] == "trainer"
+
+
+def test_a_store_is_named_by_the_section_or_by_the_config(tmp_path):
+    script = render("slurm", str(STORE), ["deploy.runs=gs://other/runs"])
+    assert "trainer.default_root_dir=gs://other/runs/digits" in script
+    file = yaml.safe_load(render("compose", str(STORE)))
+    assert "volumes" not in file and "volumes" not in file["services"]["node"]
+    assert file["services"]["node"]["env_file"] == ["bucket-credentials"]
+    with pytest.raises(ConfigError, match=r"deploy\.runs='s4://bucket/runs' has the scheme 's4'"):
+        render("slurm", config(tmp_path, {"runs": "s4://bucket/runs"}))
 
 
 @pytest.mark.parametrize("target", ON_KUBERNETES)

@@ -10,13 +10,13 @@ import pytest
 import yaml
 from kubeflow_trainer_api.models import TrainerV1alpha1TrainingRuntime, TrainerV1alpha1TrainJob
 from kubernetes.client import models as kubernetes_v1
-from printed import CLUSTER, ON_KUBERNETES, ROOT, config, documents
+from printed import CLUSTER, ON_KUBERNETES, ROOT, STORE, config, documents
 
 from echelon.trainer.cli.render import render
 
 VERSIONS = ("1.31", "1.37")  # the first that has all of it switched on, and the last whose schema there is
 SPECIAL = {"PyTorchJob", "TrainJob", "TrainingRuntime"}
-CONFIGS = [pytest.param(str(path), id=path.stem) for path in (ROOT / "deploy" / "digits.yaml", CLUSTER)]
+CONFIGS = [pytest.param(str(path), id=path.stem) for path in (ROOT / "deploy" / "digits.yaml", CLUSTER, STORE)]
 
 
 @pytest.mark.parametrize("path", CONFIGS)
