@@ -80,6 +80,7 @@ from .trainer.engine.engine import Engine
 from .trainer.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from .trainer.module.data_module import DataModule
 from .trainer.module.loss import Loss
+from .trainer.module.loss_without_logits import language_model_loss, linear_cross_entropy
 from .trainer.module.train_module import TrainModule
 from .trainer.sequences.keyed_sampler import KeyedSampler
 from .trainer.sequences.packed_dataset import PackedDataset
@@ -172,7 +173,9 @@ __all__ = [
     "callbacks",
     "document_mask",
     "export",
+    "language_model_loss",
     "lengths_of",
+    "linear_cross_entropy",
     "load_pretrained",
     "load_weights",
     "rank_zero_first",
