@@ -12,6 +12,7 @@ from ...common.errors import ModuleError
 from ..state.dtensor import is_dtensor
 from ..targets.in_place_of_logits import Columns, InPlaceOfLogits, asked_of, asking
 from ..torch_tensors import call_uncompiled
+from ..wrapped.wrapped_tensors import is_wrapped
 from .chunked_loss import CrossEntropy, total_loss
 
 
@@ -59,7 +60,7 @@ class _LossOfLinear(TorchFunctionMode):
         if asked is None:
             return func(*args, **kwargs)
         names = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-        return asked.compute(names["input"], names["weight"], names.get("bias"), None)
+        return asked.compute(names["input"], names["weight"], names.get("bias"))
 
 
 def check_head(head: nn.Module, owner: str) -> None:
@@ -77,13 +78,13 @@ def check_head(head: nn.Module, owner: str) -> None:
 
 
 def check_weight(weight: Tensor) -> None:
-    """Check that a weight is a plain tensor.
+    """Check that a weight has its elements in its own memory, not in other tensors, as a quantized one has them.
 
     Raises:
         ModuleError: naming its class.
     """
-    if type(weight) not in (Tensor, nn.Parameter):
+    if is_dtensor(weight) or is_wrapped(weight):
         raise ModuleError(
-            f"the weight of the head must be a plain tensor, got a {type(weight).__name__}; compute the logits for it, "
-            "and F.cross_entropy of them."
+            f"the weight of the head must be a plain tensor, got a {type(weight).__name__}; give the layer in place "
+            "of a weight that is sharded, and compute the logits for a quantized one."
         )

@@ -28,9 +28,14 @@ class Columns:
 class InPlaceOfLogits:
     """A request to a linear layer, which stands in the layer while it is called."""
 
-    compute: Callable[[Tensor, Tensor, Tensor | None, Columns | None], Tensor]
+    answer: Callable[[Tensor, Tensor, Tensor | None, Columns | None], Tensor]
     """Returns a number for the layer's input, weight and bias; the columns are all, or those of this rank."""
     is_paused: bool = False
+
+    def compute(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: Columns | None = None) -> Tensor:
+        """Return the number, for which logits of some tokens may be computed by the same functions."""
+        with self.paused():
+            return self.answer(hidden, weight, bias, columns)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
