@@ -136,7 +136,7 @@ class _Job:
                 logits = F.linear(own, cast, added)
                 part, gradient = self._losses(logits, self.target[rows], needs_gradient=any(needs))
                 del logits
-                total += part
+                total = total + part  # of the dtype of what a model makes of its logits
                 if gradient is None:
                     continue
                 gradient = gradient.to(self.dtype)

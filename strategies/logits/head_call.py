@@ -11,7 +11,8 @@ from torch.overrides import TorchFunctionMode
 from ...common.errors import ModuleError
 from ..state.dtensor import is_dtensor
 from ..targets.in_place_of_logits import Columns, InPlaceOfLogits, asked_of, asking
-from ..torch_tensors import call_uncompiled
+from ..torch_internals import is_without_memory
+from ..torch_tensors import call_uncompiled, version_of
 from ..wrapped.wrapped_tensors import is_wrapped
 from .chunked_loss import CrossEntropy, total_loss
 
@@ -35,16 +36,25 @@ def loss_of_head(head: nn.Linear, hidden: Tensor, loss: CrossEntropy, target: Te
                 "cuts it; give its layer a word in tp_plan, such as 'colwise_gather_output'."
             )
         check_weight(weight)
-        return total_loss(own.reshape(-1, own.shape[-1]), weight, bias, target, loss, columns)
+        answers.append(total_loss(own.reshape(-1, own.shape[-1]), weight, bias, target, loss, columns))
+        return answers[-1]
 
+    answers: list[Tensor] = []
     with asking(head, InPlaceOfLogits(compute)), _LossOfLinear(head):
         result: Tensor = call_uncompiled(head, hidden)
-    if result.ndim:
+    if len(answers) != 1 or result.ndim or _is_changed(result, answers[0]):
         raise ModuleError(
-            f"the head ({type(head).__name__}) does not compute its output with F.linear, or a hook replaces it; "
-            "compute the logits, and F.cross_entropy of them."
+            f"the head ({type(head).__name__}) must compute its output by one F.linear, but called it {len(answers)} "
+            "times, or a hook changes what it returns; compute the logits, and F.cross_entropy of them."
         )
     return result
+
+
+def _is_changed(result: Tensor, answer: Tensor) -> bool:
+    """Return whether a hook has changed a number; values are read only if it may have."""
+    if is_without_memory(result) or (result.data_ptr() == answer.data_ptr() and not version_of(result)):
+        return False
+    return bool(version_of(answer)) or float(result.detach()) != float(answer.detach())
 
 
 class _LossOfLinear(TorchFunctionMode):

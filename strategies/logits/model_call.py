@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...common.errors import ModuleError
 from ...common.foreign import attribute_of
 from ..targets.target_mean import TargetMean, note_target_mean
-from ..torch_tensors import call_uncompiled, compiled_call_of, drop_compiled_call, set_compiled_call
+from ..torch_tensors import call_uncompiled, compiled_call_of, drop_compiled_call, set_compiled_call, version_of
 from .chunked_loss import CrossEntropy
 from .head_call import check_head, loss_of_head
 from .uncomputed import UncomputedLogits
@@ -60,7 +60,7 @@ def total_of_model(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, 
     loss = output[0] if loss is None and isinstance(output, tuple) else loss
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise ModuleError(f"{owner} must return its loss, got {type(loss).__name__}; call it with labels.")
-    if loss is mean:
+    if loss is mean and version_of(mean) == 0:  # a model may add to it in place
         return total, count
     # a division by no targets is not a number
     return torch.where(count > 0, loss.reshape(()) * count, 0 * total), count

@@ -51,7 +51,7 @@ class UncomputedLogits:
         device: of the logits.
         compute: calls the head; returns the total loss for targets in the shape of the head's output, without classes.
         owner: the model, for errors.
-        on_loss: is given the loss, its total and its count.
+        on_loss: is given the mean loss, the total and the count.
     """
 
     def __init__(
@@ -186,7 +186,8 @@ class UncomputedLogits:
         if name in ("transpose", "swapaxes", "permute", "movedim"):
             return self._with_classes_second(name, rest, kwargs)
         if name in _OF_ELEMENTS:
-            operands = [one for one in args if one is not self]
+            at = next(place for place, one in enumerate(args) if one is self)
+            operands = [*args[:at], *args[at + 1 :]]
             changed = self._changed(_OF_ELEMENTS[name], name, operands, kwargs)
             if is_in_place:
                 self._changes = changed._changes
@@ -265,7 +266,7 @@ class UncomputedLogits:
         reduction: str,
         label_smoothing: float,
     ) -> Tensor:
-        if input is not self or size_average is not None or reduce is not None or reduction not in ("mean", "sum"):
+        if input is not self or size_average is not None or reduce is not None or reduction != "mean":
             raise self._refusal(f"cross_entropy with reduction={reduction!r}")
         if target.is_floating_point():
             raise self._refusal("cross_entropy with probabilities as targets")
@@ -280,15 +281,15 @@ class UncomputedLogits:
         whole[self._place.reshape(-1)] = target.reshape(-1)
         loss = CrossEntropy(ignore_index, label_smoothing, weight, self._changes)
         count, total = loss.count(target), self._compute(loss, whole)
-        result = total if reduction == "sum" else total / count
-        self._on_loss(result, total, count)
-        return result
+        mean = total / count
+        self._on_loss(mean, total, count)
+        return mean
 
     def _refusal(self, what: str) -> ModuleError:
         return ModuleError(
             f"{self._owner} does this with its logits, which cannot be done while they are not computed: {what}. The "
-            "loss without logits knows scaling, softcapping, a bias, a selection of tokens and F.cross_entropy with "
-            "reduction 'mean' or 'sum'; return the loss of the model itself: model(**batch).loss."
+            "loss without logits knows scaling, softcapping, a bias, a selection of tokens, and the mean of "
+            "F.cross_entropy; return the loss of the model itself: model(**batch).loss."
         )
 
 
