@@ -253,7 +253,9 @@ def _check_targets(target: Tensor, ignore_index: int, num_classes: int) -> None:
                 f" got {int(target[is_wrong][0])}; use the tokenizer of this model, or resize its embeddings."
             )
     else:
-        target.new_zeros(num_classes, dtype=torch.bool).index_select(0, target.where(target != ignore_index, 0).view(-1))
+        target.new_zeros(num_classes, dtype=torch.bool).index_select(
+            0, target.where(target != ignore_index, 0).view(-1)
+        )
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -101,7 +101,7 @@ class UncomputedLogits:
         return f"UncomputedLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __bool__(self) -> bool:
-        raise self._refusal("bool")
+        raise self.refusal("bool")
 
     # --- what is done with them --------------------------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ class UncomputedLogits:
         if not hasattr(Tensor, name):
             raise AttributeError(f"UncomputedLogits has no attribute {name!r}, as no tensor has.")
         if not callable(getattr(Tensor, name)):
-            raise self._refusal(name)
+            raise self.refusal(name)
         return lambda *args, **kwargs: self._call(name, (self, *args), kwargs)
 
     @classmethod
@@ -118,13 +118,17 @@ class UncomputedLogits:
         found = [one for one in (*args, *kwargs.values()) if isinstance(one, cls)]
         if not found:  # inside of a list, as for torch.cat
             found = [one for arg in args if isinstance(arg, list | tuple) for one in arg if isinstance(one, cls)]
-            raise found[0]._refusal(func.__name__)
+            raise found[0].refusal(func.__name__)
         own = found[0]
-        if func is F.cross_entropy:
-            call = _SIGNATURE.bind(*args, **kwargs)
-            call.apply_defaults()
-            return own._cross_entropy(**call.arguments)
-        return own._call(func.__name__, args, kwargs)
+        return own.applied(func, args, kwargs)
+
+    def applied(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return what a function of torch returns for them."""
+        if function is not F.cross_entropy:
+            return self._call(function.__name__, args, kwargs)
+        call = _SIGNATURE.bind(*args, **kwargs)
+        call.apply_defaults()
+        return self._cross_entropy(**call.arguments)
 
     def __getitem__(self, index: Any) -> UncomputedLogits:
         parts = list(index) if isinstance(index, tuple) else [index]
@@ -133,19 +137,21 @@ class UncomputedLogits:
             parts, dims = [*parts, Ellipsis], [*dims, 0]
         at = next(place for place, part in enumerate(parts) if part is Ellipsis)
         if self._classes_second or sum(dims) > self.ndim:
-            raise self._refusal("__getitem__")
+            raise self.refusal("__getitem__")
         reaches_classes = bool(sum(dims[at + 1 :])) or sum(dims[:at]) == self.ndim
         if reaches_classes:
             last = max(place for place, number in enumerate(dims) if number)
-            if not (isinstance(parts[last], slice) and parts[last].indices(self._num_classes) == (0, self._num_classes, 1)):
-                raise self._refusal("a selection of classes")
+            if not (
+                isinstance(parts[last], slice) and parts[last].indices(self._num_classes) == (0, self._num_classes, 1)
+            ):
+                raise self.refusal("a selection of classes")
             if last < at and any(part is None for part in parts[last:]):
-                raise self._refusal("__getitem__")
+                raise self.refusal("__getitem__")
             del parts[last]
-        return self._like(self._place[tuple(parts)])
+        return self._like(_place=self._place[tuple(parts)])
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        raise self._refusal("an assignment to elements")
+        raise self.refusal("an assignment to elements")
 
     def __mul__(self, other: Any) -> Any:
         return self._call("__mul__", (self, other), {})
@@ -173,12 +179,12 @@ class UncomputedLogits:
         rest = args[1:]
         if name in _QUESTIONS:
             return getattr(torch.empty(self.shape, dtype=self.dtype, device="meta"), name)(*rest, **kwargs)
-        if not args or args[0] is not self and name not in ("mul", "add"):
-            raise self._refusal(name)
+        if not args or (args[0] is not self and name not in ("mul", "add")):
+            raise self.refusal(name)
         if name == "__getitem__":
             return self[rest[0]]
         if name in _SAME:
-            return self._like(self._place)
+            return self._like()
         if name in _TO_DTYPE or name in ("to", "type", "type_as"):
             return self._converted(_TO_DTYPE.get(name), rest, kwargs)
         if name in _OF_SHAPE:
@@ -190,15 +196,15 @@ class UncomputedLogits:
             operands = [*args[:at], *args[at + 1 :]]
             changed = self._changed(_OF_ELEMENTS[name], name, operands, kwargs)
             if is_in_place:
-                self._changes = changed._changes
+                vars(self).update(vars(changed))
                 return self
             return changed
-        raise self._refusal(name)
+        raise self.refusal(name)
 
-    def _like(self, place: Tensor) -> UncomputedLogits:
+    def _like(self, **others: Any) -> UncomputedLogits:
+        """Return others that differ in these attributes."""
         own = object.__new__(UncomputedLogits)
-        vars(own).update(vars(self))
-        own._place = place
+        vars(own).update(vars(self), **others)
         return own
 
     def _converted(self, dtype: torch.dtype | None, args: Any, kwargs: Any) -> UncomputedLogits:
@@ -206,51 +212,44 @@ class UncomputedLogits:
         for one in (*args, *kwargs.values()):
             like = one.dtype if isinstance(one, Tensor | UncomputedLogits) else one
             dtype = like if isinstance(like, torch.dtype) else dtype
-        own = self._like(self._place)
-        if dtype is not None:
-            if not dtype.is_floating_point:
-                raise self._refusal(f"a conversion to {dtype}")
-            own.dtype = dtype
-            if dtype.itemsize > 4:
-                own._changes = (*self._changes, lambda logits, columns: logits.to(dtype))
-        return own
+        if dtype is None:
+            return self._like()
+        if not dtype.is_floating_point:
+            raise self.refusal(f"a conversion to {dtype}")
+        if dtype.itemsize <= 4:
+            return self._like(dtype=dtype)
+        return self._like(dtype=dtype, _changes=(*self._changes, lambda logits, columns: logits.to(dtype)))
 
     def _reshaped(self, name: str, args: Any, kwargs: Any) -> UncomputedLogits:
         shape = getattr(torch.empty(self.shape, device="meta"), name)(*args, **kwargs).shape
-        if not shape or shape[-1] != self._num_classes or self._classes_second or 0 in shape:
-            if 0 in shape and shape and shape[-1] == self._num_classes:
-                return self._like(self._place.new_empty(shape[:-1]))
-            raise self._refusal(f"{name} to {tuple(shape)}")
-        return self._like(self._place.reshape(shape[:-1]))
+        if not shape or shape[-1] != self._num_classes or self._classes_second:
+            raise self.refusal(f"{name} to {tuple(shape)}")
+        return self._like(_place=self._place.reshape(shape[:-1]))
 
     def _with_classes_second(self, name: str, args: Any, kwargs: Any) -> UncomputedLogits:
-        marked = torch.empty([*range(2, self.ndim + 1), 1] if not self._classes_second else [1], device="meta")
-        order = getattr(marked, name)(*args, **kwargs).shape if not self._classes_second else ()
-        if self.ndim < 3 or tuple(order) != (2, 1, *range(3, self.ndim + 1)):
-            raise self._refusal(name)
-        own = self._like(self._place)
-        own._classes_second = True
-        return own
+        marked = torch.empty([*range(2, self.ndim + 1), 1], device="meta")  # the sizes say where dimensions go
+        order = getattr(marked, name)(*args, **kwargs).shape
+        if self.ndim < 3 or self._classes_second or tuple(order) != (2, 1, *range(3, self.ndim + 1)):
+            raise self.refusal(name)
+        return self._like(_classes_second=True)
 
     def _changed(self, change: Callable[..., Tensor], name: str, operands: list[Any], kwargs: Any) -> UncomputedLogits:
         if any(isinstance(value, UncomputedLogits) for value in (*operands, *kwargs.values())) or self._classes_second:
-            raise self._refusal(name)
+            raise self.refusal(name)
         for value in operands:
             if not isinstance(value, Tensor):
                 continue
             has_classes = value.ndim > 0 and value.shape[-1] == self._num_classes and value.numel() == value.shape[-1]
             if value.requires_grad or not (value.numel() == 1 or has_classes):
                 of = " with a gradient" if value.requires_grad else f" of shape {tuple(value.shape)}"
-                raise self._refusal(f"{name} with a tensor{of}")
+                raise self.refusal(f"{name} with a tensor{of}")
         values = [one.detach().reshape(-1) if isinstance(one, Tensor) else one for one in operands]
 
         def changed(logits: Tensor, columns: slice) -> Tensor:
             own = [_columns_of(one, columns, logits) if isinstance(one, Tensor) else one for one in values]
             return change(logits, *own, **kwargs)
 
-        result = self._like(self._place)
-        result._changes = (*self._changes, changed)
-        return result
+        return self._like(_changes=(*self._changes, changed))
 
     # --- their loss --------------------------------------------------------------------------------------------------
 
@@ -267,16 +266,16 @@ class UncomputedLogits:
         label_smoothing: float,
     ) -> Tensor:
         if input is not self or size_average is not None or reduce is not None or reduction != "mean":
-            raise self._refusal(f"cross_entropy with reduction={reduction!r}")
+            raise self.refusal(f"cross_entropy with reduction={reduction!r}")
         if target.is_floating_point():
-            raise self._refusal("cross_entropy with probabilities as targets")
+            raise self.refusal("cross_entropy with probabilities as targets")
         if target.shape != self._place.shape:
             raise ModuleError(
                 f"{self._owner} computes a cross-entropy of logits of shape {tuple(self.shape)} and labels of shape "
                 f"{tuple(target.shape)}; give each token one label."
             )
         if self._place.numel() > self._tokens.numel():
-            raise self._refusal("a repetition of tokens")
+            raise self.refusal("a repetition of tokens")
         whole = target.new_full((self._tokens.numel(),), ignore_index)
         whole[self._place.reshape(-1)] = target.reshape(-1)
         loss = CrossEntropy(ignore_index, label_smoothing, weight, self._changes)
@@ -285,7 +284,8 @@ class UncomputedLogits:
         self._on_loss(mean, total, count)
         return mean
 
-    def _refusal(self, what: str) -> ModuleError:
+    def refusal(self, what: str) -> ModuleError:
+        """Return the error for something that cannot be done while they are not computed."""
         return ModuleError(
             f"{self._owner} does this with its logits, which cannot be done while they are not computed: {what}. The "
             "loss without logits knows scaling, softcapping, a bias, a selection of tokens, and the mean of "
@@ -303,5 +303,3 @@ def _dims_of(part: Any) -> int:
 def _columns_of(value: Tensor, columns: slice, like: Tensor) -> Tensor:
     own = value if value.numel() == 1 else value[columns]
     return own.to(device=like.device, dtype=like.dtype)
-
-

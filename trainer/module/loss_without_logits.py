@@ -57,15 +57,21 @@ def linear_cross_entropy(
 
     Example::
 
-        class Model(TrainModule):
-            def training_step(self, batch, batch_idx):
-                hidden = self.body(batch["input_ids"])
-                return echelon.linear_cross_entropy(hidden, self.head, batch["labels"], shift=True)
+        class Words(Net):
+            def __init__(self):
+                super().__init__()
+                self.table, self.words = nn.Embedding(1000, 4), nn.Linear(8, 1000)
+
+            def training_step(self, batch):
+                hidden = self.backbone(self.table(batch))
+                return linear_cross_entropy(hidden, self.words, batch, shift=True)
+
+        trainer.fit(Words(), DataLoader(torch.randint(1000, (16, 12)), batch_size=4))
     """
     if labels.is_floating_point() or labels.shape != hidden.shape[:-1]:
         raise ModuleError(
-            f"labels must be classes in the shape of the tokens, {tuple(hidden.shape[:-1])}, got {labels.dtype} of shape "
-            f"{tuple(labels.shape)}; give each token one label."
+            f"labels must be classes in the shape of the tokens, {tuple(hidden.shape[:-1])}, got {labels.dtype} of "
+            f"shape {tuple(labels.shape)}; give each token one label."
         )
     target = labels.long()
     if shift:
@@ -106,7 +112,7 @@ def language_model_loss(model: nn.Module, **batch: Any) -> Loss:
 
         class Finetuning(TrainModule):
             def training_step(self, batch, batch_idx):
-                return echelon.language_model_loss(self.lm, **batch)
+                return language_model_loss(self.lm, **batch)
     """
     return Loss(*total_of_model(model, batch))
 

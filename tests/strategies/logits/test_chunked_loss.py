@@ -115,7 +115,9 @@ def test_autocast_is_as_near_to_float32_as_with_logits(dtype):
         expected = plain(hidden, head, labels)
     assert found.dtype == torch.float32
     errors = [
-        max(float((own - one).abs().max()) for own, one in zip(gradients(1024 * loss, hidden, head), exact, strict=True))
+        max(
+            float((own - one).abs().max()) for own, one in zip(gradients(1024 * loss, hidden, head), exact, strict=True)
+        )
         for loss in (found / 1024, expected / 1024)
     ]
     assert errors[0] <= 2 * errors[1]

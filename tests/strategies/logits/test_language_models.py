@@ -16,7 +16,7 @@ from families import FAMILIES, train, train_by_hand
 
 LAYOUTS = {
     "ddp": lambda: "ddp",
-    "fsdp": lambda: FSDPStrategy(),
+    "fsdp": FSDPStrategy,
     "tp": lambda: ParallelStrategy(tp=2),
     "pp": lambda: ParallelStrategy(pp=2),
     "cp": lambda: ParallelStrategy(cp=2),

@@ -122,7 +122,9 @@ def test_batches_and_models_that_cannot_be_are_named():
     with raises(ModuleError, "Linear", "get_output_embeddings", "linear_cross_entropy"):
         language_model_loss(nn.Linear(2, 2), **BATCH)
     with raises(ModuleError, "one cross-entropy", "got 2"):
-        language_model_loss(Own(lambda logits, labels: cross_entropy(logits, labels) * 2 + cross_entropy(logits, labels)), **BATCH)
+        language_model_loss(
+            Own(lambda logits, labels: cross_entropy(logits, labels) * 2 + cross_entropy(logits, labels)), **BATCH
+        )
     with raises(ModuleError, "got 0"):
         language_model_loss(Own(lambda logits, labels: labels.float().mean()), **BATCH)
     with raises(ModuleError, "return its loss", "float"):

@@ -103,9 +103,7 @@ def run(_=None):
         echelon.seed_everything(1, verbose=False)
         found[name] = train("llama", module=kind("llama"), batch_size=2, strategy=FSDPStrategy(deferred_init=True))
     for name, make in (("fsdp", FSDPStrategy), ("tp", lambda: ParallelStrategy(tp=2))):
-        found[f"on hidden states, {name}"] = train(
-            "llama", module=OnHidden("llama"), batch_size=2, strategy=make()
-        )
+        found[f"on hidden states, {name}"] = train("llama", module=OnHidden("llama"), batch_size=2, strategy=make())
     for name, make in (("fsdp", FSDPStrategy), ("pp", lambda: ParallelStrategy(pp=2))):
         found[f"adapters, {name}"] = train("qwen3", module=Adapted("qwen3"), batch_size=2, strategy=make())
     return found
