@@ -15,7 +15,7 @@ from .chunked_loss import Change, CrossEntropy
 
 _SIGNATURE: Final = inspect.signature(F.cross_entropy)
 _OF_SHAPE: Final = frozenset(("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"))
-_SAME: Final = frozenset(("contiguous", "clone", "cpu", "cuda"))
+_SAME: Final = frozenset(("contiguous", "clone"))
 _TO_DTYPE: Final = {
     "float": torch.float32,
     "double": torch.float64,
@@ -88,11 +88,6 @@ class UncomputedLogits:
     def ndim(self) -> int:
         """The number of their dimensions."""
         return len(self.shape)
-
-    @property
-    def is_cuda(self) -> bool:
-        """Whether they would be on a GPU of CUDA."""
-        return self.device.type == "cuda"
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -280,7 +275,7 @@ class UncomputedLogits:
         whole[self._place.reshape(-1)] = target.reshape(-1)
         loss = CrossEntropy(ignore_index, label_smoothing, weight, self._changes)
         count, total = loss.count(target), self._compute(loss, whole)
-        mean = total / count
+        mean: Tensor = total / count
         self._on_loss(mean, total, count)
         return mean
 
