@@ -72,7 +72,7 @@ def total_loss(
                 f"the head's weight is {weight.dtype}, and its input {dtype}; convert one of them, or train with "
                 "precision='bf16-mixed', which does."
             )
-    job = _Job(loss, target, columns, num_classes, dtype)
+    job = _Job(loss, target.to(hidden.device), columns, num_classes, dtype)
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)]
     if not any(needs):
         return job.compute(hidden.detach(), weight.detach(), _detached(bias), (False, False, False))[0]

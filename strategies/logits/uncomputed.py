@@ -274,7 +274,8 @@ class UncomputedLogits:
         whole = target.new_full((self._tokens.numel(),), ignore_index)
         whole[self._place.reshape(-1)] = target.reshape(-1)
         loss = CrossEntropy(ignore_index, label_smoothing, weight, self._changes)
-        count, total = loss.count(target), self._compute(loss, whole)
+        total = self._compute(loss, whole)
+        count = loss.count(target).to(total.device)  # a hook may have moved the input of the head
         mean: Tensor = total / count
         self._on_loss(mean, total, count)
         return mean

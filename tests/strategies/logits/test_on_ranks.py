@@ -99,6 +99,12 @@ def run(_=None):
         ),
         "recomputed": train("llama", batch_size=2, strategy="fsdp", activation_checkpointing="full"),
     }
+    found["odd, without a plan of its own"] = train(
+        "gpt2",
+        module=Finetuning("gpt2", **odd),
+        batch_size=2,
+        strategy=ParallelStrategy(tp=2, loss_parallel=True),
+    )
     for name, kind in (("deferred", Deferred), ("deferred, plain", DeferredPlain)):
         echelon.seed_everything(1, verbose=False)
         found[name] = train("llama", module=kind("llama"), batch_size=2, strategy=FSDPStrategy(deferred_init=True))
@@ -122,6 +128,7 @@ def test_steps_and_gathers():
     adapted = train("qwen3", module=Adapted("qwen3"))
     expected = {
         "odd": train_by_hand("qwen3", vocab_size=CLASSES),
+        "odd, without a plan of its own": train_by_hand("gpt2", vocab_size=CLASSES),
         "odd, softcapped": train_by_hand("gemma3", vocab_size=CLASSES),
         "deferred": found.pop("deferred, plain"),
         "recomputed": train_by_hand("llama"),
