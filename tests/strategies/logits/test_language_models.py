@@ -23,6 +23,10 @@ LAYOUTS = {
 }
 
 
+ROUNDED = {"cohere": 1e-9}
+"""The families that rotate queries and keys in float32, whatever the dtype, and how near that can be."""
+
+
 def train_everywhere(families):
     calm_down()
     found = {}
@@ -43,7 +47,11 @@ def check(families):
             assert len(got) >= len(by_hand) - 1, (family, layout)  # a tied weight may be named once
             for name, value in got.items():
                 torch.testing.assert_close(
-                    value, by_hand[name], rtol=0, atol=1e-12, msg=lambda text, at=(family, layout, name): f"{at} {text}"
+                    value,
+                    by_hand[name],
+                    rtol=0,
+                    atol=ROUNDED.get(family, 1e-12),
+                    msg=lambda text, at=(family, layout, name): f"{at} {text}",
                 )
 
 
@@ -52,5 +60,5 @@ def test_a_softcapped_model_trains_as_with_logits_on_every_layout():
 
 
 @pytest.mark.slow
-def test_seven_other_families_train_as_with_logits_on_every_layout():
+def test_eight_other_families_train_as_with_logits_on_every_layout():
     check([family for family in FAMILIES if family != "gemma3"])

@@ -1,6 +1,7 @@
 """Losses without logits on ranks: what is gathered, odd vocabularies, adapters, and what surrounds a step."""
 
 import sys
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -64,6 +65,8 @@ class Adapted(Finetuning):
         super().__init__(family)
         from peft import LoraConfig, get_peft_model
 
+        # peft 0.21 asks transformers 5.23 by a name that it will drop
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")
         torch.manual_seed(2)
         self.lm = get_peft_model(self.lm, LoraConfig(r=2, target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM"))
 
