@@ -14,9 +14,7 @@ from torch import Tensor, nn
 
 from ...common.errors import ModuleError
 from ...common.foreign import attribute_of
-from ..targets.target_mean import TargetMean, note_target_mean
 from ..torch_tensors import call_uncompiled, compiled_call_of, drop_compiled_call, set_compiled_call, version_of
-from .chunked_loss import CrossEntropy
 from .head_call import check_head, loss_of_head
 from .uncomputed import UncomputedLogits
 
@@ -46,7 +44,8 @@ def total_of_model(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, 
     losses = _Losses()
     with ExitStack() as stack:
         for outer in model.modules():
-            stack.enter_context(_uncompiled(outer, heads, owner))
+            if compiled_call_of(outer) is not None:
+                stack.enter_context(_uncompiled(outer, heads, owner))
         for head in heads:
             stack.enter_context(_uncomputed(head, owner, losses))
         output = model(**batch)
@@ -60,10 +59,9 @@ def total_of_model(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, 
     loss = output[0] if loss is None and isinstance(output, tuple) else loss
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise ModuleError(f"{owner} must return its loss, got {type(loss).__name__}; call it with labels.")
-    if loss is mean and version_of(mean) == 0:  # a model may add to it in place
+    if loss is mean and not (mean.is_inference() or version_of(mean)):  # a model may add to it in place
         return total, count
-    # a division by no targets is not a number
-    return torch.where(count > 0, loss.reshape(()) * count, 0 * total), count
+    return loss.reshape(()) * count, count
 
 
 def _check_batch(batch: Mapping[str, Any]) -> None:
@@ -83,7 +81,7 @@ def _model_with_head(model: nn.Module) -> tuple[nn.Module, list[nn.Linear], str]
     """Return the model to call, the layers that compute its logits, and its name."""
     if not isinstance(model, nn.Module):
         raise ModuleError(f"the model must be a torch.nn.Module, got {type(model).__name__}.")
-    owners = [part for part in model.modules() if callable(attribute_of(part, "get_output_embeddings"))]
+    owners = [part for part in model.modules() if callable(getattr(type(part), "get_output_embeddings", None))]
     heads = [(part, head) for part in owners if isinstance(head := _head_of(part), nn.Module)]
     if not heads:
         raise ModuleError(
@@ -112,16 +110,12 @@ def _head_of(part: Any) -> Any:
 def _uncomputed(head: nn.Linear, owner: str, losses: _Losses) -> Iterator[None]:
     """Let a head return logits that are not computed, without a call of its hooks."""
 
-    def call(hidden: Tensor) -> UncomputedLogits:
-        device = hidden.device
+    def call(input: Tensor) -> UncomputedLogits:  # the name that a linear layer gives it
+        hidden, device = input, input.device
         is_autocast = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if is_autocast else hidden.dtype
         shape = torch.Size((*hidden.shape[:-1], head.out_features))
-        return UncomputedLogits(shape, dtype, device, partial(_compute, head, hidden), owner, losses_of)
-
-    def losses_of(loss: Tensor, total: Tensor, count: Tensor) -> None:
-        note_target_mean(loss, TargetMean(count.detach(), 0))
-        losses.note(loss, total, count)
+        return UncomputedLogits(shape, dtype, device, partial(loss_of_head, head, hidden), owner, losses.note)
 
     before = compiled_call_of(head)
     set_compiled_call(head, call)
@@ -131,15 +125,11 @@ def _uncomputed(head: nn.Linear, owner: str, losses: _Losses) -> Iterator[None]:
         _put_back(head, before)
 
 
-def _compute(head: nn.Linear, hidden: Tensor, loss: CrossEntropy, target: Tensor) -> Tensor:
-    return loss_of_head(head, hidden, loss, target)
-
-
 @contextmanager
 def _uncompiled(module: nn.Module, heads: list[nn.Linear], owner: str) -> Iterator[None]:
     """Call a module that contains the head as it is written, if it was compiled as one."""
     before = compiled_call_of(module)
-    if before is None or module in heads or not any(head in heads for head in module.modules()):
+    if module in heads or not any(head in heads for head in module.modules()):
         yield
         return
     warnings.warn(

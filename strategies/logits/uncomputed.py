@@ -39,6 +39,15 @@ _IN_PLACE: Final = frozenset(("__imul__", "__itruediv__", "__iadd__", "__isub__"
 Compute = Callable[[CrossEntropy, Tensor], Tensor]
 
 
+def _refused(name: str) -> Callable[..., Any]:
+    """Return a method that raises the error for something that cannot be done."""
+
+    def refused(self: UncomputedLogits, *args: object) -> Any:
+        raise self.refusal(name)
+
+    return refused
+
+
 class UncomputedLogits:
     """The output of a head that has not been called.
 
@@ -69,6 +78,8 @@ class UncomputedLogits:
         self.dtype, self.device = dtype, device
         self._compute, self._owner, self._on_loss = compute, owner, on_loss
         self._changes: tuple[Change, ...] = ()
+        self._aliases = [1]
+        """How many of these share memory, as views of each other do."""
         self._classes_second = False
         """Whether the classes are the dimension 1, as the cross-entropy of tensors with more than 2 takes them."""
 
@@ -133,23 +144,41 @@ class UncomputedLogits:
         at = next(place for place, part in enumerate(parts) if part is Ellipsis)
         if self._classes_second or sum(dims) > self.ndim:
             raise self.refusal("__getitem__")
-        reaches_classes = bool(sum(dims[at + 1 :])) or sum(dims[:at]) == self.ndim
-        if reaches_classes:
+        rest = parts[at + 1 :]
+        if sum(dims[at + 1 :]) or sum(dims[:at]) == self.ndim:  # the last part is of the classes
             last = max(place for place, number in enumerate(dims) if number)
-            if not (
-                isinstance(parts[last], slice) and parts[last].indices(self._num_classes) == (0, self._num_classes, 1)
-            ):
+            every = (0, self._num_classes, 1)
+            if not isinstance(parts[last], slice) or parts[last].indices(self._num_classes) != every:
                 raise self.refusal("a selection of classes")
-            if last < at and any(part is None for part in parts[last:]):
-                raise self.refusal("__getitem__")
+            rest = parts[last + 1 :]
             del parts[last]
+        if any(part is None for part in rest):
+            raise self.refusal("a dimension after the classes")
         return self._like(_place=self._place[tuple(parts)])
 
     def __setitem__(self, index: Any, value: Any) -> None:
         raise self.refusal("an assignment to elements")
 
+    __rsub__, __rtruediv__, __pow__, __rpow__, __matmul__, __rmatmul__, __abs__, __float__, __int__, __array__ = (
+        _refused(name)
+        for name in ("rsub", "rtruediv", "pow", "rpow", "matmul", "rmatmul", "abs", "float", "int", "numpy")
+    )
+    __lt__, __le__, __gt__, __ge__ = (_refused(name) for name in ("lt", "le", "gt", "ge"))
+
     def __mul__(self, other: Any) -> Any:
         return self._call("__mul__", (self, other), {})
+
+    def __imul__(self, other: Any) -> Any:
+        return self._call("__imul__", (self, other), {})
+
+    def __itruediv__(self, other: Any) -> Any:
+        return self._call("__itruediv__", (self, other), {})
+
+    def __iadd__(self, other: Any) -> Any:
+        return self._call("__iadd__", (self, other), {})
+
+    def __isub__(self, other: Any) -> Any:
+        return self._call("__isub__", (self, other), {})
 
     __rmul__ = __mul__
 
@@ -190,14 +219,18 @@ class UncomputedLogits:
             at = next(place for place, one in enumerate(args) if one is self)
             operands = [*args[:at], *args[at + 1 :]]
             changed = self._changed(_OF_ELEMENTS[name], name, operands, kwargs)
-            if is_in_place:
-                vars(self).update(vars(changed))
-                return self
-            return changed
+            if not is_in_place:
+                return changed
+            if self._aliases[0] > 1:
+                raise self.refusal(f"{name} in place, where other tensors have the same memory")
+            vars(self).update(vars(changed))
+            return self
         raise self.refusal(name)
 
     def _like(self, **others: Any) -> UncomputedLogits:
-        """Return others that differ in these attributes."""
+        """Return others that differ in these attributes, and may share memory with these unless they are changed."""
+        if "_changes" not in others:
+            self._aliases[0] += 1
         own = object.__new__(UncomputedLogits)
         vars(own).update(vars(self), **others)
         return own
@@ -213,7 +246,8 @@ class UncomputedLogits:
             raise self.refusal(f"a conversion to {dtype}")
         if dtype.itemsize <= 4:
             return self._like(dtype=dtype)
-        return self._like(dtype=dtype, _changes=(*self._changes, lambda logits, columns: logits.to(dtype)))
+        changes = (*self._changes, lambda logits, columns: logits.to(dtype))
+        return self._like(dtype=dtype, _changes=changes, _aliases=[1])
 
     def _reshaped(self, name: str, args: Any, kwargs: Any) -> UncomputedLogits:
         shape = getattr(torch.empty(self.shape, device="meta"), name)(*args, **kwargs).shape
@@ -244,7 +278,7 @@ class UncomputedLogits:
             own = [_columns_of(one, columns, logits) if isinstance(one, Tensor) else one for one in values]
             return change(logits, *own, **kwargs)
 
-        return self._like(_changes=(*self._changes, changed))
+        return self._like(_changes=(*self._changes, changed), _aliases=[1])
 
     # --- their loss --------------------------------------------------------------------------------------------------
 
@@ -276,7 +310,7 @@ class UncomputedLogits:
         loss = CrossEntropy(ignore_index, label_smoothing, weight, self._changes)
         total = self._compute(loss, whole)
         count = loss.count(target).to(total.device)  # a hook may have moved the input of the head
-        mean: Tensor = total / count
+        mean: Tensor = total / torch.where(count > 0, count, 1)
         self._on_loss(mean, total, count)
         return mean
 

@@ -40,6 +40,12 @@ def cross_entropy(logits, labels, **options):
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), **options)
 
 
+def halved(logits):
+    same = logits
+    logits *= 0.5
+    return same
+
+
 def test_what_a_model_adds_to_its_loss_is_kept():
     import transformers
 
@@ -54,6 +60,10 @@ def test_what_a_model_adds_to_its_loss_is_kept():
     torch.testing.assert_close(found.mean, expected.loss)
     without = language_model_loss(model, **{**BATCH, "labels": torch.full_like(INPUTS, -100)})
     assert (float(without.total.detach()), int(without.count)) == (0.0, 0)
+    without.total.backward()
+    assert not any(parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
+    with torch.inference_mode():
+        torch.testing.assert_close(language_model_loss(model, **BATCH).mean, found.mean)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +79,7 @@ def test_what_a_model_adds_to_its_loss_is_kept():
         lambda logits, labels: cross_entropy(torch.tanh(logits.float() / 0.5) * 0.5, labels),
         lambda logits, labels: cross_entropy(-(2.0 * logits - torch.linspace(0, 1, 26)), labels),
         lambda logits, labels: cross_entropy(logits.mul_(3).clamp(-1, 1).to(torch.float64), labels),
+        lambda logits, labels: cross_entropy(halved(logits), labels),
         lambda logits, labels: cross_entropy(logits, labels, weight=torch.linspace(1, 2, 26)),
         lambda logits, labels: cross_entropy(logits[:, None].squeeze(1), labels) * (logits.size(-1) / len(logits)),
     ],
@@ -97,6 +108,10 @@ def test_what_it_does_with_its_logits_is_done_to_the_loss(does):
         (lambda logits, labels: F.cross_entropy(logits, logits.detach()), "detach"),
         (lambda logits, labels: cross_entropy(logits.mT, labels), "mT"),
         (lambda logits, labels: logits.sum(), "sum"),
+        (lambda logits, labels: cross_entropy(1 - logits, labels), "rsub"),
+        (lambda logits, labels: cross_entropy(logits**2, labels), "pow"),
+        (lambda logits, labels: cross_entropy(logits[..., None].squeeze(-1), labels), "after the classes"),
+        (lambda logits, labels: cross_entropy(logits, labels) + 0 * logits.view(-1, 26).mul_(2).size(0), "in place"),
     ],
 )
 def test_what_is_not_known_is_named(does, what):
