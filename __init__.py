@@ -85,6 +85,8 @@ if TYPE_CHECKING:
     from .trainer.loggers import WandbLogger as WandbLogger
     from .trainer.module.data_module import DataModule as DataModule
     from .trainer.module.loss import Loss as Loss
+    from .trainer.module.loss_without_logits import language_model_loss as language_model_loss
+    from .trainer.module.loss_without_logits import linear_cross_entropy as linear_cross_entropy
     from .trainer.module.train_module import TrainModule as TrainModule
     from .trainer.sequences.keyed_sampler import KeyedSampler as KeyedSampler
     from .trainer.sequences.packed_dataset import PackedDataset as PackedDataset
@@ -184,6 +186,7 @@ else:
             "trainer.session.detailed_profilers": ("AdvancedProfiler", "PyTorchProfiler"),
             "trainer.session.profiler": ("PassThroughProfiler", "Profiler", "SimpleProfiler"),
             "trainer.trainer": ("Trainer",),
+            "trainer.module.loss_without_logits": ("language_model_loss", "linear_cross_entropy"),
         },
         here=["__version__"],
     )

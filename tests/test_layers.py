@@ -22,7 +22,7 @@ LEVELS = (
     ("strategies.launch", "strategies.state"),
     ("strategies.module", "strategies.snapshots", "strategies.units"),
     ("strategies.context_parallel", "strategies.pipeline", "strategies.pretrained", "strategies.tensor_parallel"),
-    ("strategies.experts",),
+    ("strategies.experts", "strategies.logits"),
     ("strategies.parallel", "strategies.resilience", "strategies.servers", "strategies.doctor"),
     ("strategies.placed",),
     ("strategies",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
@@ -18,6 +18,7 @@ from ..devices.cuda import rounds_float32
 from ..distributed.nested import iterate_tensors, map_tensors
 from ..module.untouched import Untouched
 from ..state.dtensor import is_dtensor, whole_tensor
+from ..targets.in_place_of_logits import asked_of
 from ..torch_internals import without_dispatch_modes
 from .cutting import run_as
 from .exchanges import TensorGroup
@@ -28,6 +29,7 @@ from .tensor_plan import TensorPlan
 
 _TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 1e-3}
 """The relative difference that rounding may cause; for small values, a tenth of it relative to the largest value."""
+_FEW: Final = 64
 _TOLERANCE_OF_HALF: Final = 0.1
 _TOLERANCE_OF_TF32: Final = 0.02
 _CAUSES: Final = (
@@ -105,7 +107,11 @@ class BlockCheck:
         is_reached = not any(_gathers_itself(submodule) for submodule in block.modules() if submodule is not block)
         names = {f"{name}.{own}".lstrip("."): p for own, p in block.named_parameters()} if is_reached else {}
         leaves = {id(p): _leaf(p) for p in block.parameters()}
-        with Untouched(block) as streams, _apart(), torch.enable_grad():
+        asked = asked_of(block)
+        if asked is not None:  # the logits of some tokens are enough, and all may not fit
+            args, kwargs = map_tensors(_few_tokens, (args, kwargs))
+        paused = nullcontext() if asked is None else asked.paused()
+        with Untouched(block) as streams, _apart(), torch.enable_grad(), paused:
             run_whole = partial(skeleton.run, block, lambda p: leaves[id(p)])
             inputs = private(map_tensors(_whole, (args, kwargs)))
             with _Dtypes() as met:
@@ -284,6 +290,11 @@ def _apart() -> Iterator[None]:
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _few_tokens(tensor: Tensor) -> Tensor:
+    """Return a part of hidden states, of a few tokens."""
+    return tensor[:1, :_FEW] if tensor.ndim > 2 else tensor[:_FEW]
 
 
 def _direction(output: Tensor, shared: int | None, group: TensorGroup | None) -> Any:

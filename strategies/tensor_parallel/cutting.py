@@ -7,8 +7,9 @@ from typing import Any, Final
 
 from torch import nn
 
-from ...common.errors import ConfigError
+from ...common.errors import ConfigError, ModuleError
 from ..state.dtensor import is_dtensor
+from ..targets.in_place_of_logits import asked_of
 from .attention import AttentionCut
 from .exchanges import TensorGroup
 from .layers import CutLayer, Slices, SummedGradients, WholeLayer
@@ -91,6 +92,11 @@ def run_as(submodule: nn.Module, layer: CutLayer, group: TensorGroup) -> None:
     forward = submodule.forward
 
     def cut_forward(*args: Any, **kwargs: Any) -> Any:
+        if not layer.computes_loss and asked_of(submodule) is not None:
+            raise ModuleError(
+                f"the head ({type(submodule).__name__}) is cut as {type(layer).__name__}, which cannot compute a loss "
+                "without logits; give it the word 'colwise_gather_output' in tp_plan, or compute the logits."
+            )
         return layer.run(submodule, forward, group, args, kwargs)
 
     vars(submodule)["forward"] = cut_forward

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ..state.dtensor import is_dtensor
+from ..targets.in_place_of_logits import Columns, asked_of
 from ..torch_internals import strided_shard
 from .exchanges import TensorGroup, bounds
 
@@ -62,6 +63,8 @@ class CutLayer:
 
     slices: Mapping[str, Slices]
     """The cuts of its own parameters, by name."""
+    computes_loss: ClassVar[bool] = False
+    """Whether it can compute a loss in place of its output, see `InPlaceOfLogits`."""
     shard_dim: int | None = None
     """The sequence dimension, if activations around the layer are sharded along the sequence."""
 
@@ -78,6 +81,7 @@ class CutLayer:
 class ColumnCut(CutLayer):
     """A linear layer that computes some of its output features."""
 
+    computes_loss: ClassVar[bool] = True
     gathers_output: bool = False
     takes_copies: bool = False
     """Whether the module around it has already exchanged the input; see `JoinedInput`."""
@@ -95,11 +99,15 @@ class ColumnCut(CutLayer):
             whole = first
         else:
             whole = group.copy(first) if self.shard_dim is None else group.join_copy(first, self.shard_dim)
+        asked, number = asked_of(module), self._num_features(module)
         with local_parameters(module, **_local_width(module, self.slices), **_held(module, self.slices, group)):
+            if asked is not None:
+                columns = Columns(group, *bounds(number, group.size, group.rank), number)
+                return asked.compute(whole, module.weight, module.bias, columns)  # type: ignore[arg-type]
             output = forward(whole, *rest, **named)
         if self.keeps_logits:
-            return _as_logits(output, group, self._num_features(module))
-        return group.join(output, -1, self._num_features(module)) if self.gathers_output else output
+            return _as_logits(output, group, number)
+        return group.join(output, -1, number) if self.gathers_output else output
 
     def _num_features(self, module: nn.Module) -> int:
         """Return the number of output features of all ranks."""
@@ -201,6 +209,8 @@ class ShardedLayer(CutLayer):
 @dataclass(frozen=True)
 class WholeLayer(CutLayer):
     """A layer that is whole on every rank."""
+
+    computes_loss: ClassVar[bool] = True
 
     def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
         return forward(*inputs, **named)

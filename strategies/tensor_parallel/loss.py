@@ -74,7 +74,8 @@ def _cross_entropy(
     if torch.is_autocast_enabled(logits.device.type):
         logits = logits.float()
     is_ignored = target == ignore_index
-    losses, counts = _losses(logits, target.masked_fill(is_ignored, 0), weight, label_smoothing, group, num_classes)
+    targets = target.masked_fill(is_ignored, 0)
+    losses, counts = losses_of_columns(logits, targets, weight, label_smoothing, group, num_classes)
     losses = losses.masked_fill(is_ignored, 0.0)
     if reduction == "none":
         return losses
@@ -86,11 +87,13 @@ def _cross_entropy(
     return mean
 
 
-def _losses(
+def losses_of_columns(
     logits: Tensor, target: Tensor, weight: Tensor | None, smoothing: float, group: TensorGroup, num_classes: int
 ) -> tuple[Tensor, Tensor]:
     """Return the loss of each target, and its weight in a mean; logits have the shape (..., own classes)."""
     start, stop = bounds(num_classes, group.size, group.rank)
+    if not logits.shape[-1]:  # there are more ranks than columns
+        logits = F.pad(logits, (0, 1), value=-torch.inf)
     largest = group.largest(logits.amax(-1))
     shifted = logits - largest.unsqueeze(-1)
     log_total = group.sum(shifted.exp().sum(-1)).log()

@@ -77,6 +77,7 @@ def namespace():
     public = {name: getattr(echelon, name) for name in dir(echelon) if name[0].isupper()}
     functions = (echelon.export, echelon.load_weights, echelon.rank_zero_first, echelon.rank_zero_only)
     functions = (*functions, echelon.register_tensor_class, echelon.lengths_of, echelon.document_mask)
+    functions = (*functions, echelon.linear_cross_entropy, echelon.language_model_loss)
     engine = Engine(accelerator="cpu", devices=1)
     net, optimizer = engine.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
     return {

@@ -5,7 +5,7 @@ from planned_modules import GPT, Classifier
 from torch import nn
 from torch.nn import functional as F
 
-from echelon import TrainModule
+from echelon import TrainModule, linear_cross_entropy
 
 
 class Tagger(Classifier):
@@ -45,6 +45,17 @@ class TiedGPT(GPT):
     def __init__(self):
         super().__init__()
         self.head.weight = self.token.weight
+
+
+class WithoutLogits(GPT):
+    """A loss that computes the logits of some tokens at a time."""
+
+    def training_step(self, batch, batch_idx):
+        tokens, targets = batch
+        x = self.token(tokens) + self.position(self.trainer.strategy.positions(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return linear_cross_entropy(self.norm(x), self.head, targets)
 
 
 class Adapted(nn.Module):

@@ -1,0 +1,1 @@
+"""Losses of logits that are never in memory as a whole. Imports tensor_parallel, module and below."""
