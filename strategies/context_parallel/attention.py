@@ -21,6 +21,7 @@ from .exchange import Exchange, gathered_again
 ExchangeKind = Literal["allgather", "ulysses"]
 EXCHANGES: Final = ("allgather", "ulysses")
 
+_MOST_MASKS: Final = 8
 _MULTI_HEAD: Final = inspect.signature(F.multi_head_attention_forward)
 
 
@@ -38,12 +39,6 @@ class AttentionMode(TorchFunctionMode):
     Args:
         exchange: gathers over the ranks of the sequences.
         kind: ``"allgather"`` or ``"ulysses"``.
-    """
-
-    lengths: frozenset[int] | None = frozenset()
-    """The lengths of this rank's parts of the batch's sequences; attention over other numbers of keys raises an error.
-
-    None if they have been checked before.
     """
 
     def __init__(self, exchange: Exchange, kind: ExchangeKind) -> None:
@@ -105,13 +100,14 @@ class AttentionMode(TorchFunctionMode):
             return F.scaled_dot_product_attention(query, keys, values, attn_mask, **options)
 
     def _attend_causally(self, query: Tensor, keys: Tensor, values: Tensor, options: Mapping[str, Any]) -> Tensor:
-        length = keys.shape[-2]
-        chunks, width = self._exchange.cut.chunks(length), self._exchange.cut.chunk_length(length)
-        outputs = []
-        for index, chunk in enumerate(chunks):
-            own, end = query.narrow(-2, index * width, width), (chunk + 1) * width
+        outputs, place = [], 0
+        for start, end in self._exchange.cut.chunks(keys.shape[-2]):
+            if start == end:
+                continue
+            own = query.narrow(-2, place, end - start)
             seen, mask = (keys.narrow(-2, 0, end), values.narrow(-2, 0, end)), self._causal_mask(own, end)
             outputs.append(F.scaled_dot_product_attention(own, *seen, mask, **options))
+            place += end - start
         return torch.cat(outputs, -2)
 
     def _causal_mask(self, query: Tensor, end: int) -> Any:
@@ -123,6 +119,8 @@ class AttentionMode(TorchFunctionMode):
             return causal_lower_right(width, end)  # has fused kernels
         key = width, end, query.dtype
         if key not in self._causal_masks:
+            if len(self._causal_masks) >= _MOST_MASKS:  # of batches of many lengths
+                self._causal_masks.clear()
             is_later = torch.ones(width, end, dtype=torch.bool).triu(end - width + 1)
             self._causal_masks[key] = torch.zeros(width, end, dtype=query.dtype).masked_fill_(is_later, -math.inf)
         return self._causal_masks[key]
@@ -156,13 +154,8 @@ class AttentionMode(TorchFunctionMode):
 
     def _check_length(self, key: Tensor, query: Tensor | None) -> None:
         length = key.shape[-2]
-        if self.lengths is not None and length not in self.lengths:
-            lengths = " or ".join(map(str, sorted(self.lengths)))
-            raise ModuleError(
-                "Attention under context parallelism must be over this rank's part of the batch's sequences, "
-                f"{lengths} tokens, got {length} keys. A class token, patches or a shorter sequence that the module "
-                "creates itself cannot be cut: create it in the dataset, or use cp=1."
-            )
+        if not self._exchange.lengths.known(length):
+            raise ModuleError(self._exchange.lengths.refusal(f"{length} keys"))
         if query is not None and query.shape[-2] != length:
             raise ModuleError(
                 f"Causal attention under context parallelism must have as many queries as keys, got "
@@ -170,11 +163,14 @@ class AttentionMode(TorchFunctionMode):
             )
 
     def _whole_columns(self, mask: Tensor, length: int) -> Tensor:
-        whole, (rows, columns) = self._exchange.cut.size * length, mask.shape[-2:]
-        if columns in (1, whole):
+        rows, columns = mask.shape[-2:]
+        if columns == 1:
             return mask
         if rows == 1 and columns == length:
             return self._exchange.gather(mask.contiguous(), -1)
+        whole = self._exchange.lengths.whole(length)
+        if columns == whole:
+            return mask
         raise ModuleError(
             f"An attention mask under context parallelism must have a column for each of the {whole} keys of the whole "
             f"sequence, got shape {tuple(mask.shape)}; pass is_causal=True for a causal one, or pass the mask in the "
@@ -238,7 +234,7 @@ class AttentionMode(TorchFunctionMode):
         return merged
 
     def _whole_causal_mask(self, q: Tensor, k: Tensor) -> Tensor:
-        length = self._exchange.cut.size * k.shape[-2]
+        length = self._exchange.lengths.whole(k.shape[-2])
         rows = self._exchange.cut.positions(length, q.device)
         is_later = torch.arange(length, device=q.device) > rows[:, None]
         return torch.zeros(is_later.shape, dtype=q.dtype, device=q.device).masked_fill_(is_later, -math.inf)[None, None]

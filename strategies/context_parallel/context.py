@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,32 +25,40 @@ class ContextParallel:
         rank: the index of this rank among them.
         exchange: how attention reaches the keys of other ranks, see `AttentionMode`.
         sequence_dim: the sequence dimension of a batch's tensors, unless the module's ``sequence_dims`` names it.
+        device: of this rank; by default the CPU.
     """
 
-    def __init__(self, group: Any, size: int, rank: int, *, exchange: ExchangeKind, sequence_dim: int) -> None:
+    def __init__(
+        self,
+        group: Any,
+        size: int,
+        rank: int,
+        *,
+        exchange: ExchangeKind,
+        sequence_dim: int,
+        device: torch.device | None = None,
+    ) -> None:
         self.size = size
         # ulysses distributes heads, not queries
         self.sequence_cut = SequenceLayout(size, rank, is_balanced=exchange == "allgather")
-        self._exchange = Exchange(group, self.sequence_cut)
+        self._exchange = Exchange(group, self.sequence_cut, device)
         self._mode = AttentionMode(self._exchange, exchange)
         self._sequence_dim = sequence_dim
         self.is_cut = False
         """Whether a step runs on this rank's part of a batch."""
 
     def cut(self, batch: Any, module: nn.Module) -> Any:
-        """Return a batch with this rank's part of each sequence.
+        """Return a batch with this rank's part of each sequence; none may be short, see `is_short`.
 
         Raises:
-            DataError: for lengths that are not a multiple of the number of ranks, or that differ without
-                ``sequence_dims``.
+            DataError: for lengths that differ without ``sequence_dims``.
         """
         dims = self._dims(batch, module)
-        lengths = self._lengths(batch, dims)
+        self._exchange.lengths.begin(self._lengths(batch, dims))
         leaves = []
         for name, leaf in named_leaves(batch):
             dim = dims[name]
             leaves.append(leaf if dim is None else self.sequence_cut.take(leaf, dim))
-        self._mode.lengths = frozenset(length // self.size for length in lengths)
         return with_leaves(batch, leaves)
 
     def lengths(self, batch: Any, module: nn.Module) -> list[int]:
@@ -61,19 +69,29 @@ class ContextParallel:
         """
         return self._lengths(batch, self._dims(batch, module))
 
+    def share(self, lengths: Sequence[int]) -> float | None:
+        """Return how much of a mean over tokens is this rank's, in equal shares; None if sequences have different ones."""
+        cut = self.sequence_cut
+        if self.is_short(lengths):
+            return 0.0 if cut.rank else float(self.size)
+        if len({tuple(self._shares(length)) for length in lengths}) > 1:
+            return None
+        return self._shares(lengths[0])[cut.rank]
+
+    def is_short(self, lengths: Sequence[int]) -> bool:
+        """Return whether a batch has too few tokens to be cut, so that each rank computes all, and the first one counts.
+
+        A part has at least two tokens: attention takes a single query for the next one that a model generates, and a
+        dimension of size 1 for one that is the same for all tokens.
+        """
+        return min(lengths) < 2 * self.size
+
+    def _shares(self, length: int) -> list[float]:
+        cut = self.sequence_cut
+        return [self.size * cut.part_length(length, rank) / length for rank in range(self.size)]
+
     def _lengths(self, batch: Any, dims: Mapping[str, int | None]) -> list[int]:
-        lengths = []
-        for name, leaf in named_leaves(batch):
-            dim = dims[name]
-            if dim is None:
-                continue
-            lengths.append(leaf.shape[dim])
-            if lengths[-1] % self.size:
-                raise DataError(
-                    f"The length of batch{name} must be a multiple of cp={self.size}, got {lengths[-1]} in dimension "
-                    f"{dim} of shape {tuple(leaf.shape)}; pad sequences in collate_fn, and ignore the padding in the "
-                    "loss."
-                )
+        lengths = [leaf.shape[dims[name]] for name, leaf in named_leaves(batch) if dims[name] is not None]
         if not lengths:
             shapes = {name: tuple(leaf.shape) for name, leaf in named_leaves(batch) if isinstance(leaf, Tensor)}
             raise DataError(
@@ -110,10 +128,21 @@ class ContextParallel:
         return dims
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """Return the positions of `length` tokens; inside `attention`, those of this rank's part of the sequence."""
+        """Return the positions of `length` tokens; inside `attention`, those of this rank's part of the sequence.
+
+        Collective where a batch has sequences of nearly the same length, see `PartLengths`.
+        """
         if not self.is_cut:
             return torch.arange(length, device=device)
-        return self.sequence_cut.positions(self.size * length, device)
+        return self.sequence_cut.positions(self._exchange.lengths.whole(length), device)
+
+    def whole_length(self, part: int) -> int:
+        """Return the length of the sequence of which this rank has a part; see `positions`."""
+        return self._exchange.lengths.whole(part)
+
+    def merge(self, numbers: Tensor) -> Tensor:
+        """Return the sum of a vector over the ranks that share the sequences. Collective."""
+        return self._exchange.merge(numbers)
 
     def whole(self, part: Tensor, dim: int) -> Tensor:
         """Return the whole tensor of which each rank has the part of its sequences. Collective."""
@@ -130,14 +159,10 @@ class ContextParallel:
             self.is_cut = False
 
     @contextmanager
-    def recomputing(self) -> Iterator[None]:
-        """Let a backward inside the block recompute parts of a step, maybe not that of the batch `cut` last."""
-        lengths, self._mode.lengths = self._mode.lengths, None
-        try:
-            with self.attention():
-                yield
-        finally:
-            self._mode.lengths = lengths
+    def recomputing(self, *, any_batch: bool = False) -> Iterator[None]:
+        """Let a backward inside the block recompute parts of a step: of the batch `cut` last, or of any before."""
+        with self._exchange.lengths.of_any_batch() if any_batch else nullcontext(), self.attention():
+            yield
 
 
 def check_exchange(exchange: object) -> None:

@@ -50,13 +50,13 @@ class GivesPositions:
         inputs = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
         if not isinstance(inputs, Tensor) or inputs.ndim < 2:
             return None
-        own = context.positions(inputs.shape[1], inputs.device)[None]
+        own, length = context.positions(inputs.shape[1], inputs.device)[None], context.whole_length(inputs.shape[1])
         positions, mask = given.get("position_ids"), given.get("attention_mask")
         added = {} if positions is not None else {"position_ids": own}
         if "attention_mask" in self._signature.parameters and (mask is None or _is_padding(mask)):
             documents = None if positions is None or positions.ndim != 2 else _documents(context, positions)
             padding = None if mask is None else context.whole(mask.bool(), 1)
-            made = _whole_mask(self._kinds, own[0], documents, padding, context.size * inputs.shape[1])
+            made = _whole_mask(self._kinds, own[0], documents, padding, length)
             if made is None and mask is None and documents is None:
                 made = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
             if made is not None:

@@ -97,7 +97,7 @@ class PlacedStages(PlacedShards):
             return around
         begin = ranks.begin_all_reduce  # a rehearsal answers this one itself
         return around._replace(
-            recomputing=sequences.context.recomputing,
+            recomputing=partial(sequences.context.recomputing, any_batch=True),  # of any in the pipeline
             is_true_on_any=lambda flag: bool(begin([float(flag)], "max")()[0]),
             together=sequences.collectives,
         )
