@@ -15,8 +15,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ...common.errors import ConfigError, ModuleError
-from .document_masks import document_mask, mask_of_rows
+from .document_masks import MaskKind, block_mask_of_rows, document_mask, mask_of_rows
 from .exchange import Exchange, gathered_again
+from .flex import FlexParts
+from .overridable import AS_IT_WAS
 
 ExchangeKind = Literal["allgather", "ulysses"]
 EXCHANGES: Final = ("allgather", "ulysses")
@@ -26,7 +28,9 @@ _MULTI_HEAD: Final = inspect.signature(F.multi_head_attention_forward)
 
 
 class AttentionMode(TorchFunctionMode):
-    """Makes ``F.scaled_dot_product_attention`` and ``nn.MultiheadAttention`` attend to the keys of all ranks.
+    """Makes torch's attention attend to the keys of all ranks.
+
+    That is ``F.scaled_dot_product_attention``, ``nn.MultiheadAttention`` and ``flex_attention`` (see `FlexParts`).
 
     Their arguments and results are for this rank's part of the sequence. ``is_causal`` refers to positions in the
     whole sequence. A mask has one row per query of this rank and one column per key of the whole sequence; a mask with
@@ -44,6 +48,7 @@ class AttentionMode(TorchFunctionMode):
     def __init__(self, exchange: Exchange, kind: ExchangeKind) -> None:
         super().__init__()
         self._exchange, self._kind = exchange, kind
+        self._flex = FlexParts(exchange)
         self._causal_masks: dict[tuple[Any, ...], Tensor] = {}
 
     def __torch_function__(
@@ -62,6 +67,16 @@ class AttentionMode(TorchFunctionMode):
             return self._multi_head_attention(SimpleNamespace(**call.arguments))
         if func is document_mask:
             return self.mask_of_part(*args, **kwargs)
+        name = getattr(func, "__name__", "") if hasattr(func, AS_IT_WAS) else ""
+        if name == "flex_attention":
+            return self._flex.attend(func, *args, **kwargs)
+        if name.startswith("varlen_attn"):
+            raise ModuleError(
+                f"torch.nn.attention.varlen.{name} gets documents joined to one sequence, whose parts on ranks have "
+                "others' beginnings and ends: it cannot be used under context parallelism. Use "
+                "F.scaled_dot_product_attention with attn_mask=echelon.document_mask(ids), flex_attention with "
+                "block_mask=echelon.document_mask(ids, kind='flex'), or cp=1."
+            )
         return func(*args, **kwargs)
 
     # --- scaled_dot_product_attention --------------------------------------------------------------------------------
@@ -177,10 +192,11 @@ class AttentionMode(TorchFunctionMode):
             "batch, cut along its rows (the hook sequence_dims)."
         )
 
-    def mask_of_part(self, document_ids: Tensor, **kind: Any) -> Tensor:
+    def mask_of_part(self, document_ids: Tensor, *, kind: MaskKind = "mask", **limits: Any) -> Any:
         """Return this rank's rows of a `document_mask` over whole sequences, given this rank's ids. Collective."""
         whole = self._exchange.gather(document_ids, 1)
-        return mask_of_rows(whole, self._exchange.cut.positions(whole.shape[1], whole.device), **kind)
+        rows = self._exchange.cut.positions(whole.shape[1], whole.device)
+        return (mask_of_rows if kind == "mask" else block_mask_of_rows)(whole, rows, **limits)
 
     # --- nn.MultiheadAttention ---------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from ...common.errors import ConfigError, DataError, did_you_mean
 from ..distributed.nested import named_leaves, with_leaves
 from .attention import EXCHANGES, AttentionMode, ExchangeKind
 from .exchange import Exchange
+from .overridable import make_attention_overridable
 from .sequence import SequenceLayout
 
 
@@ -46,6 +47,13 @@ class ContextParallel:
         self._sequence_dim = sequence_dim
         self.is_cut = False
         """Whether a step runs on this rank's part of a batch."""
+        self._current: Sequence[int] = ()
+        self._is_recomputing = False
+
+    def begin(self, lengths: Sequence[int]) -> None:
+        """Begin a step on a batch with sequences of these lengths."""
+        self._current = lengths
+        self._exchange.lengths.begin(lengths)
 
     def cut(self, batch: Any, module: nn.Module) -> Any:
         """Return a batch with this rank's part of each sequence; none may be short, see `is_short`.
@@ -54,7 +62,7 @@ class ContextParallel:
             DataError: for lengths that differ without ``sequence_dims``.
         """
         dims = self._dims(batch, module)
-        self._exchange.lengths.begin(self._lengths(batch, dims))
+        self.begin(self._lengths(batch, dims))
         leaves = []
         for name, leaf in named_leaves(batch):
             dim = dims[name]
@@ -152,6 +160,7 @@ class ContextParallel:
     def attention(self) -> Iterator[None]:
         """Let attention inside the block exchange keys and values, for a batch that has been `cut`."""
         self.is_cut = True
+        make_attention_overridable()
         try:
             with self._mode:
                 yield
@@ -159,10 +168,23 @@ class ContextParallel:
             self.is_cut = False
 
     @contextmanager
-    def recomputing(self, *, any_batch: bool = False) -> Iterator[None]:
-        """Let a backward inside the block recompute parts of a step: of the batch `cut` last, or of any before."""
-        with self._exchange.lengths.of_any_batch() if any_batch else nullcontext(), self.attention():
+    def recomputing(self, lengths: Sequence[int] = ()) -> Iterator[None]:
+        """Let a backward inside the block recompute parts of a step.
+
+        That of the batch that ran last, or of one with sequences of these lengths; inside of another such block, of its.
+        """
+        lengths, before = lengths or self._current, self._current
+        if self._is_recomputing or not lengths or self.is_short(lengths):
             yield
+            return
+        self._is_recomputing = True
+        self.begin(lengths)
+        try:
+            with self.attention():
+                yield
+        finally:
+            self._is_recomputing = False
+            self.begin(before)
 
 
 def check_exchange(exchange: object) -> None:

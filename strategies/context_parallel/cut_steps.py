@@ -141,6 +141,7 @@ class CutSteps:
         share = self.context.share(lengths)
         if self.context.is_short(lengths):
             assert share is not None
+            self.context.begin(lengths)
             counted = nullcontext() if share else not_counted(module)
             with counted, self._logs.of_whole(module, share):
                 output = run(step_name, *args)

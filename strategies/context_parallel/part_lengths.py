@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 
 from ...common.errors import ModuleError
 from .sequence import SequenceLayout
@@ -23,21 +22,10 @@ class PartLengths:
     def __init__(self, cut: SequenceLayout, ask: Callable[[int], int]) -> None:
         self._cut, self._ask = cut, ask
         self._current: frozenset[int] = frozenset()
-        self._met: set[int] = set()
 
     def begin(self, lengths: Collection[int]) -> None:
         """Begin a step on a batch with sequences of these lengths."""
         self._current = frozenset(lengths)
-        self._met |= self._current
-
-    @contextmanager
-    def of_any_batch(self) -> Iterator[None]:
-        """Let parts inside the block belong to the sequences of any batch so far."""
-        current, self._current = self._current, frozenset(self._met)
-        try:
-            yield
-        finally:
-            self._current = current
 
     def known(self, part: int) -> bool:
         """Return whether a part of a sequence has this length."""
