@@ -98,8 +98,12 @@ def block_mask_of_rows(
     rows = columns if rows is None else rows
     chunks = None if chunk is None else _places(document_ids, columns) // chunk
 
+    is_shared = len(document_ids) == 1  # by all sequences of a batch, whose number is not known
+
     def allowed(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         row = rows[query]
+        if is_shared:
+            batch = batch * 0
         found = document_ids[batch, row] == document_ids[batch, key]
         if is_causal:
             found = found & (row >= key)
