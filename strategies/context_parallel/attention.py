@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Final, Literal
 
@@ -13,11 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...common.errors import ConfigError, ModuleError
 from .document_masks import MaskKind, block_mask_of_rows, document_mask, mask_of_rows
 from .exchange import Exchange, gathered_again
 from .flex import FlexParts
+from .near import NearTokens
 from .overridable import AS_IT_WAS
 
 ExchangeKind = Literal["allgather", "ulysses"]
@@ -49,6 +52,8 @@ class AttentionMode(TorchFunctionMode):
         super().__init__()
         self._exchange, self._kind = exchange, kind
         self._flex = FlexParts(exchange)
+        self._windows: Any = WeakIdKeyDictionary()
+        """The windows of masks, and whether these are causal."""
         self._causal_masks: dict[tuple[Any, ...], Tensor] = {}
 
     def __torch_function__(
@@ -101,15 +106,21 @@ class AttentionMode(TorchFunctionMode):
             ModuleError: for keys that are not part of the batch's sequences, and for masks of other shapes.
         """
         self._check_length(key, query if is_causal else None)
+        near = None
         if attn_mask is not None:
+            near = self._near(attn_mask, key)
             attn_mask = self._whole_columns(attn_mask, key.shape[-2])
         options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
         if self._kind == "ulysses":
             return self._attend_by_heads(query, key, value, attn_mask, is_causal, options)
         gathers = torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)
-        keys, values = self._exchange.gather(key, -2), self._exchange.gather(value, -2)
+        gather = partial(self._exchange.gather, dim=-2)
+        if near is not None and attn_mask is not None:
+            gather = partial(self._exchange.gather_near, dim=-2, near=near)
+            attn_mask = attn_mask.index_select(-1, near.columns(attn_mask.device))
+        keys, values = gather(key), gather(value)
         pairs = [(key, keys), (value, values)]
-        with gathered_again(self._exchange, -2, pairs) if gathers else nullcontext():
+        with gathered_again(gather, pairs) if gathers else nullcontext():
             if is_causal:
                 return self._attend_causally(query, keys, values, options)
             return F.scaled_dot_product_attention(query, keys, values, attn_mask, **options)
@@ -196,7 +207,23 @@ class AttentionMode(TorchFunctionMode):
         """Return this rank's rows of a `document_mask` over whole sequences, given this rank's ids. Collective."""
         whole = self._exchange.gather(document_ids, 1)
         rows = self._exchange.cut.positions(whole.shape[1], whole.device)
-        return (mask_of_rows if kind == "mask" else block_mask_of_rows)(whole, rows, **limits)
+        if kind == "flex":
+            return block_mask_of_rows(whole, rows, **limits)
+        mask = mask_of_rows(whole, rows, **limits)
+        if limits["window"] is not None:
+            self.note_window(mask, limits["window"], is_causal=limits["is_causal"])
+        return mask
+
+    def note_window(self, mask: Tensor, window: int, *, is_causal: bool) -> None:
+        """Note that a mask of this rank's rows allows tokens fewer than `window` away, so that no others are sent."""
+        self._windows[mask] = window, is_causal
+
+    def _near(self, mask: Tensor, key: Tensor) -> NearTokens | None:
+        """Return the tokens that a mask with a known window reaches, if these are not all of some rank."""
+        if mask not in self._windows or self._kind == "ulysses":
+            return None
+        near = NearTokens(self._exchange.cut, self._exchange.lengths.whole(key.shape[-2]), *self._windows[mask])
+        return near if near.saves else None
 
     # --- nn.MultiheadAttention ---------------------------------------------------------------------------------------
 

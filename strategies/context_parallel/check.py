@@ -91,7 +91,9 @@ def check_step(
         )
     all_whole = all_whole[:: context.size]
     weighted_by_tokens |= names_by_tokens(all_whole, all_parts)
-    first = log_difference(counted, all_whole, all_parts, context.size) or metric_difference(counted, all_whole, all_parts, context.size)
+    first = log_difference(counted, all_whole, all_parts, context.size) or metric_difference(
+        counted, all_whole, all_parts, context.size
+    )
     if first is not None:
         raise ModuleError(
             f"{type(module).__name__} counts something else in parts of a sequence (cp={context.size}) than in the "

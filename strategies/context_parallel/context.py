@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -148,6 +148,10 @@ class ContextParallel:
         """Return the length of the sequence of which this rank has a part; see `positions`."""
         return self._exchange.lengths.whole(part)
 
+    def note_window(self, mask: Tensor, window: int) -> None:
+        """Note that a causal mask of this part's tokens has a window; see `AttentionMode.note_window`."""
+        self._mode.note_window(mask, window, is_causal=True)
+
     def merge(self, numbers: Tensor) -> Tensor:
         """Return the sum of a vector over the ranks that share the sequences. Collective."""
         return self._exchange.merge(numbers)
@@ -174,13 +178,13 @@ class ContextParallel:
         That of the batch that ran last, or of one with sequences of these lengths; inside of another such block, of its.
         """
         lengths, before = lengths or self._current, self._current
-        if self._is_recomputing or not lengths or self.is_short(lengths):
+        if self._is_recomputing or not lengths:
             yield
             return
         self._is_recomputing = True
         self.begin(lengths)
         try:
-            with self.attention():
+            with nullcontext() if self.is_short(lengths) else self.attention():
                 yield
         finally:
             self._is_recomputing = False

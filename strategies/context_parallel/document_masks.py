@@ -10,7 +10,6 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ...common.errors import ConfigError
 
-
 MaskKind = Literal["mask", "flex"]
 
 
@@ -113,9 +112,7 @@ def block_mask_of_rows(
             found = found & (chunks[batch, row] == chunks[batch, key])
         return found if is_token is None else found & is_token[batch, key]
 
-    return create_block_mask(
-        allowed, document_ids.shape[0], None, len(rows), len(columns), device=document_ids.device
-    )
+    return create_block_mask(allowed, document_ids.shape[0], None, len(rows), len(columns), device=document_ids.device)
 
 
 def documents_of(position_ids: Tensor) -> Tensor:

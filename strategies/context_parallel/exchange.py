@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..distributed.tensor_collectives import Wire, all_gather, all_to_all
 from ..torch_tensors import memory_id
+from .near import NearTokens
 from .part_lengths import PartLengths
 from .sequence import SequenceLayout
 
@@ -41,6 +42,10 @@ class Exchange:
         sent = _lengthened(part, dim, self.cut.longest_part(length))
         parts = all_gather(self._wire, sent.reshape(-1)).view(self.cut.size, *sent.shape)
         return self.cut.join(parts.unbind(), dim, length)
+
+    def gather_near(self, part: Tensor, dim: int, near: NearTokens) -> Tensor:
+        """Return the tokens that this rank's tokens reach, in order. Collective, and so is its backward."""
+        return near.exchange(self._wire, part, dim)
 
     def merge(self, numbers: Tensor) -> Tensor:
         """Return the sum of a vector over the ranks, without gradients. Collective."""
@@ -81,17 +86,16 @@ def _lengthened(part: Tensor, dim: int, length: int) -> Tensor:
 
 
 @contextmanager
-def gathered_again(exchange: Exchange, dim: int, pairs: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
+def gathered_again(gather: Callable[[Tensor], Tensor], pairs: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
     """For the backward of the block, save parts instead of the whole tensors that were gathered from them.
 
     The backward gathers them again, so that each of n ranks keeps only 1/n of the keys and values.
 
     Args:
-        exchange: gathers the parts.
-        dim: the dimension along which they are gathered.
+        gather: gathers the parts.
         pairs: each part with its whole tensor.
     """
-    regathered = {memory_id(whole): _Regathered(exchange, dim, part.detach()) for part, whole in pairs}
+    regathered = {memory_id(whole): _Regathered(gather, part.detach()) for part, whole in pairs}
 
     def pack(tensor: Tensor) -> Any:
         kept = regathered.get(memory_id(tensor))
@@ -107,8 +111,8 @@ def gathered_again(exchange: Exchange, dim: int, pairs: list[tuple[Tensor, Tenso
 class _Regathered:
     """A tensor that is gathered when the first of its views is needed, and released after the last."""
 
-    def __init__(self, exchange: Exchange, dim: int, part: Tensor) -> None:
-        self._exchange, self._dim, self._part = exchange, dim, part
+    def __init__(self, gather: Callable[[Tensor], Tensor], part: Tensor) -> None:
+        self._gather, self._part = gather, part
         self._num_views, self._num_open = 0, 0
         self._whole: Tensor | None = None
 
@@ -118,7 +122,7 @@ class _Regathered:
 
     def unpack(self, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
         if self._whole is None:
-            self._whole, self._num_open = self._exchange.gather(self._part, self._dim), self._num_views
+            self._whole, self._num_open = self._gather(self._part), self._num_views
         view = self._whole.as_strided(shape, stride, offset)
         self._num_open -= 1
         if self._num_open == 0:

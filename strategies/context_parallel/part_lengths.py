@@ -11,8 +11,8 @@ from .sequence import SequenceLayout
 class PartLengths:
     """Tells how long the sequence is that a part of some length belongs to.
 
-    Sequences of nearly the same length have parts of the same length on some rank. Where a batch has such sequences, the
-    ranks ask each other.
+    Sequences of nearly the same length have parts of the same length on some rank. Where a batch has such sequences,
+    the ranks ask each other.
 
     Args:
         cut: how sequences are cut.

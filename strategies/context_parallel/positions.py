@@ -60,7 +60,11 @@ class GivesPositions:
                 made = self._block_masks(inputs, own[0], positions, padding, length)
             else:
                 documents = None if positions is None or positions.ndim != 2 else _documents(context, positions)
-                made = _whole_mask(self._kinds, own[0], documents, padding, length)
+                masks = _whole_mask(self._kinds, own[0], documents, padding, length)
+                for kind, mask_of_kind in (masks or {}).items():
+                    if (window := self._kinds[kind][0]) is not None:
+                        context.note_window(mask_of_kind, window)
+                made = None if masks is None else masks.get("", masks)
                 if made is None and mask is None and documents is None:
                     made = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
             if made is not None:
@@ -121,8 +125,8 @@ def _documents(context: ContextParallel, positions: Tensor) -> Tensor | None:
 
 def _whole_mask(
     kinds: Mapping[str, _Limits], rows: Tensor, documents: Tensor | None, padding: Tensor | None, length: int
-) -> Any:
-    """Return this part's rows of the masks of a model, one or by kind of layer; None if it needs none, or if unknown.
+) -> dict[str, Tensor] | None:
+    """Return this part's rows of the masks of a model by kind of layer; None if it needs none, or if they are unknown.
 
     Args:
         kinds: the model's kinds of attention.
@@ -143,7 +147,7 @@ def _whole_mask(
     if is_padded:
         assert padding is not None
         masks = {kind: mask & padding[:, None, None] for kind, mask in masks.items()}
-    return masks.get("", masks)
+    return masks
 
 
 def _kinds_of_attention(model: nn.Module) -> dict[str, _Limits]:

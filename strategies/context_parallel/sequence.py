@@ -40,9 +40,9 @@ class SequenceLayout:
         """Return the most tokens of a whole sequence that a rank has."""
         return -(-length // self.size)
 
-    def positions(self, length: int, device: torch.device | None = None) -> Tensor:
-        """Return the positions of this rank's part of a whole sequence of `length` tokens."""
-        return torch.cat([torch.arange(start, stop, device=device) for start, stop in self.chunks(length)])
+    def positions(self, length: int, device: torch.device | None = None, rank: int | None = None) -> Tensor:
+        """Return the positions of a rank's part of a whole sequence of `length` tokens; by default this rank's."""
+        return torch.cat([torch.arange(start, stop, device=device) for start, stop in self.chunks(length, rank)])
 
     def take(self, whole: Tensor, dim: int, rank: int | None = None) -> Tensor:
         """Return a rank's part of a whole tensor; by default this rank's."""

@@ -209,7 +209,16 @@ def test_each_rank_has_as_much_causal_attention_to_compute():
 
 def test_parts_join_to_the_whole():
     whole = torch.arange(24).reshape(2, 12)
-    for size, is_balanced in ((2, True), (2, False), (3, True), (4, True), (5, True), (5, False), (6, False), (12, True)):
+    for size, is_balanced in (
+        (2, True),
+        (2, False),
+        (3, True),
+        (4, True),
+        (5, True),
+        (5, False),
+        (6, False),
+        (12, True),
+    ):
         cuts = [SequenceLayout(size, rank, is_balanced=is_balanced) for rank in range(size)]
         parts = [cut.take(whole, 1) for cut in cuts]
         assert torch.equal(cuts[0].join(parts, 1, 12), whole)
