@@ -78,7 +78,7 @@ class ContextParallel:
         return self._lengths(batch, self._dims(batch, module))
 
     def share(self, lengths: Sequence[int]) -> float | None:
-        """Return how much of a mean over tokens is this rank's, in equal shares; None if sequences have different ones."""
+        """Return how much of a mean over tokens is this rank's, in equal shares; None if sequences differ in theirs."""
         cut = self.sequence_cut
         if self.is_short(lengths):
             return 0.0 if cut.rank else float(self.size)
@@ -87,7 +87,7 @@ class ContextParallel:
         return self._shares(lengths[0])[cut.rank]
 
     def is_short(self, lengths: Sequence[int]) -> bool:
-        """Return whether a batch has too few tokens to be cut, so that each rank computes all, and the first one counts.
+        """Return whether a batch is too short to be cut, so that each rank computes all, and the first one counts.
 
         A part has at least two tokens: attention takes a single query for the next one that a model generates, and a
         dimension of size 1 for one that is the same for all tokens.
@@ -175,7 +175,7 @@ class ContextParallel:
     def recomputing(self, lengths: Sequence[int] = ()) -> Iterator[None]:
         """Let a backward inside the block recompute parts of a step.
 
-        That of the batch that ran last, or of one with sequences of these lengths; inside of another such block, of its.
+        That of the batch that ran last, or of one with sequences of these lengths; inside of another such block, its.
         """
         lengths, before = lengths or self._current, self._current
         if self._is_recomputing or not lengths:

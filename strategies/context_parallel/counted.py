@@ -113,37 +113,62 @@ def log_difference(counted: Counted, whole: Sequence[Record], parts: Sequence[Re
         parts: of those that have run it on parts, `size` after each other for the parts of the same sequences.
         size: the number of parts.
     """
-    for first in range(0, len(parts), size):
-        for name in dict.fromkeys(name for record in parts[first : first + size] for name in record.logged):
-            ranks = [rank for rank in range(size) if name in parts[first + rank].logged]
-            if len(ranks) < size:
-                return (
-                    f"self.log({name!r}, ...) is called by {len(ranks)} of the {size} ranks that have the parts, so the "
-                    "rest of the sequences is left out; call it on all"
-                )
+    lone = _logged_by_some(parts, size)
+    if lone is not None:
+        return lone
     by_tokens = names_by_tokens(whole, parts)
     for name, expected in _by_name(whole).items():
-        own = [one for record in parts for one in record.logged.get(name, ())]
-        how = f" with reduce_fx={expected[0].reduce_fx!r}" if expected[0].reduce_fx != "mean" else ""
         if expected[0].is_own:
-            values = [record.logged[name] for record in parts if name in record.logged]
-            wrong = next((each for each in values if not _are_near(*_values(counted, name, expected, each))), None)
-            if wrong is not None:
-                value, other = _values(counted, name, expected, wrong)
-                return (
-                    f"self.log({name!r}, ...){how} reports {other:.6g}, a part's value on one rank, instead of "
-                    f"{value:.6g} (rank_zero_only=True or sync_dist=False); leave these out"
-                )
-            continue
-        if expected[0].reduce_fx == "mean" and not _has_weights(own, is_by_tokens=name in by_tokens):
-            return (
-                f"self.log({name!r}, ...) is a mean over the tokens of one of several sequences; pass batch_size=, the "
-                "number of its tokens"
-            )
-        value, other = _values(counted, name, expected, own, is_by_tokens=name in by_tokens)
-        if not _are_near(value, other, max(abs(one.value) for one in (*own, *expected))):
-            return f"self.log({name!r}, ...){how} gets {other:.6g} from the parts, but {value:.6g} from the whole"
+            each = [record.logged[name] for record in parts if name in record.logged]
+            found = next(filter(None, (_own_difference(counted, name, expected, one) for one in each)), None)
+        else:
+            own = [one for record in parts for one in record.logged.get(name, ())]
+            found = _difference(counted, name, expected, own, is_by_tokens=name in by_tokens)
+        if found is not None:
+            return f"{_call(name, expected)} {found}"
     return None
+
+
+def _call(name: str, logged: Sequence[_Logged]) -> str:
+    how = f" with reduce_fx={logged[0].reduce_fx!r}" if logged[0].reduce_fx != "mean" else ""
+    return f"self.log({name!r}, ...){how}"
+
+
+def _logged_by_some(parts: Sequence[Record], size: int) -> str | None:
+    """Return the first name that only some of the ranks log which have the parts of the same sequences."""
+    for first in range(0, len(parts), size):
+        records = parts[first : first + size]
+        for name in dict.fromkeys(name for record in records for name in record.logged):
+            number = sum(name in record.logged for record in records)
+            if number < size:
+                return (
+                    f"self.log({name!r}, ...) is called by {number} of the {size} ranks that have the parts, so the "
+                    "rest of the sequences is left out; call it on all"
+                )
+    return None
+
+
+def _own_difference(counted: Counted, name: str, expected: Sequence[_Logged], own: Sequence[_Logged]) -> str | None:
+    """Return how the value of one rank, which is reported as it is, differs from that of whole sequences."""
+    value, other = _values(counted, name, expected, own)
+    if _are_near(value, other):
+        return None
+    return (
+        f"reports {other:.6g}, a part's value on one rank, instead of {value:.6g} (rank_zero_only=True or "
+        "sync_dist=False); leave these out"
+    )
+
+
+def _difference(
+    counted: Counted, name: str, expected: Sequence[_Logged], own: Sequence[_Logged], *, is_by_tokens: bool
+) -> str | None:
+    """Return how a value of all ranks differs from that of whole sequences."""
+    if expected[0].reduce_fx == "mean" and not _has_weights(own, is_by_tokens=is_by_tokens):
+        return "is a mean over the tokens of one of several sequences; pass batch_size=, the number of its tokens"
+    value, other = _values(counted, name, expected, own, is_by_tokens=is_by_tokens)
+    if _are_near(value, other, max(abs(one.value) for one in (*own, *expected))):
+        return None
+    return f"gets {other:.6g} from the parts, but {value:.6g} from the whole"
 
 
 def names_by_tokens(whole: Sequence[Record], parts: Sequence[Record]) -> set[str]:

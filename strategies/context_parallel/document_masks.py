@@ -24,9 +24,11 @@ def document_mask(
     """Return the mask for attention inside documents that share sequences, as `PackedDataset` makes them.
 
     For ``F.scaled_dot_product_attention(attn_mask=)``, or as a block mask for ``flex_attention(block_mask=)``, and for
-    models of transformers with that attention (``attention_mask=``, without a cache). A token attends to those with its document id; padding to padding, so that no row is empty. Under context
-    parallelism, inside a step, the ids are those of this rank's part of the sequences, and the mask has a column for
-    each token of the whole. Then it is collective: all ranks of a sequence call it.
+    models of transformers with that attention (``attention_mask=``, without a cache). A token attends to those with its
+    document id; padding to padding, so that no row is empty. Under context parallelism, inside a step, the ids are
+    those of this rank's part of the sequences, and the mask has a column for each token of the whole. Then it is
+    collective: all ranks of a sequence call it. For a mask with a window, passed on as it is, they exchange only the
+    keys that it reaches.
 
     Args:
         document_ids: the number of the document that each token belongs to; shape (batch, tokens).

@@ -34,21 +34,21 @@ class NearTokens:
     @property
     def saves(self) -> bool:
         """Whether ranks need so few of all tokens that it is worth it to choose them."""
-        return _plan(self).saves
+        return _plan(self, torch.device("cpu")).saves
 
     def columns(self, device: torch.device) -> Tensor:
         """Return the places of the tokens that this rank needs, its own among them, in order."""
-        return _plan(self).needed.to(device)
+        return _plan(self, device).needed
 
     def exchange(self, wire: Wire, part: Tensor, dim: int) -> Tensor:
         """Return the needed tokens, in order, given each rank's part. Collective, and so is its backward."""
-        plan = _plan(self)
+        plan = _plan(self, part.device)
         rows = part.movedim(dim, 0)
-        sent = rows.index_select(0, plan.sent.to(part.device))
+        sent = rows.index_select(0, plan.sent)
         width = rows[0].numel()
         flat = all_to_all_of(wire, sent.reshape(-1), [n * width for n in plan.to], [n * width for n in plan.from_])
         got = torch.cat([flat.view(-1, *rows.shape[1:]), rows])
-        return got.index_select(0, plan.order.to(part.device)).movedim(0, dim)
+        return got.index_select(0, plan.order).movedim(0, dim)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class _Plan:
 
 
 @lru_cache(maxsize=16)
-def _plan(near: NearTokens) -> _Plan:
+def _plan(near: NearTokens, device: torch.device) -> _Plan:
     cut, ranks = near.cut, range(near.cut.size)
     needed = [_is_needed(near, rank) for rank in ranks]
     owned = [cut.positions(near.length, rank=rank) for rank in ranks]
@@ -79,11 +79,11 @@ def _plan(near: NearTokens) -> _Plan:
     places = needed[cut.rank].nonzero()[:, 0]
     return _Plan(
         sum(int(each.sum()) for each in needed) <= _WORTH_IT * near.length * cut.size,
-        places,
-        torch.cat(wanted),
+        places.to(device),
+        torch.cat(wanted).to(device),
         tuple(map(len, wanted)),
         tuple(map(len, coming)),
-        where[places],
+        where[places].to(device),
     )
 
 

@@ -20,7 +20,7 @@ AS_IT_WAS: Final = "_echelon_as_it_was"
 
 
 def make_attention_overridable() -> None:
-    """Let attention that is written in Python ask for a ``TorchFunctionMode``, as ``scaled_dot_product_attention`` does.
+    """Let attention that is written in Python ask for a ``TorchFunctionMode``, as other functions of torch do.
 
     Programs hold the functions themselves (``from ... import flex_attention``), so they get another body in place.
     Modules of torch that nobody has imported are left alone.
