@@ -35,7 +35,7 @@ class _Logged(NamedTuple):
     """The weight that the step has given."""
     share: float | None
     """The share of the tokens that the value is a mean over; None if nobody can tell."""
-    count: float | None
+    targets: float | None
     """The targets that the value is the mean cross-entropy over; None for other values."""
     is_own: bool
     """Whether the value of one rank is reported, and not that of all."""
@@ -192,7 +192,7 @@ def _weight_of(values: Sequence[_Logged]) -> float:
 
 
 def _has_weights(values: Sequence[_Logged], *, is_by_tokens: bool) -> bool:
-    return is_by_tokens or all(one.share is not None or one.count is not None for one in values)
+    return is_by_tokens or all(one.share is not None or one.targets is not None for one in values)
 
 
 def _are_near(value: float, other: float, scale: float = 0.0) -> bool:
@@ -230,8 +230,8 @@ def _merge(values: Sequence[_Logged], *, is_by_tokens: bool) -> float:
 
 def _weight(one: _Logged, *, is_by_tokens: bool) -> float:
     """Return the weight of a mean, as `PartLogs` gives it."""
-    if one.count is not None:
-        return one.count
+    if one.targets is not None:
+        return one.targets
     if is_by_tokens:
         return one.batch_size or 0.0
     return (one.share or 0.0) * (1.0 if one.batch_size is None else one.batch_size)

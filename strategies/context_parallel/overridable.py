@@ -53,5 +53,5 @@ def _make_overridable(function: FunctionType) -> None:
     names: dict[str, Any] = {}
     exec(f"def body(*args, **kwargs):\n    return {key}(*args, **kwargs)", names)  # noqa: S102 - of these names only
     function.__code__, function.__defaults__ = names["body"].__code__, None
-    function.__kwdefaults__ = None  # type: ignore[assignment]
+    function.__kwdefaults__ = None
     vars(function).update({AS_IT_WAS: plain, "__signature__": signature})

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..devices.abilities import widest_float
 from ..targets.noted_means import NotedMeans
-from ..targets.shares import BatchShare, unclear_share
+from ..targets.shares import TokenShare, unclear_share
 
 
 class PartLogs:
@@ -46,7 +46,8 @@ class PartLogs:
         dtype = widest_float(mean.device)
         own, number = mean.detach().reshape(()).to(dtype), count.detach().reshape(()).to(dtype)
         total, number = self._merge(torch.stack([torch.where(number > 0, own * number, 0.0), number]))
-        return (total / number).to(mean.dtype)
+        whole: Tensor = total / number
+        return whole.to(mean.dtype)
 
 
 class _Weighed:
@@ -69,7 +70,7 @@ class _Weighed:
             elif self._share is None and not hasattr(value, "compute"):
                 raise unclear_share(f"self.log({name!r}, ...)", "pass batch_size=, the number of tokens it is over")
             elif self._share not in (None, 1.0):
-                options["batch_size"] = BatchShare(self._share, batch_size)
+                options["batch_size"] = TokenShare(self._share, batch_size)
         self._plain(name, value, *args, **options)
 
 

@@ -56,21 +56,28 @@ class GivesPositions:
         added = {} if positions is not None else {"position_ids": own}
         if "attention_mask" in self._signature.parameters and (mask is None or _is_padding(mask)):
             padding = None if mask is None else context.whole(mask.bool(), 1)
-            if self._is_flex:
-                made = self._block_masks(inputs, own[0], positions, padding, length)
-            else:
-                documents = None if positions is None or positions.ndim != 2 else _documents(context, positions)
-                masks = _whole_mask(self._kinds, own[0], documents, padding, length)
-                for kind, mask_of_kind in (masks or {}).items():
-                    if (window := self._kinds[kind][0]) is not None:
-                        context.note_window(mask_of_kind, window)
-                made = None if masks is None else masks.get("", masks)
-                if made is None and mask is None and documents is None:
-                    made = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
+            make = self._block_masks if self._is_flex else self._masks
+            made = make(inputs, own[0], positions, padding, length)
             if made is not None:
                 args, kwargs = self._without_mask(args, kwargs)
                 added["attention_mask"] = made
         return args, {**kwargs, **added}
+
+    def _masks(
+        self, inputs: Tensor, rows: Tensor, positions: Tensor | None, padding: Tensor | None, length: int
+    ) -> Any:
+        """Return this part's rows of the masks of a model; None where what the model is given says all."""
+        context = self._context
+        assert context is not None
+        documents = None if positions is None or positions.ndim != 2 else _documents(context, positions)
+        masks = _whole_mask(self._kinds, rows, documents, padding, length)
+        if masks is None:
+            is_plain = padding is None and documents is None
+            return torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device) if is_plain else None
+        for kind, mask in masks.items():
+            if (window := self._kinds[kind][0]) is not None:
+                context.note_window(mask, window)
+        return masks.get("", masks)
 
     def _block_masks(
         self, inputs: Tensor, rows: Tensor, positions: Tensor | None, padding: Tensor | None, length: int

@@ -14,7 +14,7 @@ _NOTE: Final = "echelon.share"
 
 
 @dataclass(frozen=True, slots=True)
-class BatchShare:
+class TokenShare:
     """The weight of a logged value that is a mean over this rank's part of a batch, in place of a ``batch_size``."""
 
     share: float

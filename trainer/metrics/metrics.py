@@ -13,7 +13,7 @@ from ...callbacks.run import Stage
 from ...common.errors import ModuleError
 from ...strategies import Strategy
 from ...strategies.state.dtensor import gathered
-from ...strategies.targets.shares import BatchShare
+from ...strategies.targets.shares import TokenShare
 from .accumulator import to_numbers
 from .entry import Entry, Moment, Scope, two_ways
 from .gathering import gather_once
@@ -97,7 +97,7 @@ class Metrics:
 
     # --- writing -----------------------------------------------------------------------------------------------------
 
-    def log(self, name: str, value: Any, options: tuple[Any, ...], batch_size: float | BatchShare | None) -> None:
+    def log(self, name: str, value: Any, options: tuple[Any, ...], batch_size: float | TokenShare | None) -> None:
         """Accept one value from `TrainModule.log`."""
         is_plain = self.in_batch and self.dataloader_idx is None
         entry = self._entries.get(name if is_plain else self._key(name))
@@ -121,7 +121,7 @@ class Metrics:
             value = self._number(entry, value)
         weight: float = self.batch_size
         if batch_size is not None:
-            weight = batch_size.of(weight) if isinstance(batch_size, BatchShare) else batch_size
+            weight = batch_size.of(weight) if isinstance(batch_size, TokenShare) else batch_size
             if weight < 0:
                 raise ModuleError(
                     f"self.log({name!r}, ...): batch_size must be a number of samples from 0, got {weight}; give that "
