@@ -82,7 +82,7 @@ class CutSteps:
             step_name: the kind of step.
             module: the user's module.
             steps: the arguments of the steps that run now; the first of each is the whole batch. The very first is
-                compared, and the first that shows more than those before. Other ranks may have other numbers of them.
+                compared, and those that show more than the ones before. Other ranks may have other numbers of them.
             run: calls the step with such arguments and returns its output, or None on a rank where it does not end.
             has_idle: whether ranks without samples cannot take part in another check now.
 
@@ -98,13 +98,16 @@ class CutSteps:
             self._compare(module, steps[0], run)
         if has_idle:
             return
-        checked = self._checked[step_name]
-        new = next((index for index, shown in enumerate(found) if shown.shows_more_than(checked)), None)
-        is_new = new is not None
-        if self._peers.world_size > 1:
-            is_new = bool(self._peers.begin_all_reduce([float(is_new)], "max")()[0])
-        if is_new:
-            index = new or 0  # also where only another rank has such a batch
+        while True:
+            checked = self._checked[step_name]
+            new = [index for index, shown in enumerate(found) if shown.shows_more_than(checked)]
+            is_new = bool(new)
+            if self._peers.world_size > 1:
+                is_new = bool(self._peers.begin_all_reduce([float(is_new)], "max")()[0])
+            if not is_new:
+                return
+            # of this rank's first batch, where only another rank has one that shows more
+            index = max(new, key=lambda place: found[place].longest, default=0)
             self._checked[step_name] = checked.and_also(found[index])
             self._compare(module, steps[index], run)
 
