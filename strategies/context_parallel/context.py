@@ -55,6 +55,11 @@ class ContextParallel:
         self._current = lengths
         self._exchange.lengths.begin(lengths)
 
+    @property
+    def signature(self) -> tuple[bool, tuple[int, ...]]:
+        """What runs now, the same on all ranks: whether a part, and the lengths of the batch's sequences."""
+        return self.is_cut, tuple(self._current)
+
     def cut(self, batch: Any, module: nn.Module) -> Any:
         """Return a batch with this rank's part of each sequence; none may be short, see `is_short`.
 
