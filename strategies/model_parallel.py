@@ -227,9 +227,8 @@ class ParallelStrategy(ShardedStrategy):
         self.ranks = replace(self.ranks, loss=loss, count=loss)
         ranks = self._sequence_collectives = self._over("cp")
         group, place = ranks.device_group, self.degrees.place(self.rank, ("cp",))
-        context = ContextParallel(
-            group, self.degrees.cp, place, exchange=self.cp_exchange, sequence_dim=self.sequence_dim
-        )
+        options: Any = {"exchange": self.cp_exchange, "sequence_dim": self.sequence_dim, "device": self.device}
+        context = ContextParallel(group, self.degrees.cp, place, **options)
         self._sequences = CutSteps(context, self._over("pp", "cp"), self._over("dp_shard"))
 
     def _shard(self, module: nn.Module, sharding: Sharding) -> PlacedShards:

@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Final, Literal
 
@@ -13,19 +14,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...common.errors import ConfigError, ModuleError
-from .document_masks import document_mask, mask_of_rows
+from .document_masks import MaskKind, block_mask_of_rows, document_mask, mask_of_rows
 from .exchange import Exchange, gathered_again
+from .flex import FlexParts
+from .near import NearTokens
+from .overridable import AS_IT_WAS
 
 ExchangeKind = Literal["allgather", "ulysses"]
 EXCHANGES: Final = ("allgather", "ulysses")
 
+_MOST_MASKS: Final = 8
 _MULTI_HEAD: Final = inspect.signature(F.multi_head_attention_forward)
 
 
 class AttentionMode(TorchFunctionMode):
-    """Makes ``F.scaled_dot_product_attention`` and ``nn.MultiheadAttention`` attend to the keys of all ranks.
+    """Makes torch's attention attend to the keys of all ranks.
+
+    That is ``F.scaled_dot_product_attention``, ``nn.MultiheadAttention`` and ``flex_attention`` (see `FlexParts`).
 
     Their arguments and results are for this rank's part of the sequence. ``is_causal`` refers to positions in the
     whole sequence. A mask has one row per query of this rank and one column per key of the whole sequence; a mask with
@@ -40,15 +48,12 @@ class AttentionMode(TorchFunctionMode):
         kind: ``"allgather"`` or ``"ulysses"``.
     """
 
-    lengths: frozenset[int] | None = frozenset()
-    """The lengths of this rank's parts of the batch's sequences; attention over other numbers of keys raises an error.
-
-    None if they have been checked before.
-    """
-
     def __init__(self, exchange: Exchange, kind: ExchangeKind) -> None:
         super().__init__()
         self._exchange, self._kind = exchange, kind
+        self._flex = FlexParts(exchange)
+        self._windows: Any = WeakIdKeyDictionary()
+        """The windows of masks, and whether these are causal."""
         self._causal_masks: dict[tuple[Any, ...], Tensor] = {}
 
     def __torch_function__(
@@ -67,6 +72,16 @@ class AttentionMode(TorchFunctionMode):
             return self._multi_head_attention(SimpleNamespace(**call.arguments))
         if func is document_mask:
             return self.mask_of_part(*args, **kwargs)
+        name = getattr(func, "__name__", "") if hasattr(func, AS_IT_WAS) else ""
+        if name == "flex_attention":
+            return self._flex.attend(func, *args, **kwargs)
+        if name.startswith("varlen_attn"):
+            raise ModuleError(
+                f"torch.nn.attention.varlen.{name} gets documents joined to one sequence, whose parts on ranks have "
+                "others' beginnings and ends: it cannot be used under context parallelism. Use "
+                "F.scaled_dot_product_attention with attn_mask=echelon.document_mask(ids), flex_attention with "
+                "block_mask=echelon.document_mask(ids, kind='flex'), or cp=1."
+            )
         return func(*args, **kwargs)
 
     # --- scaled_dot_product_attention --------------------------------------------------------------------------------
@@ -91,27 +106,34 @@ class AttentionMode(TorchFunctionMode):
             ModuleError: for keys that are not part of the batch's sequences, and for masks of other shapes.
         """
         self._check_length(key, query if is_causal else None)
+        near = None
         if attn_mask is not None:
+            near = self._near(attn_mask, key)
             attn_mask = self._whole_columns(attn_mask, key.shape[-2])
         options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
         if self._kind == "ulysses":
             return self._attend_by_heads(query, key, value, attn_mask, is_causal, options)
         gathers = torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)
-        keys, values = self._exchange.gather(key, -2), self._exchange.gather(value, -2)
+        gather = partial(self._exchange.gather, dim=-2)
+        if near is not None and attn_mask is not None:
+            gather = partial(self._exchange.gather_near, dim=-2, near=near)
+            attn_mask = attn_mask.index_select(-1, near.columns(attn_mask.device))
+        keys, values = gather(key), gather(value)
         pairs = [(key, keys), (value, values)]
-        with gathered_again(self._exchange, -2, pairs) if gathers else nullcontext():
+        with gathered_again(gather, pairs) if gathers else nullcontext():
             if is_causal:
                 return self._attend_causally(query, keys, values, options)
             return F.scaled_dot_product_attention(query, keys, values, attn_mask, **options)
 
     def _attend_causally(self, query: Tensor, keys: Tensor, values: Tensor, options: Mapping[str, Any]) -> Tensor:
-        length = keys.shape[-2]
-        chunks, width = self._exchange.cut.chunks(length), self._exchange.cut.chunk_length(length)
-        outputs = []
-        for index, chunk in enumerate(chunks):
-            own, end = query.narrow(-2, index * width, width), (chunk + 1) * width
+        outputs, place = [], 0
+        for start, end in self._exchange.cut.chunks(keys.shape[-2]):
+            if start == end:
+                continue
+            own = query.narrow(-2, place, end - start)
             seen, mask = (keys.narrow(-2, 0, end), values.narrow(-2, 0, end)), self._causal_mask(own, end)
             outputs.append(F.scaled_dot_product_attention(own, *seen, mask, **options))
+            place += end - start
         return torch.cat(outputs, -2)
 
     def _causal_mask(self, query: Tensor, end: int) -> Any:
@@ -123,6 +145,8 @@ class AttentionMode(TorchFunctionMode):
             return causal_lower_right(width, end)  # has fused kernels
         key = width, end, query.dtype
         if key not in self._causal_masks:
+            if len(self._causal_masks) >= _MOST_MASKS:  # of batches of many lengths
+                self._causal_masks.clear()
             is_later = torch.ones(width, end, dtype=torch.bool).triu(end - width + 1)
             self._causal_masks[key] = torch.zeros(width, end, dtype=query.dtype).masked_fill_(is_later, -math.inf)
         return self._causal_masks[key]
@@ -156,13 +180,8 @@ class AttentionMode(TorchFunctionMode):
 
     def _check_length(self, key: Tensor, query: Tensor | None) -> None:
         length = key.shape[-2]
-        if self.lengths is not None and length not in self.lengths:
-            lengths = " or ".join(map(str, sorted(self.lengths)))
-            raise ModuleError(
-                "Attention under context parallelism must be over this rank's part of the batch's sequences, "
-                f"{lengths} tokens, got {length} keys. A class token, patches or a shorter sequence that the module "
-                "creates itself cannot be cut: create it in the dataset, or use cp=1."
-            )
+        if not self._exchange.lengths.known(length):
+            raise ModuleError(self._exchange.lengths.refusal(f"{length} keys"))
         if query is not None and query.shape[-2] != length:
             raise ModuleError(
                 f"Causal attention under context parallelism must have as many queries as keys, got "
@@ -170,21 +189,41 @@ class AttentionMode(TorchFunctionMode):
             )
 
     def _whole_columns(self, mask: Tensor, length: int) -> Tensor:
-        whole, (rows, columns) = self._exchange.cut.size * length, mask.shape[-2:]
-        if columns in (1, whole):
+        rows, columns = mask.shape[-2:]
+        if columns == 1:
             return mask
         if rows == 1 and columns == length:
             return self._exchange.gather(mask.contiguous(), -1)
+        whole = self._exchange.lengths.whole(length)
+        if columns == whole:
+            return mask
         raise ModuleError(
             f"An attention mask under context parallelism must have a column for each of the {whole} keys of the whole "
             f"sequence, got shape {tuple(mask.shape)}; pass is_causal=True for a causal one, or pass the mask in the "
             "batch, cut along its rows (the hook sequence_dims)."
         )
 
-    def mask_of_part(self, document_ids: Tensor, **kind: Any) -> Tensor:
+    def mask_of_part(self, document_ids: Tensor, *, kind: MaskKind = "mask", **limits: Any) -> Any:
         """Return this rank's rows of a `document_mask` over whole sequences, given this rank's ids. Collective."""
         whole = self._exchange.gather(document_ids, 1)
-        return mask_of_rows(whole, self._exchange.cut.positions(whole.shape[1], whole.device), **kind)
+        rows = self._exchange.cut.positions(whole.shape[1], whole.device)
+        if kind == "flex":
+            return block_mask_of_rows(whole, rows, **limits)
+        mask = mask_of_rows(whole, rows, **limits)
+        if limits["window"] is not None:
+            self.note_window(mask, limits["window"], is_causal=limits["is_causal"])
+        return mask
+
+    def note_window(self, mask: Tensor, window: int, *, is_causal: bool) -> None:
+        """Note that a mask of this rank's rows allows tokens fewer than `window` away, so that no others are sent."""
+        self._windows[mask] = window, is_causal
+
+    def _near(self, mask: Tensor, key: Tensor) -> NearTokens | None:
+        """Return the tokens that a mask with a known window reaches, if these are not all of some rank."""
+        if mask not in self._windows or self._kind == "ulysses":
+            return None
+        near = NearTokens(self._exchange.cut, self._exchange.lengths.whole(key.shape[-2]), *self._windows[mask])
+        return near if near.saves else None
 
     # --- nn.MultiheadAttention ---------------------------------------------------------------------------------------
 
@@ -238,7 +277,7 @@ class AttentionMode(TorchFunctionMode):
         return merged
 
     def _whole_causal_mask(self, q: Tensor, k: Tensor) -> Tensor:
-        length = self._exchange.cut.size * k.shape[-2]
+        length = self._exchange.lengths.whole(k.shape[-2])
         rows = self._exchange.cut.positions(length, q.device)
         is_later = torch.arange(length, device=q.device) > rows[:, None]
         return torch.zeros(is_later.shape, dtype=q.dtype, device=q.device).masked_fill_(is_later, -math.inf)[None, None]

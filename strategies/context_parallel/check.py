@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -15,8 +15,9 @@ from ..distributed.collectives import Collectives
 from ..distributed.nested import iterate_tensors
 from ..module.untouched import trying_steps
 from ..targets.noted_means import NotedMeans
+from ..targets.shares import unclear_share
 from .context import ContextParallel
-from .counted import Counted, log_difference, metric_difference
+from .counted import Counted, log_difference, metric_difference, names_by_tokens
 from .sequence import SequenceLayout
 
 # relative to the compared values: rounding stays far below them, and a wrong position goes far above
@@ -41,6 +42,7 @@ def check_step(
     args: Sequence[Any],
     run: Callable[..., Any],
     collectives: Collectives,
+    weighted_by_tokens: set[str],
 ) -> None:
     """Run a step on whole sequences and on their parts, and compare each submodule's output. Collective.
 
@@ -50,22 +52,29 @@ def check_step(
         args: the arguments of the step; the first is the whole batch, as the loader returned it.
         run: calls the step; returns None if the step, and so the loss, ends on another rank.
         collectives: over the ranks that share the sequences, and those of the module's pipeline stages.
+        weighted_by_tokens: gets the names that are logged with a ``batch_size`` which counts tokens of a part.
 
     Raises:
         ModuleError: on all ranks, naming the first submodule whose output differs, or the loss.
     """
     batch, *rest = args
-    length = max(context.lengths(batch, module))
+    lengths = context.lengths(batch, module)
+    if context.is_short(lengths):  # each rank computes the whole; but others may compare at the same time
+        for _ in range(2):
+            with trying_steps(module, args):
+                run(*args)
+        return
+    length, share = max(lengths), context.share(lengths)
     windows = _windows_of(module, length)
     with trying_steps(module, args):
-        counted, part_of_batch = Counted(module), context.cut(batch, module)
+        counted, part_of_batch = Counted(module, share), context.cut(batch, module)
         undifferentiated = _without_derivatives(module, context.size)
         with _said_of_parts(context.size), context.attention(), _named(windows), undifferentiated:
-            parts, loss_of_part = _observe(module, lambda: run(part_of_batch, *rest))
+            parts, loss_of_part = _observe(module, lambda: run(part_of_batch, *rest), counted.means, share)
         of_parts = counted.record()
     with trying_steps(module, args):  # from the same state and random numbers
-        counted = Counted(module)
-        whole, loss = _observe(module, lambda: run(batch, *rest), (context.sequence_cut, length), parts)
+        counted, cut = Counted(module), (context.sequence_cut, length)
+        whole, loss = _observe(module, lambda: run(batch, *rest), counted.means, 1.0, cut, parts)
         of_whole = counted.record()
     loss_of_parts = collectives.all_reduce(loss_of_part)  # 0 on ranks of other stages
     found = _first_difference(whole, parts), _loss_difference(loss, loss_of_parts, context.size)
@@ -81,7 +90,10 @@ def check_step(
             "different numbers of tokens in the loss; or use cp=1."
         )
     all_whole = all_whole[:: context.size]
-    first = log_difference(all_whole, all_parts) or metric_difference(counted, all_whole, all_parts, context.size)
+    weighted_by_tokens |= names_by_tokens(all_whole, all_parts)
+    first = log_difference(counted, all_whole, all_parts, context.size) or metric_difference(
+        counted, all_whole, all_parts, context.size
+    )
     if first is not None:
         raise ModuleError(
             f"{type(module).__name__} counts something else in parts of a sequence (cp={context.size}) than in the "
@@ -163,6 +175,8 @@ def _hooked(module: nn.Module, observe: Callable[[str, Any], None]) -> Iterator[
 def _observe(
     module: nn.Module,
     step: Callable[[], Any],
+    means: NotedMeans,
+    share: float | None,
     cut: tuple[SequenceLayout, int] | None = None,
     parts: Sequence[_Output] = (),
 ) -> tuple[list[_Output], Tensor]:
@@ -183,10 +197,10 @@ def _observe(
             tolerance = max(_TOLERANCES.get(tensor.dtype, _LOW_PRECISION_TOLERANCE) for tensor in tensors)
             outputs.append(_Output(name, tuple(tuple(t.shape) for t in tensors), digests, tolerance))
 
-    with _hooked(module, observe), NotedMeans() as means:
+    with _hooked(module, observe), means:
         returned = step()
     is_weighted = getattr(module, "automatic_optimization", True)  # by its targets
-    return outputs, _total_and_count(returned, means if is_weighted else NotedMeans())
+    return outputs, _total_and_count(returned, means if is_weighted else NotedMeans(), share)
 
 
 def _cut_like(whole: Tensor, shape: tuple[int, ...], cut: SequenceLayout, length: int) -> Tensor:
@@ -195,12 +209,13 @@ def _cut_like(whole: Tensor, shape: tuple[int, ...], cut: SequenceLayout, length
     It may have the tokens of all sequences, one sequence after the other, as layers of experts do.
     """
     differing = [dim for dim, (size, own) in enumerate(zip(whole.shape, shape, strict=False)) if size != own]
-    if len(shape) != whole.ndim or len(differing) != 1 or whole.shape[differing[0]] != cut.size * shape[differing[0]]:
+    if len(shape) != whole.ndim or len(differing) != 1:
         return whole
     dim = differing[0]
-    if whole.shape[dim] > length and whole.shape[dim] % length == 0:
+    number, own = whole.shape[dim], shape[dim]
+    if number > length and number % length == 0 and own * length == number * cut.part_length(length):
         return cut.take(whole.unflatten(dim, (-1, length)), dim + 1).flatten(dim, dim + 1)
-    return cut.take(whole, dim)
+    return cut.take(whole, dim) if own == cut.part_length(number) else whole
 
 
 def _digest(tensor: Tensor) -> Tensor:
@@ -209,18 +224,26 @@ def _digest(tensor: Tensor) -> Tensor:
     return torch.stack([flat.norm(), flat @ weights]).cpu()
 
 
-def _total_and_count(returned: Any, means: NotedMeans) -> Tensor:
-    """Return the loss of a step as a total and a count; a mean of anything but targets counts as one."""
-    if isinstance(returned, dict):
-        returned = returned.get("loss")
-    total, count = getattr(returned, "total", returned), getattr(returned, "count", None)
-    if not isinstance(total, Tensor):
+def loss_in(returned: Any) -> Tensor | None:
+    """Return the tensor of the loss, or of its total, in what a step has returned."""
+    returned = returned.get("loss") if isinstance(returned, Mapping) else returned
+    total = getattr(returned, "total", returned)
+    return total if isinstance(total, Tensor) else None
+
+
+def _total_and_count(returned: Any, means: NotedMeans, share: float | None) -> Tensor:
+    """Return the loss of a step as a total and a count; a mean of anything but targets counts by its share."""
+    total = loss_in(returned)
+    if total is None:
         return torch.zeros(2, dtype=torch.double)
-    if count is None:
+    count = getattr(returned.get("loss") if isinstance(returned, Mapping) else returned, "count", None)
+    if count is None or callable(count):
         of_targets = means.count_of(total)
-        count = 1.0 if of_targets is None else of_targets
+        if of_targets is None and share is None:
+            raise unclear_share("The loss", "return Loss(total, count)")
+        count = share if of_targets is None else of_targets
         total = total * count if count else torch.zeros_like(total)  # the mean over nothing is not a number
-    return torch.stack([total.detach().double().cpu(), torch.as_tensor(count).double().cpu()])
+    return torch.stack([total.detach().double().cpu(), torch.as_tensor(count, dtype=torch.double).cpu()])
 
 
 def _first_difference(whole: Sequence[_Output], parts: Sequence[_Output]) -> str | None:
@@ -242,7 +265,8 @@ def _differ(expected: Tensor, own: Tensor, tolerance: float) -> bool:
 
 def _loss_difference(whole: Tensor, parts: Tensor, num_parts: int) -> str | None:
     expected, own = (values[0] / values[1].clamp(min=1e-300) for values in (whole, parts))
-    if whole[1] and parts[1] not in (whole[1], num_parts * whole[1]):  # such as labels that are shifted in each part
+    ratio = float(parts[1] / whole[1]) if whole[1] else 1.0
+    if min(abs(ratio - 1), abs(ratio - num_parts)) > 1e-9:  # such as labels that are shifted in each part
         return f"the loss counts {parts[1]:g} from the parts, but {whole[1]:g} from the whole sequences"
     if not whole[1] or not torch.isfinite(expected) or abs(expected - own) <= 1e-4 * abs(expected) + 1e-12:
         return None

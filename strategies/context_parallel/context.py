@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from ...common.errors import ConfigError, DataError, did_you_mean
 from ..distributed.nested import named_leaves, with_leaves
 from .attention import EXCHANGES, AttentionMode, ExchangeKind
 from .exchange import Exchange
+from .overridable import make_attention_overridable
 from .sequence import SequenceLayout
 
 
@@ -25,32 +26,52 @@ class ContextParallel:
         rank: the index of this rank among them.
         exchange: how attention reaches the keys of other ranks, see `AttentionMode`.
         sequence_dim: the sequence dimension of a batch's tensors, unless the module's ``sequence_dims`` names it.
+        device: of this rank; by default the CPU.
     """
 
-    def __init__(self, group: Any, size: int, rank: int, *, exchange: ExchangeKind, sequence_dim: int) -> None:
+    def __init__(
+        self,
+        group: Any,
+        size: int,
+        rank: int,
+        *,
+        exchange: ExchangeKind,
+        sequence_dim: int,
+        device: torch.device | None = None,
+    ) -> None:
         self.size = size
         # ulysses distributes heads, not queries
         self.sequence_cut = SequenceLayout(size, rank, is_balanced=exchange == "allgather")
-        self._exchange = Exchange(group, self.sequence_cut)
+        self._exchange = Exchange(group, self.sequence_cut, device)
         self._mode = AttentionMode(self._exchange, exchange)
         self._sequence_dim = sequence_dim
         self.is_cut = False
         """Whether a step runs on this rank's part of a batch."""
+        self._current: Sequence[int] = ()
+        self._is_recomputing = False
+
+    def begin(self, lengths: Sequence[int]) -> None:
+        """Begin a step on a batch with sequences of these lengths."""
+        self._current = lengths
+        self._exchange.lengths.begin(lengths)
+
+    @property
+    def signature(self) -> tuple[bool, tuple[int, ...]]:
+        """What runs now, the same on all ranks: whether a part, and the lengths of the batch's sequences."""
+        return self.is_cut, tuple(self._current)
 
     def cut(self, batch: Any, module: nn.Module) -> Any:
-        """Return a batch with this rank's part of each sequence.
+        """Return a batch with this rank's part of each sequence; none may be short, see `is_short`.
 
         Raises:
-            DataError: for lengths that are not a multiple of the number of ranks, or that differ without
-                ``sequence_dims``.
+            DataError: for lengths that differ without ``sequence_dims``.
         """
         dims = self._dims(batch, module)
-        lengths = self._lengths(batch, dims)
+        self.begin(self._lengths(batch, dims))
         leaves = []
         for name, leaf in named_leaves(batch):
             dim = dims[name]
             leaves.append(leaf if dim is None else self.sequence_cut.take(leaf, dim))
-        self._mode.lengths = frozenset(length // self.size for length in lengths)
         return with_leaves(batch, leaves)
 
     def lengths(self, batch: Any, module: nn.Module) -> list[int]:
@@ -61,19 +82,29 @@ class ContextParallel:
         """
         return self._lengths(batch, self._dims(batch, module))
 
+    def share(self, lengths: Sequence[int]) -> float | None:
+        """Return how much of a mean over tokens is this rank's, in equal shares; None if sequences differ in theirs."""
+        cut = self.sequence_cut
+        if self.is_short(lengths):
+            return 0.0 if cut.rank else float(self.size)
+        if len({tuple(self._shares(length)) for length in lengths}) > 1:
+            return None
+        return self._shares(lengths[0])[cut.rank]
+
+    def is_short(self, lengths: Sequence[int]) -> bool:
+        """Return whether a batch is too short to be cut, so that each rank computes all, and the first one counts.
+
+        A part has at least two tokens: attention takes a single query for the next one that a model generates, and a
+        dimension of size 1 for one that is the same for all tokens.
+        """
+        return min(lengths) < 2 * self.size
+
+    def _shares(self, length: int) -> list[float]:
+        cut = self.sequence_cut
+        return [self.size * cut.part_length(length, rank) / length for rank in range(self.size)]
+
     def _lengths(self, batch: Any, dims: Mapping[str, int | None]) -> list[int]:
-        lengths = []
-        for name, leaf in named_leaves(batch):
-            dim = dims[name]
-            if dim is None:
-                continue
-            lengths.append(leaf.shape[dim])
-            if lengths[-1] % self.size:
-                raise DataError(
-                    f"The length of batch{name} must be a multiple of cp={self.size}, got {lengths[-1]} in dimension "
-                    f"{dim} of shape {tuple(leaf.shape)}; pad sequences in collate_fn, and ignore the padding in the "
-                    "loss."
-                )
+        lengths = [leaf.shape[dims[name]] for name, leaf in named_leaves(batch) if dims[name] is not None]
         if not lengths:
             shapes = {name: tuple(leaf.shape) for name, leaf in named_leaves(batch) if isinstance(leaf, Tensor)}
             raise DataError(
@@ -110,10 +141,25 @@ class ContextParallel:
         return dims
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """Return the positions of `length` tokens; inside `attention`, those of this rank's part of the sequence."""
+        """Return the positions of `length` tokens; inside `attention`, those of this rank's part of the sequence.
+
+        Collective where a batch has sequences of nearly the same length, see `PartLengths`.
+        """
         if not self.is_cut:
             return torch.arange(length, device=device)
-        return self.sequence_cut.positions(self.size * length, device)
+        return self.sequence_cut.positions(self._exchange.lengths.whole(length), device)
+
+    def whole_length(self, part: int) -> int:
+        """Return the length of the sequence of which this rank has a part; see `positions`."""
+        return self._exchange.lengths.whole(part)
+
+    def note_window(self, mask: Tensor, window: int) -> None:
+        """Note that a causal mask of this part's tokens has a window; see `AttentionMode.note_window`."""
+        self._mode.note_window(mask, window, is_causal=True)
+
+    def merge(self, numbers: Tensor) -> Tensor:
+        """Return the sum of a vector over the ranks that share the sequences. Collective."""
+        return self._exchange.merge(numbers)
 
     def whole(self, part: Tensor, dim: int) -> Tensor:
         """Return the whole tensor of which each rank has the part of its sequences. Collective."""
@@ -123,6 +169,7 @@ class ContextParallel:
     def attention(self) -> Iterator[None]:
         """Let attention inside the block exchange keys and values, for a batch that has been `cut`."""
         self.is_cut = True
+        make_attention_overridable()
         try:
             with self._mode:
                 yield
@@ -130,14 +177,23 @@ class ContextParallel:
             self.is_cut = False
 
     @contextmanager
-    def recomputing(self) -> Iterator[None]:
-        """Let a backward inside the block recompute parts of a step, maybe not that of the batch `cut` last."""
-        lengths, self._mode.lengths = self._mode.lengths, None
+    def recomputing(self, lengths: Sequence[int] = ()) -> Iterator[None]:
+        """Let a backward inside the block recompute parts of a step.
+
+        That of the batch that ran last, or of one with sequences of these lengths; inside of another such block, its.
+        """
+        lengths, before = lengths or self._current, self._current
+        if self._is_recomputing or not lengths:
+            yield
+            return
+        self._is_recomputing = True
+        self.begin(lengths)
         try:
-            with self.attention():
+            with nullcontext() if self.is_short(lengths) else self.attention():
                 yield
         finally:
-            self._mode.lengths = lengths
+            self._is_recomputing = False
+            self.begin(before)
 
 
 def check_exchange(exchange: object) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from ..distributed.nested import iterate_tensors
 from ..module.traces import KeptObjects
 from ..state.dtensor import number_of
+from ..targets.noted_means import NotedMeans
 
 COUNTS_ONCE: Final = "_counts_once_a_sequence"
 """The attribute of a metric object that each rank of a sequence updates with the same: of these, one counts."""
@@ -20,13 +22,23 @@ COUNTS_ONCE: Final = "_counts_once_a_sequence"
 _TOLERANCE: Final = 1e-4
 _MERGED: Final[Mapping[str, Callable[[Sequence[float]], float]]] = {"sum": sum, "min": min, "max": max}
 
-State = Mapping[str, Tensor | list[Any]]
+_COUNTERS: Final = ("_update_count", "_computed", "_update_called")
+"""The attributes of a metric object that its updates change beside its states."""
+
+State = dict[str, Tensor | list[Any]]
 
 
 class _Logged(NamedTuple):
     value: float
-    weight: float
     reduce_fx: str
+    batch_size: float | None
+    """The weight that the step has given."""
+    share: float | None
+    """The share of the tokens that the value is a mean over; None if nobody can tell."""
+    targets: float | None
+    """The targets that the value is the mean cross-entropy over; None for other values."""
+    is_own: bool
+    """Whether the value of one rank is reported, and not that of all."""
 
 
 class Record(NamedTuple):
@@ -44,9 +56,10 @@ class Counted:
 
     Args:
         module: the user's module, inside `trying_steps`, which undoes what is counted.
+        share: of this rank in the tokens, see `ContextParallel.share`.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, share: float | None = 1.0) -> None:
         reached = KeptObjects()
         reached.keep(module)
         names = {id(part): name for name, part in module.named_modules()}
@@ -54,6 +67,10 @@ class Counted:
         self.names = [names.get(id(metric), type(metric).__name__) for metric in self.metrics]
         self._before = [_state_of(metric) for metric in self.metrics]
         self._logged: dict[str, list[_Logged]] = {}
+        self.means, self._share = NotedMeans(), share
+        """The cross-entropies that the step computes inside of it."""
+        self.functions: dict[str, Callable[[Tensor], Any]] = {}
+        """The functions with which values are reduced, by name of the value."""
         vars(module)["log"] = self._log
 
     def _log(
@@ -67,12 +84,17 @@ class Counted:
         rank_zero_only: bool = False,
         **__: Any,
     ) -> None:
-        reduce_fx = getattr(reduce_fx, "__name__", reduce_fx)
-        is_known = reduce_fx in ("mean", *_MERGED) and sync_dist and not rank_zero_only
+        kind = getattr(reduce_fx, "__name__", reduce_fx)
+        kind = "mean" if kind == "avg" else kind
+        if kind not in ("mean", *_MERGED) and callable(reduce_fx):
+            kind, self.functions[name] = "function", reduce_fx
         number = number_of(value)
-        if is_known and number is not None:
-            weight = 1.0 if batch_size is None else float(batch_size)
-            self._logged.setdefault(name, []).append(_Logged(number, weight, reduce_fx))
+        if number is None:
+            return
+        of_targets = self.means.count_of(value) if isinstance(value, Tensor) and batch_size is None else None
+        count, is_own = None if of_targets is None else float(of_targets), rank_zero_only or not sync_dist
+        logged = _Logged(number, kind, batch_size, self._share, count, is_own)
+        self._logged.setdefault(name, []).append(logged)
 
     def record(self) -> Record:
         """Return what was counted so far."""
@@ -82,30 +104,137 @@ class Counted:
         return Record(self._logged, added, [_differ(*pair) for pair in pairs])
 
 
-def log_difference(whole: Sequence[Record], parts: Sequence[Record]) -> str | None:
+def log_difference(counted: Counted, whole: Sequence[Record], parts: Sequence[Record], size: int) -> str | None:
     """Return the first logged value that differs.
 
     Args:
+        counted: with the functions by which values are reduced.
         whole: of the ranks that have run the step on whole sequences; each value counts on one of them.
-        parts: of those that have run it on parts.
+        parts: of those that have run it on parts, `size` after each other for the parts of the same sequences.
+        size: the number of parts.
     """
-    for name, expected in {name: one for record in reversed(whole) for name, one in record.logged.items()}.items():
-        own = [one for record in parts for one in record.logged.get(name, ())]
-        value, other = _merge(expected), _merge(own)
-        scale = max((abs(one.value) for one in (*own, *expected)), default=0.0)
-        if value == value and not abs(value - other) <= _TOLERANCE * scale + 1e-12:
-            how = f" with reduce_fx={expected[0].reduce_fx!r}" if expected[0].reduce_fx != "mean" else ""
-            return f"self.log({name!r}, ...){how} gets {other:.6g} from the parts, but {value:.6g} from the whole"
+    lone = _logged_by_some(parts, size)
+    if lone is not None:
+        return lone
+    by_tokens = names_by_tokens(whole, parts)
+    for name, expected in _by_name(whole).items():
+        if expected[0].is_own:
+            each = [record.logged[name] for record in parts if name in record.logged]
+            found = next(filter(None, (_own_difference(counted, name, expected, one) for one in each)), None)
+        else:
+            own = [one for record in parts for one in record.logged.get(name, ())]
+            found = _difference(counted, name, expected, own, is_by_tokens=name in by_tokens)
+        if found is not None:
+            return f"{_call(name, expected)} {found}"
     return None
 
 
-def _merge(values: Sequence[_Logged]) -> float:
+def _call(name: str, logged: Sequence[_Logged]) -> str:
+    how = f" with reduce_fx={logged[0].reduce_fx!r}" if logged[0].reduce_fx != "mean" else ""
+    return f"self.log({name!r}, ...){how}"
+
+
+def _logged_by_some(parts: Sequence[Record], size: int) -> str | None:
+    """Return the first name that only some of the ranks log which have the parts of the same sequences."""
+    for first in range(0, len(parts), size):
+        records = parts[first : first + size]
+        for name in dict.fromkeys(name for record in records for name in record.logged):
+            number = sum(name in record.logged for record in records)
+            if number < size:
+                return (
+                    f"self.log({name!r}, ...) is called by {number} of the {size} ranks that have the parts, so the "
+                    "rest of the sequences is left out; call it on all"
+                )
+    return None
+
+
+def _own_difference(counted: Counted, name: str, expected: Sequence[_Logged], own: Sequence[_Logged]) -> str | None:
+    """Return how the value of one rank, which is reported as it is, differs from that of whole sequences."""
+    value, other = _values(counted, name, expected, own)
+    if _are_near(value, other):
+        return None
+    return (
+        f"reports {other:.6g}, a part's value on one rank, instead of {value:.6g} (rank_zero_only=True or "
+        "sync_dist=False); leave these out"
+    )
+
+
+def _difference(
+    counted: Counted, name: str, expected: Sequence[_Logged], own: Sequence[_Logged], *, is_by_tokens: bool
+) -> str | None:
+    """Return how a value of all ranks differs from that of whole sequences."""
+    if expected[0].reduce_fx == "mean" and not _has_weights(own, is_by_tokens=is_by_tokens):
+        return "is a mean over the tokens of one of several sequences; pass batch_size=, the number of its tokens"
+    value, other = _values(counted, name, expected, own, is_by_tokens=is_by_tokens)
+    if _are_near(value, other, max(abs(one.value) for one in (*own, *expected))):
+        return None
+    return f"gets {other:.6g} from the parts, but {value:.6g} from the whole"
+
+
+def names_by_tokens(whole: Sequence[Record], parts: Sequence[Record]) -> set[str]:
+    """Return the names whose given ``batch_size`` counts tokens: those of the parts add up to that of the whole."""
+    found = set()
+    for name, expected in _by_name(whole).items():
+        own = [one for record in parts for one in record.logged.get(name, ())]
+        weight = _weight_of(expected)
+        if weight and abs(weight - _weight_of(own)) <= _TOLERANCE * weight:
+            found.add(name)
+    return found
+
+
+def _by_name(records: Sequence[Record]) -> dict[str, list[_Logged]]:
+    """Return what was logged under each name, by the first of the ranks that have logged it."""
+    return {name: one for record in reversed(records) for name, one in record.logged.items()}
+
+
+def _weight_of(values: Sequence[_Logged]) -> float:
+    return sum(one.batch_size or 0.0 for one in values)
+
+
+def _has_weights(values: Sequence[_Logged], *, is_by_tokens: bool) -> bool:
+    return is_by_tokens or all(one.share is not None or one.targets is not None for one in values)
+
+
+def _are_near(value: float, other: float, scale: float = 0.0) -> bool:
+    return value != value or abs(value - other) <= _TOLERANCE * max(scale, abs(value), abs(other)) + 1e-12
+
+
+def _values(
+    counted: Counted,
+    name: str,
+    expected: Sequence[_Logged],
+    own: Sequence[_Logged],
+    *,
+    is_by_tokens: bool = False,
+) -> tuple[float, float]:
+    """Return a logged value from whole sequences, and from parts."""
+    if expected[0].reduce_fx == "function":
+        function = counted.functions[name]
+        value, other = (
+            number_of(function(torch.tensor([one.value for one in values], dtype=torch.double)))
+            for values in (expected, own)
+        )
+        return float("nan") if value is None or other is None else value, other or 0.0
+    return _merge(expected, is_by_tokens=is_by_tokens), _merge(own, is_by_tokens=is_by_tokens)
+
+
+def _merge(values: Sequence[_Logged], *, is_by_tokens: bool) -> float:
     if not values:
         return float("nan")
     if values[0].reduce_fx in _MERGED:
         return _MERGED[values[0].reduce_fx]([one.value for one in values])
-    weight = sum(one.weight for one in values)
-    return sum(one.value * one.weight for one in values) / weight if weight else float("nan")
+    pairs = [(one.value, _weight(one, is_by_tokens=is_by_tokens)) for one in values]
+    weight = sum(weight for _, weight in pairs)
+    return sum(value * weight for value, weight in pairs if weight) / weight if weight else float("nan")
+
+
+def _weight(one: _Logged, *, is_by_tokens: bool) -> float:
+    """Return the weight of a mean, as `PartLogs` gives it."""
+    if one.targets is not None:
+        return one.targets
+    if is_by_tokens:
+        return one.batch_size or 0.0
+    return (one.share or 0.0) * (1.0 if one.batch_size is None else one.batch_size)
 
 
 def metric_difference(counted: Counted, whole: Sequence[Record], parts: Sequence[Record], size: int) -> str | None:
@@ -131,6 +260,24 @@ def metric_difference(counted: Counted, whole: Sequence[Record], parts: Sequence
         elif expected is not None and own is not None:
             return f"the metric {name} is {_shown(own)} from the parts, but {_shown(expected)} from the whole"
     return None
+
+
+@contextmanager
+def not_counted(module: nn.Module) -> Iterator[None]:
+    """Undo what a step in the block adds to metric objects, which another rank counts."""
+    counted: list[tuple[Any, State, dict[str, Any]]] = []
+    reached = KeptObjects()
+    reached.keep(module)
+    for metric in reached.modules:
+        if hasattr(metric, "_reductions"):
+            own = {name: value for name, value in vars(metric).items() if name in _COUNTERS}
+            counted.append((metric, _state_of(metric), own))
+    try:
+        yield
+    finally:
+        for metric, state, own in counted:
+            for name, value in (state | own).items():
+                setattr(metric, name, value)
 
 
 # --- states of metric objects ----------------------------------------------------------------------------------------

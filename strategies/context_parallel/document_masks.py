@@ -2,34 +2,46 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ...common.errors import ConfigError
 
+MaskKind = Literal["mask", "flex"]
+
 
 def document_mask(
-    document_ids: Tensor, *, is_causal: bool = True, window: int | None = None, chunk: int | None = None
-) -> Tensor:
+    document_ids: Tensor,
+    *,
+    is_causal: bool = True,
+    window: int | None = None,
+    chunk: int | None = None,
+    kind: MaskKind = "mask",
+) -> Any:
     """Return the mask for attention inside documents that share sequences, as `PackedDataset` makes them.
 
-    For ``F.scaled_dot_product_attention(attn_mask=)``, and for models of transformers (``attention_mask=``, without a
-    cache). A token attends to those with its document id; padding to padding, so that no row is empty. Under context
-    parallelism, inside a step, the ids are those of this rank's part of the sequences, and the mask has a column for
-    each token of the whole. Then it is collective: all ranks of a sequence call it.
+    For ``F.scaled_dot_product_attention(attn_mask=)``, or as a block mask for ``flex_attention(block_mask=)``, and for
+    models of transformers with that attention (``attention_mask=``, without a cache). A token attends to those with its
+    document id; padding to padding, so that no row is empty. Under context parallelism, inside a step, the ids are
+    those of this rank's part of the sequences, and the mask has a column for each token of the whole. Then it is
+    collective: all ranks of a sequence call it. For a mask with a window, passed on as it is, they exchange only the
+    keys that it reaches.
 
     Args:
         document_ids: the number of the document that each token belongs to; shape (batch, tokens).
         is_causal: attend to the token itself and earlier ones only.
         window: attend to tokens that are fewer than this away (a sliding window).
         chunk: attend inside chunks of this many tokens, counted from the start of each document.
+        kind: ``"mask"`` for a tensor, ``"flex"`` for a ``BlockMask`` of FlexAttention, which is small.
 
     Returns:
         True where attention is allowed; shape (batch, 1, tokens, tokens).
 
     Raises:
-        ConfigError: for ids of another shape, and for a window or chunk below 1.
+        ConfigError: for ids of another shape, for a window or chunk below 1, and for another kind.
 
     Example::
 
@@ -45,12 +57,12 @@ def document_mask(
     for name, value in {"window": window, "chunk": chunk}.items():
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, got {name}={value}; give a number of tokens, or None.")
+    if kind not in ("mask", "flex"):
+        raise ConfigError(f"kind must be 'mask' or 'flex', got {kind!r}; give one of them.")
+    limits: dict[str, Any] = {"is_causal": is_causal, "window": window, "chunk": chunk}
     if has_torch_function_unary(document_ids):  # context parallelism knows the other parts of the sequences
-        mask: Tensor = handle_torch_function(
-            document_mask, (document_ids,), document_ids, is_causal=is_causal, window=window, chunk=chunk
-        )
-        return mask
-    return mask_of_rows(document_ids, is_causal=is_causal, window=window, chunk=chunk)
+        return handle_torch_function(document_mask, (document_ids,), document_ids, **limits, kind=kind)
+    return (mask_of_rows if kind == "mask" else block_mask_of_rows)(document_ids, **limits)
 
 
 def mask_of_rows(
@@ -69,6 +81,40 @@ def mask_of_rows(
         chunks = _places(document_ids, columns) // chunk
         mask &= chunks[:, rows, None] == chunks[:, None, :]
     return mask[:, None]
+
+
+def block_mask_of_rows(
+    document_ids: Tensor,
+    rows: Tensor | None = None,
+    *,
+    is_causal: bool,
+    window: int | None,
+    chunk: int | None,
+    is_token: Tensor | None = None,
+) -> Any:
+    """Return the rows of a block mask for the tokens at the places `rows`; `is_token` is False for padding."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    columns = torch.arange(document_ids.shape[1], device=document_ids.device)
+    rows = columns if rows is None else rows
+    chunks = None if chunk is None else _places(document_ids, columns) // chunk
+
+    is_shared = len(document_ids) == 1  # by all sequences of a batch, whose number is not known
+
+    def allowed(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        row = rows[query]
+        if is_shared:
+            batch = batch * 0
+        found = document_ids[batch, row] == document_ids[batch, key]
+        if is_causal:
+            found = found & (row >= key)
+        if window is not None:
+            found = found & ((row - key).abs() < window)
+        if chunks is not None:
+            found = found & (chunks[batch, row] == chunks[batch, key])
+        return found if is_token is None else found & is_token[batch, key]
+
+    return create_block_mask(allowed, document_ids.shape[0], None, len(rows), len(columns), device=document_ids.device)
 
 
 def documents_of(position_ids: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..distributed.tensor_collectives import Wire, all_gather, all_to_all
 from ..torch_tensors import memory_id
+from .near import NearTokens
+from .part_lengths import PartLengths
 from .sequence import SequenceLayout
 
 
@@ -23,48 +25,77 @@ class Exchange:
         cut: how sequences are cut over its ranks.
     """
 
-    def __init__(self, group: Any, cut: SequenceLayout) -> None:
+    def __init__(self, group: Any, cut: SequenceLayout, device: torch.device | None = None) -> None:
         self.cut = cut
+        self._device = device
         self._wire = Wire(group, cut.size, cut.rank, announce=lambda operation, gradient: None)
+        self.lengths = PartLengths(cut, self._sum)
+
+    def _sum(self, number: int) -> int:
+        return int(all_gather(self._wire, torch.tensor([number], device=self._device)).sum())
 
     def gather(self, part: Tensor, dim: int) -> Tensor:
         """Return the whole tensor made of every rank's part, in order. Collective, and so is its backward."""
         if part.dtype == torch.bool:
             return self.gather(part.to(torch.uint8), dim).bool()
-        parts = all_gather(self._wire, part.reshape(-1)).view(self.cut.size, *part.shape)
-        return self.cut.join(parts.unbind(), dim)
+        length = self.lengths.whole(part.shape[dim])
+        sent = _lengthened(part, dim, self.cut.longest_part(length))
+        parts = all_gather(self._wire, sent.reshape(-1)).view(self.cut.size, *sent.shape)
+        return self.cut.join(parts.unbind(), dim, length)
+
+    def gather_near(self, part: Tensor, dim: int, near: NearTokens) -> Tensor:
+        """Return the tokens that this rank's tokens reach, in order. Collective, and so is its backward."""
+        return near.exchange(self._wire, part, dim)
+
+    def merge(self, numbers: Tensor) -> Tensor:
+        """Return the sum of a vector over the ranks, without gradients. Collective."""
+        rows = all_gather(self._wire, numbers.detach())
+        return rows.view(self.cut.size, -1).sum(0)
 
     def to_heads(self, part: Tensor) -> Tensor:
         """Return whole sequences for this rank's heads, given this rank's part with all heads. Collective.
 
-        Shapes: (..., heads, part, width) to (..., heads / n, n * part, width).
+        Shapes: (..., heads, part, width) to (..., heads / n, length, width).
         """
-        size, (heads, length, width) = self.cut.size, part.shape[-3:]
-        parts = part.reshape(-1, size, heads // size, length, width).movedim(1, 0)
+        size, length = self.cut.size, self.lengths.whole(part.shape[-2])
+        sent = _lengthened(part, -2, self.cut.longest_part(length))
+        heads, most, width = sent.shape[-3:]
+        parts = sent.reshape(-1, size, heads // size, most, width).movedim(1, 0)
         traded = all_to_all(self._wire, parts.reshape(-1)).view(parts.shape)
-        return self.cut.join(traded.unbind(), -2).view(*part.shape[:-3], heads // size, size * length, width)
+        return self.cut.join(traded.unbind(), -2, length).view(*part.shape[:-3], heads // size, length, width)
 
     def to_sequence(self, whole: Tensor) -> Tensor:
         """Return this rank's part of the sequences with all heads; the inverse of `to_heads`. Collective."""
         size, (heads, length, width) = self.cut.size, whole.shape[-3:]
-        batches = whole.reshape(-1, heads, size, length // size, width)
-        traded = all_to_all(self._wire, batches.movedim(2, 0).reshape(-1))
-        parts = traded.view(size, -1, heads, length // size, width).movedim(0, 1)
-        return parts.reshape(*whole.shape[:-3], size * heads, length // size, width)
+        most = self.cut.longest_part(length)
+        batches = whole.reshape(-1, heads, length, width)
+        sent = torch.stack([_lengthened(self.cut.take(batches, -2, rank), -2, most) for rank in range(size)])
+        traded = all_to_all(self._wire, sent.reshape(-1)).view(sent.shape)
+        parts = traded.movedim(0, 1).reshape(*whole.shape[:-3], size * heads, most, width)
+        return parts.narrow(-2, 0, self.cut.part_length(length))
+
+
+def _lengthened(part: Tensor, dim: int, length: int) -> Tensor:
+    """Return a part with zeros after it, as ranks exchange parts of one length only."""
+    missing = length - part.shape[dim]
+    if not missing:
+        return part
+    shape = list(part.shape)
+    shape[dim] = missing
+    return torch.cat([part, part.new_zeros(shape)], dim)
 
 
 @contextmanager
-def gathered_again(exchange: Exchange, dim: int, pairs: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
+def gathered_again(gather: Callable[[Tensor], Tensor], pairs: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
     """For the backward of the block, save parts instead of the whole tensors that were gathered from them.
 
     The backward gathers them again, so that each of n ranks keeps only 1/n of the keys and values.
 
     Args:
-        exchange: gathers the parts.
-        dim: the dimension along which they are gathered.
+        gather: gathers the parts.
         pairs: each part with its whole tensor.
     """
-    regathered = {memory_id(whole): _Regathered(exchange, dim, part.detach()) for part, whole in pairs}
+    regathered = {memory_id(whole): _Regathered(gather, part.detach()) for part, whole in pairs}
 
     def pack(tensor: Tensor) -> Any:
         kept = regathered.get(memory_id(tensor))
@@ -80,8 +111,8 @@ def gathered_again(exchange: Exchange, dim: int, pairs: list[tuple[Tensor, Tenso
 class _Regathered:
     """A tensor that is gathered when the first of its views is needed, and released after the last."""
 
-    def __init__(self, exchange: Exchange, dim: int, part: Tensor) -> None:
-        self._exchange, self._dim, self._part = exchange, dim, part
+    def __init__(self, gather: Callable[[Tensor], Tensor], part: Tensor) -> None:
+        self._gather, self._part = gather, part
         self._num_views, self._num_open = 0, 0
         self._whole: Tensor | None = None
 
@@ -91,7 +122,7 @@ class _Regathered:
 
     def unpack(self, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
         if self._whole is None:
-            self._whole, self._num_open = self._exchange.gather(self._part, self._dim), self._num_views
+            self._whole, self._num_open = self._gather(self._part), self._num_views
         view = self._whole.as_strided(shape, stride, offset)
         self._num_open -= 1
         if self._num_open == 0:

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...common.foreign import attribute_of
 from .context import ContextParallel
-from .document_masks import documents_of, mask_of_rows
+from .document_masks import block_mask_of_rows, documents_of, mask_of_rows
 
 _Limits = tuple[int | None, int | None]
 """The window and the chunk of a kind of attention."""
@@ -34,6 +34,7 @@ class GivesPositions:
         self._context: ContextParallel | None = context
         self._signature = inspect.signature(model.forward)
         self._kinds = _kinds_of_attention(model)
+        self._is_flex = attribute_of(attribute_of(model, "config"), "_attn_implementation") == "flex_attention"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GivesPositions:
         return self  # a copy of the module trains in the same processes
@@ -50,19 +51,52 @@ class GivesPositions:
         inputs = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
         if not isinstance(inputs, Tensor) or inputs.ndim < 2:
             return None
-        own = context.positions(inputs.shape[1], inputs.device)[None]
+        own, length = context.positions(inputs.shape[1], inputs.device)[None], context.whole_length(inputs.shape[1])
         positions, mask = given.get("position_ids"), given.get("attention_mask")
         added = {} if positions is not None else {"position_ids": own}
         if "attention_mask" in self._signature.parameters and (mask is None or _is_padding(mask)):
-            documents = None if positions is None or positions.ndim != 2 else _documents(context, positions)
             padding = None if mask is None else context.whole(mask.bool(), 1)
-            made = _whole_mask(self._kinds, own[0], documents, padding, context.size * inputs.shape[1])
-            if made is None and mask is None and documents is None:
-                made = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
+            make = self._block_masks if self._is_flex else self._masks
+            made = make(inputs, own[0], positions, padding, length)
             if made is not None:
                 args, kwargs = self._without_mask(args, kwargs)
                 added["attention_mask"] = made
         return args, {**kwargs, **added}
+
+    def _masks(
+        self, inputs: Tensor, rows: Tensor, positions: Tensor | None, padding: Tensor | None, length: int
+    ) -> Any:
+        """Return this part's rows of the masks of a model; None where what the model is given says all."""
+        context = self._context
+        assert context is not None
+        documents = None if positions is None or positions.ndim != 2 else _documents(context, positions)
+        masks = _whole_mask(self._kinds, rows, documents, padding, length)
+        if masks is None:
+            is_plain = padding is None and documents is None
+            return torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device) if is_plain else None
+        for kind, mask in masks.items():
+            if (window := self._kinds[kind][0]) is not None:
+                context.note_window(mask, window)
+        return masks.get("", masks)
+
+    def _block_masks(
+        self, inputs: Tensor, rows: Tensor, positions: Tensor | None, padding: Tensor | None, length: int
+    ) -> Any:
+        """Return this part's rows of the block masks of a model, one or by kind of layer; None if they are unknown."""
+        assert self._context is not None
+        if not self._kinds:
+            return None
+        ids = torch.zeros(1, length, dtype=torch.long, device=inputs.device)
+        if positions is not None and positions.ndim == 2:
+            ids = documents_of(self._context.whole(positions.contiguous(), 1))
+        if padding is not None:
+            ids = ids.expand(len(padding), length)
+        limits: dict[str, Any] = {"is_causal": True, "is_token": padding}
+        masks = {
+            kind: block_mask_of_rows(ids, rows, window=window, chunk=chunk, **limits)
+            for kind, (window, chunk) in self._kinds.items()
+        }
+        return masks.get("", masks)
 
     def _without_mask(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return arguments among whose positional ones there is no mask."""
@@ -98,8 +132,8 @@ def _documents(context: ContextParallel, positions: Tensor) -> Tensor | None:
 
 def _whole_mask(
     kinds: Mapping[str, _Limits], rows: Tensor, documents: Tensor | None, padding: Tensor | None, length: int
-) -> Any:
-    """Return this part's rows of the masks of a model, one or by kind of layer; None if it needs none, or if unknown.
+) -> dict[str, Tensor] | None:
+    """Return this part's rows of the masks of a model by kind of layer; None if it needs none, or if they are unknown.
 
     Args:
         kinds: the model's kinds of attention.
@@ -120,14 +154,14 @@ def _whole_mask(
     if is_padded:
         assert padding is not None
         masks = {kind: mask & padding[:, None, None] for kind, mask in masks.items()}
-    return masks.get("", masks)
+    return masks
 
 
 def _kinds_of_attention(model: nn.Module) -> dict[str, _Limits]:
-    """Return the limits of each kind of layer, "" if there is one only; empty unless all are causal, known and SDPA."""
+    """Return the limits of each kind of layer, "" if there is one only; empty unless all are causal and known."""
     whole: Any = attribute_of(model, "config")
     causal = {attribute_of(part, "is_causal") for part in model.modules()} - {None}
-    if attribute_of(whole, "_attn_implementation") != "sdpa" or causal != {True}:
+    if attribute_of(whole, "_attn_implementation") not in ("sdpa", "flex_attention") or causal != {True}:
         return {}
     config = whole.get_text_config()
     window, chunk = attribute_of(config, "sliding_window"), attribute_of(config, "attention_chunk_size")

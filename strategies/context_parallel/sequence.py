@@ -11,11 +11,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """Cuts a dimension into chunks and assigns them to the ranks.
+    """Cuts a dimension into chunks, whose lengths differ by one at most, and assigns them to the ranks.
 
     If balanced, rank r of n has the chunks r and 2n - 1 - r of 2n, so that all ranks compute the same amount of causal
-    attention. Otherwise, or if the length is not a multiple of 2n, there are n chunks. Source: Brandon et al., "Striped
-    Attention", 2023, and the load balancing of torch's and Llama 3's context parallelism.
+    attention. Otherwise there are n chunks. The parts of ranks differ by one token at most, and by none where n divides
+    the length. Source: Brandon et al., "Striped Attention", 2023, and the load balancing of torch's and Llama 3's
+    context parallelism.
     """
 
     size: int
@@ -23,35 +24,38 @@ class SequenceLayout:
     rank: int
     is_balanced: bool
 
-    def chunks(self, length: int, rank: int | None = None) -> tuple[int, ...]:
-        """Return the indices of a rank's chunks of a whole sequence, in order; by default this rank's."""
+    def chunks(self, length: int, rank: int | None = None) -> list[tuple[int, int]]:
+        """Return where a rank's chunks of a whole sequence begin and end, in order; by default this rank's."""
         rank = self.rank if rank is None else rank
-        return (rank, 2 * self.size - 1 - rank) if self.is_balanced and length % (2 * self.size) == 0 else (rank,)
+        places = (rank, 2 * self.size - 1 - rank) if self.is_balanced else (rank,)
+        base, longer = divmod(length, self.size * len(places))  # the first chunks have one token more
+        starts = [place * base + min(place, longer) for place in places]
+        return [(start, start + base + (place < longer)) for place, start in zip(places, starts, strict=True)]
 
-    def chunk_length(self, length: int) -> int:
-        """Return the length of each chunk of a whole sequence."""
-        return length // (self.size * len(self.chunks(length)))
+    def part_length(self, length: int, rank: int | None = None) -> int:
+        """Return how many tokens of a whole sequence a rank has; by default this rank."""
+        return sum(stop - start for start, stop in self.chunks(length, rank))
 
-    def positions(self, length: int, device: torch.device | None = None) -> Tensor:
-        """Return the positions of this rank's part of a whole sequence of `length` tokens."""
-        width = self.chunk_length(length)
-        return torch.cat(
-            [torch.arange(chunk * width, (chunk + 1) * width, device=device) for chunk in self.chunks(length)]
-        )
+    def longest_part(self, length: int) -> int:
+        """Return the most tokens of a whole sequence that a rank has."""
+        return -(-length // self.size)
 
-    def take(self, whole: Tensor, dim: int) -> Tensor:
-        """Return this rank's part of a whole tensor, whose length along `dim` must be a multiple of the rank count."""
-        length = whole.shape[dim]
-        width = self.chunk_length(length)
-        return torch.cat([whole.narrow(dim, chunk * width, width) for chunk in self.chunks(length)], dim)
+    def positions(self, length: int, device: torch.device | None = None, rank: int | None = None) -> Tensor:
+        """Return the positions of a rank's part of a whole sequence of `length` tokens; by default this rank's."""
+        return torch.cat([torch.arange(start, stop, device=device) for start, stop in self.chunks(length, rank)])
 
-    def join(self, parts: Sequence[Tensor], dim: int) -> Tensor:
-        """Return the whole tensor made of the parts of all ranks."""
-        length = self.size * parts[0].shape[dim]
-        width = self.chunk_length(length)
-        in_order = {
-            chunk: part.narrow(dim, index * width, width)
-            for rank, part in enumerate(parts)
-            for index, chunk in enumerate(self.chunks(length, rank))
-        }
-        return torch.cat([in_order[chunk] for chunk in sorted(in_order)], dim)
+    def take(self, whole: Tensor, dim: int, rank: int | None = None) -> Tensor:
+        """Return a rank's part of a whole tensor; by default this rank's."""
+        chunks = self.chunks(whole.shape[dim], rank)
+        return torch.cat([whole.narrow(dim, start, stop - start) for start, stop in chunks], dim)
+
+    def join(self, parts: Sequence[Tensor], dim: int, length: int) -> Tensor:
+        """Return the whole tensor, of `length` tokens, made of the parts of all ranks; of each, the first tokens."""
+        in_order: list[tuple[int, Tensor]] = []
+        for rank, part in enumerate(parts):
+            own = 0
+            for start, stop in self.chunks(length, rank):
+                in_order.append((start, part.narrow(dim, own, stop - start)))
+                own += stop - start
+        in_order.sort(key=lambda placed: placed[0])
+        return torch.cat([chunk for _, chunk in in_order if chunk.shape[dim]], dim)

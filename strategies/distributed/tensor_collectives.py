@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -87,6 +87,14 @@ def broadcast(wire: Wire, flat: Tensor, src: int) -> Tensor:
         return _Broadcast.apply(wire, flat, src)  # type: ignore[no-any-return]
     dist.broadcast(as_bytes(flat), group=wire.process_group, group_src=src)
     return flat.detach()
+
+
+def all_to_all_of(wire: Wire, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """Return the slices of every rank's `flat` that are for this rank; given how long the slices of all ranks are."""
+    if not _has_gradient(flat):
+        return _exchange(wire, flat, sent, received)
+    exchanged: Tensor = _Uneven.apply(wire, flat, sent, received)
+    return exchanged
 
 
 def all_gather_bytes(wire: Wire, payload: bytes) -> list[bytes]:
@@ -174,6 +182,29 @@ def _all_to_all(wire: Wire, flat: Tensor) -> Tensor:
     own = torch.empty_like(flat)
     dist.all_to_all_single(as_bytes(own), as_bytes(flat), group=wire.process_group)
     return own
+
+
+def _exchange(wire: Wire, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    import torch.distributed as dist
+
+    own, size = flat.new_empty(sum(received)), flat.element_size()
+    in_bytes = ([size * number for number in received], [size * number for number in sent])
+    dist.all_to_all_single(as_bytes(own), as_bytes(flat), *in_bytes, group=wire.process_group)
+    return own
+
+
+class _Uneven(torch.autograd.Function):
+    """An exchange of slices of different lengths; its backward sends the gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, wire: Wire, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        ctx.wire, ctx.sent, ctx.received = wire, sent, received
+        return _exchange(wire, flat, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None, None]:
+        ctx.wire.announce("backward of all_to_all", gradient)
+        return None, all_to_all_of(ctx.wire, gradient.contiguous(), ctx.received, ctx.sent), None, None
 
 
 class _Linear(torch.autograd.Function):

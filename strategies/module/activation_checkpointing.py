@@ -226,14 +226,15 @@ def _in_default_dtype(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_function_modes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make both calls run in the current TorchFunctionModes: none are active during backward."""
+    """Make both calls run in the current TorchFunctionModes: few or none are active during backward."""
     modes = function_modes()
 
     def call(*args: Any) -> Any:
-        if function_modes() == modes:
+        missing = [mode for mode in modes if mode not in function_modes()]
+        if not missing:
             return function(*args)
         with ExitStack() as stack:
-            for mode in modes:
+            for mode in missing:
                 stack.enter_context(mode)
             return function(*args)
 

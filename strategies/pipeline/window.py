@@ -302,13 +302,14 @@ class WindowRunner:
     def _backward(self, action: Action, work: WindowWork) -> None:
         _, stage, index = action
         if stage == self._num_stages - 1:
-            work.backward_of(self._outputs.pop((stage, index))[0])
+            with self._around.recomputing(index):
+                work.backward_of(self._outputs.pop((stage, index))[0])
             return
         outputs = self._sent(stage, index)
         gradients = self._gradients_of_outputs(stage, index)
         del self._outputs[stage, index]
         if outputs:
-            with self._around.recomputing():
+            with self._around.recomputing(index):
                 torch.autograd.backward(outputs, gradients)
 
     def _backward_inputs(self, action: Action, work: WindowWork) -> None:
@@ -320,7 +321,7 @@ class WindowRunner:
             del self._outputs[stage, index]
         inputs = self._inputs[stage, index]
         if inputs and outputs:
-            with self._around.recomputing():
+            with self._around.recomputing(index):
                 self._rests[stage, index] = backward_for_inputs(outputs, gradients, inputs, self._weights())
         else:  # nothing to send on: everything is computed with the weights
             self._rests[stage, index] = None, outputs, gradients
@@ -328,7 +329,7 @@ class WindowRunner:
     def _backward_weights(self, action: Action, work: WindowWork) -> None:
         _, stage, index = action
         rest = self._rests.pop((stage, index))
-        with self._around.recomputing():
+        with self._around.recomputing(index):
             if not isinstance(rest, tuple):
                 backward_for_weights(self._weights(), rest)
             elif rest[1]:

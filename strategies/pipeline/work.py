@@ -52,8 +52,8 @@ class WindowWork(Protocol):
 class StepContext(NamedTuple):
     """What surrounds the steps of a pipeline whose ranks compute them together with others of the same stage."""
 
-    recomputing: Callable[[], AbstractContextManager[object]] = nullcontext
-    """In which a stage's backward runs, which may compute parts of its forward again."""
+    recomputing: Callable[[int], AbstractContextManager[object]] = nullcontext
+    """In which a stage's backward of a micro-batch runs, which may compute parts of its forward again."""
     is_true_on_any: Callable[[bool], bool] = bool
     """Tells whether one of these ranks, which all call it, has passed True."""
     has_cut_layers: bool = False

@@ -46,6 +46,8 @@ class PlacedStages(PlacedShards):
 
     def __init__(self, site: Site, module: nn.Module, sharding: Sharding, cuts: Cuts, schedule: Schedule) -> None:
         self._schedule, self._has_run = schedule, False
+        self._lengths: list[Sequence[int]] = []
+        """Of the sequences in each micro-batch of the window, where they are cut."""
         super().__init__(site, module, sharding, cuts)
 
     def begin_run(self, site: Site, sequences: CutSteps | None, *, is_manual: bool) -> None:
@@ -97,7 +99,7 @@ class PlacedStages(PlacedShards):
             return around
         begin = ranks.begin_all_reduce  # a rehearsal answers this one itself
         return around._replace(
-            recomputing=sequences.context.recomputing,
+            recomputing=lambda index: sequences.context.recomputing(self._lengths[index]),
             is_true_on_any=lambda flag: bool(begin([float(flag)], "max")()[0]),
             together=sequences.collectives,
         )
@@ -115,6 +117,8 @@ class PlacedStages(PlacedShards):
 
     def _run_to_compare(self, step_name: str, *args: Any) -> Any:
         step, signature = partial(self._run_step, step_name, *args), signature_of(f"{step_name} to compare", args[0])
+        if self._cuts.sequences is not None:  # a part may have the shape that another batch has on this rank alone
+            signature = (signature, self._cuts.sequences.context.signature)
         with self._sharded.runs.writes.ignored():
             return self.pipeline.evaluate_here(signature, step)
 
@@ -123,7 +127,9 @@ class PlacedStages(PlacedShards):
         if not self._has_run:
             check_number(self._schedule, work.micro_batches_a_step)
         if self._cuts.sequences is not None:
-            self._compare_sequences("training_step", *arguments())
+            steps = arguments()
+            self._compare_sequences("training_step", *steps)
+            self._lengths = [self._cuts.sequences.context.lengths(args[0], self.module) for args in steps]
         self._scale_nothing()  # on stages without a loss
         self.pipeline.note_trained(self._sharded.parameters)
         with self._compared(work.signatures, work.position, work.forward_at, arguments):

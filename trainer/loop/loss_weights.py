@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...common.errors import ModuleError
 from ...strategies import Strategy
+from ...strategies.targets.shares import share_of, unclear_share
 from ...strategies.targets.target_mean import TargetMean
 from ..data.micro_batch import Window
 from ..module.loss import Loss, as_tensor, mean_of, nonzero
@@ -36,6 +37,7 @@ class Weights:
         "_count",
         "_divisor",
         "_has_many",
+        "_has_parts",
         "_is_whole",
         "_planned",
         "_ranks",
@@ -64,6 +66,8 @@ class Weights:
         # tensors are weighted by the samples of their data rank, and each `Loss` by its share of all counts
         self._ranks = 1 if strategy is None else strategy.data_size
         self._sharers = 1 if strategy is None else strategy.ranks.loss.world_size
+        self._has_parts = self._sharers > self._ranks
+        """Whether ranks have parts of the same samples, and maybe different numbers of their tokens."""
         self._used = 0
         # divides the totals until all counts are known
         self._divisor: Tensor | float = 1.0
@@ -74,7 +78,7 @@ class Weights:
         """Whether the losses are `Loss`."""
         self.has_targets = self._has_many = False
         """Whether there are means over targets, and any with several targets a sample."""
-        self._without_targets: list[tuple[Tensor, int]] = []
+        self._without_targets: list[tuple[Tensor, float]] = []
         """The weighted tensors that are no means over targets, and their samples."""
         self.losses: list[Tensor] = []
 
@@ -96,16 +100,21 @@ class Weights:
                 self.has_units = True
                 # with several ranks, a number that is the same on all
                 self._divisor = nonzero(loss.count) if self._strategy is None else self._planned / self._sharers
+            if self._has_parts and not share_of(loss.total):  # another rank has computed the whole
+                loss = Loss(loss.total * 0.0, loss.count * 0)
             self._count = self._count + loss.count
             weighed = loss.total / self._divisor
         else:
             self._used += size
+            share = share_of(loss) if self._has_parts else 1.0
             mean = None if self._targets is None else self._targets.mean_of(loss, size)
             if mean is None:
-                weighed = self.weigh_samples(loss, size)
-                self._without_targets.append((weighed, size))
+                if share is None:
+                    raise unclear_share("The loss", "return Loss(total, count)")
+                weighed = self.weigh_samples(loss, size * share)
+                self._without_targets.append((weighed, size * share))
             else:
-                weighed = self._weigh_targets(loss, mean, size)
+                weighed = self._weigh_targets(loss, mean, size if share is None or share else 0)
         self.losses.append(weighed)
         return weighed
 
@@ -114,22 +123,25 @@ class Weights:
         """What the losses of this rank are weighted by."""
         return "Loss" if self.has_units else "targets" if self.has_targets else "samples"
 
-    def weigh_samples(self, loss: Tensor, size: int) -> Tensor:
+    def weigh_samples(self, loss: Tensor, size: float) -> Tensor:
         """Return the mean loss of `size` samples, weighted by their number."""
         weight = self._ranks * size / self._planned
         return loss if weight == 1.0 else loss * weight
 
     def _weigh_targets(self, loss: Tensor, mean: TargetMean, size: int) -> Tensor:
-        """Return a mean over targets, weighted by their number as by as many samples; without targets, 0."""
+        """Return a mean over targets, weighted by their number as by as many samples; without targets, 0.
+
+        A `size` of 0 stands for none: another rank has computed the whole.
+        """
         self.has_targets, self._has_many = True, self._has_many or mean.number > size
         if loss.device.type == "cpu":
-            number = mean.count.item()
+            number = mean.count.item() if size else 0
             self._count = self._count + number
             if not number:  # the mean is not a number, but nothing flows back from it
                 return loss.nan_to_num(nan=0.0) * 0.0
             weight = self._sharers * number / self._planned
             return loss if weight == 1.0 else loss * weight
-        count = mean.count.to(torch.float32)
+        count = mean.count.to(torch.float32) * float(size > 0)
         self._count = self._count + as_tensor(count, loss)
         return torch.where(count > 0, loss, 0.0) * (count * (self._sharers / self._planned))
 
@@ -179,7 +191,7 @@ class Weights:
             return self._divisor / nonzero(count)
         return as_tensor(self._divisor, like) / nonzero(as_tensor(count, like))
 
-    def _without_zeros(self) -> int:
+    def _without_zeros(self) -> float:
         """Return the samples of the tensors that are no means over targets; one that is 0 stands for none."""
         return sum(size for loss, size in self._without_targets if loss.item())
 

@@ -13,6 +13,7 @@ from ...callbacks.run import Stage
 from ...common.errors import ModuleError
 from ...strategies import Strategy
 from ...strategies.state.dtensor import gathered
+from ...strategies.targets.shares import TokenShare
 from .accumulator import to_numbers
 from .entry import Entry, Moment, Scope, two_ways
 from .gathering import gather_once
@@ -96,7 +97,7 @@ class Metrics:
 
     # --- writing -----------------------------------------------------------------------------------------------------
 
-    def log(self, name: str, value: Any, options: tuple[Any, ...], batch_size: int | None) -> None:
+    def log(self, name: str, value: Any, options: tuple[Any, ...], batch_size: float | TokenShare | None) -> None:
         """Accept one value from `TrainModule.log`."""
         is_plain = self.in_batch and self.dataloader_idx is None
         entry = self._entries.get(name if is_plain else self._key(name))
@@ -118,13 +119,13 @@ class Metrics:
                 value = value.item() if value.is_cpu else value.detach().clone()
         elif not isinstance(value, int | float):
             value = self._number(entry, value)
-        weight = self.batch_size
+        weight: float = self.batch_size
         if batch_size is not None:
-            weight = batch_size
-            if batch_size < 0:
+            weight = batch_size.of(weight) if isinstance(batch_size, TokenShare) else batch_size
+            if weight < 0:
                 raise ModuleError(
-                    f"self.log({name!r}, ...): batch_size must be a number of samples from 0, got {batch_size}; give "
-                    "that number, or leave it out."
+                    f"self.log({name!r}, ...): batch_size must be a number of samples from 0, got {weight}; give that "
+                    "number, or leave it out."
                 )
         if entry.step is not None:
             if entry.stamp != self.position or entry.batch != self.batch:

@@ -8,9 +8,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from echelon import Loss
-from echelon.common.errors import ConfigError, DataError, EchelonError
+from echelon.common.errors import ConfigError, DataError, EchelonError, ModuleError
 from echelon.strategies.context_parallel.check import check_step
 from echelon.strategies.context_parallel.context import ContextParallel, check_exchange
+from echelon.strategies.context_parallel.part_lengths import PartLengths
+from echelon.strategies.context_parallel.sequence import SequenceLayout
 from echelon.strategies.distributed.collectives import Collectives
 from echelon.testing import run_ranks
 
@@ -49,9 +51,43 @@ def test_a_hook_names_the_dimensions():
 
 def test_positions_are_those_of_the_part_only_inside_of_a_step_on_it():
     parallel = context(rank=1)
+    parallel.cut(torch.zeros(1, 8), nn.Module())
     assert parallel.positions(4, torch.device("cpu")).tolist() == [0, 1, 2, 3]
     with parallel.attention():
         assert parallel.positions(4, torch.device("cpu")).tolist() == [2, 3, 4, 5]
+        with pytest.raises(ModuleError, match="4 tokens, got 5 tokens"):
+            parallel.positions(5, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("exchange", ["allgather", "ulysses"])
+@pytest.mark.parametrize("length", [4, 7, 30, 31, 64])
+def test_parts_of_any_length_differ_by_one_token_at_most_and_their_shares_add_up(length, exchange):
+    for size in (2, 4):
+        ranks = [context(rank, size, exchange=exchange) for rank in range(size)]
+        parts = [rank.sequence_cut.positions(length).tolist() for rank in ranks]
+        assert sorted(place for part in parts for place in part) == list(range(length))
+        assert max(map(len, parts)) - min(map(len, parts)) == (length % size > 0)
+        shares = [rank.share([length, length]) for rank in ranks]
+        assert sum(shares) == pytest.approx(size)
+        if length < 2 * size:
+            assert shares == [size, *[0.0] * (size - 1)]  # the first rank computes all of them
+        else:
+            assert shares == [size * len(part) / length for part in parts]
+        assert (ranks[0].share([64, length]) is None) == (length % size > 0 and length >= 2 * size)
+
+
+def test_sequences_of_nearly_the_same_length_are_told_apart_by_asking_the_other_ranks():
+    cut, asked = SequenceLayout(2, 0, is_balanced=True), []
+    lengths = PartLengths(cut, lambda part: asked.append(part) or 7)
+    lengths.begin([7, 16])
+    assert (lengths.whole(3), lengths.whole(8), asked) == (7, 16, [])
+    lengths.begin([6, 7])
+    assert [cut.part_length(length) for length in (6, 7)] == [3, 3]
+    assert (lengths.whole(3), asked) == (7, [3])
+    other = PartLengths(SequenceLayout(2, 1, is_balanced=True), lambda part: asked.append(part) or 7)
+    other.begin([6, 7])
+    assert (other.whole(4), asked) == (7, [3, 4])  # which knows, but the first rank does not
+    assert not lengths.known(8)
 
 
 class Misnamed(nn.Module):
@@ -62,7 +98,6 @@ class Misnamed(nn.Module):
 @pytest.mark.parametrize(
     ("batch", "module", "error", "text"),
     [
-        (torch.zeros(2, 7), nn.Module(), DataError, r"multiple of cp=2, got 7 in dimension 1 of shape \(2, 7\)"),
         ([torch.zeros(2, 8), torch.zeros(2, 6)], nn.Module(), DataError, r"batch\[0\]: 8, batch\[1\]: 6"),
         (torch.zeros(8), nn.Module(), DataError, r"a sequence in dimension 1, got shapes \{'': \(8,\)\}"),
         ({"tokens": torch.zeros(2, 8)}, Misnamed(), ConfigError, r"each of \['tokens'\], got \{'token': 1\}"),
@@ -173,7 +208,7 @@ def check_models(exchange):
         drawn = torch.get_rng_state()
         seen = module.seen
         try:
-            check_step(module.parallel, module, (batch,), module.training_step, collectives)
+            check_step(module.parallel, module, (batch,), module.training_step, collectives, set())
             answers[kind.__name__] = "passes"
         except EchelonError as error:
             answers[kind.__name__] = str(error)

@@ -28,9 +28,9 @@ def join():
 
 def mode_of(kind, rank, length=LENGTH):
     cut = SequenceLayout(SIZE, rank, is_balanced=kind == "allgather")
-    mode = AttentionMode(Exchange(None, cut), kind)
-    mode.lengths = frozenset({length // SIZE})
-    return cut, mode
+    exchange = Exchange(None, cut)
+    exchange.lengths.begin({length})
+    return cut, AttentionMode(exchange, kind)
 
 
 def padding(length=LENGTH):
@@ -42,6 +42,9 @@ FUNCTIONS = {
     "plain": ((HEADS, HEADS), LENGTH, {}, None),
     "causal": ((HEADS, HEADS), LENGTH, {"is_causal": True}, None),
     "causal, odd parts": ((HEADS, HEADS), 6, {"is_causal": True}, None),
+    "causal, parts of different lengths": ((HEADS, HEADS), 7, {"is_causal": True}, None),
+    "padding, parts of different lengths": ((HEADS, HEADS), 7, {}, padding(7)[:, None, None]),
+    "rows, parts of different lengths": ((HEADS, HEADS), 7, {}, torch.rand(BATCH, 1, 7, 7) > 0.3),
     "scaled": ((HEADS, HEADS), LENGTH, {"scale": 0.3, "is_causal": True}, None),
     "grouped queries": ((HEADS, 2), LENGTH, {"is_causal": True, "enable_gqa": True}, None),
     "padding": ((HEADS, HEADS), LENGTH, {}, padding()[:, None, None]),
@@ -61,7 +64,7 @@ def compare_functions(kind, cases):
         (expected * weights).sum().backward()
         parts = [cut.take(tensor.detach(), -2).requires_grad_() for tensor in whole]
         rows = mask if mask is None or mask.shape[-2] == 1 else cut.take(mask, -2)
-        columns = rows if rows is None or rows.shape[-2] > 1 else cut.take(rows, -1)
+        columns = rows if mask is None or mask.shape[-2] > 1 else cut.take(rows, -1)
         with mode:
             output = F.scaled_dot_product_attention(*parts, columns, **options)
         (output * cut.take(weights, -2)).sum().backward()
@@ -206,9 +209,18 @@ def test_each_rank_has_as_much_causal_attention_to_compute():
 
 def test_parts_join_to_the_whole():
     whole = torch.arange(24).reshape(2, 12)
-    for size, is_balanced in ((2, True), (2, False), (3, True), (4, True), (6, False)):
+    for size, is_balanced in (
+        (2, True),
+        (2, False),
+        (3, True),
+        (4, True),
+        (5, True),
+        (5, False),
+        (6, False),
+        (12, True),
+    ):
         cuts = [SequenceLayout(size, rank, is_balanced=is_balanced) for rank in range(size)]
         parts = [cut.take(whole, 1) for cut in cuts]
-        assert torch.equal(cuts[0].join(parts, 1), whole)
+        assert torch.equal(cuts[0].join(parts, 1, 12), whole)
         for cut, part in zip(cuts, parts, strict=True):
             assert torch.equal(part[0], cut.positions(12))

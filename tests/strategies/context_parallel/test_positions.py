@@ -102,6 +102,12 @@ class Parts:
         first = torch.ones_like(part) if part.dtype == torch.bool else torch.arange(part.shape[1]).expand_as(part)
         return torch.cat([first, part], dim)
 
+    def whole_length(self, part):
+        return 2 * part
+
+    def merge(self, numbers):
+        return 2 * numbers
+
     def positions(self, length, device):
         return torch.arange(length, 2 * length, device=device)
 

@@ -106,8 +106,9 @@ def compare_amid_context_parallel(case, mesh):
     settings, options = CUT_TWICE[case]
     torch.manual_seed(1)
     layout = SequenceLayout(2, mesh["cp"].get_local_rank(), is_balanced=True)
-    mode = AttentionMode(Exchange(mesh["cp"].get_group(), layout), "allgather")
-    mode.lengths = frozenset({4})
+    exchange = Exchange(mesh["cp"].get_group(), layout)
+    exchange.lengths.begin({8})
+    mode = AttentionMode(exchange, "allgather")
     whole = nn.MultiheadAttention(8, 4, **{"batch_first": True, **settings}).double()
     cut = copy.deepcopy(whole)
     cut_module(nn.ModuleDict({"attention": cut}), find_plan(nn.ModuleDict({"attention": cut})), mesh["tp"])

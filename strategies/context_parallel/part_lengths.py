@@ -1,0 +1,58 @@
+"""PartLengths: the lengths of whole sequences, of which a tensor's length shows only that of a part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from ...common.errors import ModuleError
+from .sequence import SequenceLayout
+
+
+class PartLengths:
+    """Tells how long the sequence is that a part of some length belongs to.
+
+    Sequences of nearly the same length have parts of the same length on some rank. Where a batch has such sequences,
+    the ranks ask each other.
+
+    Args:
+        cut: how sequences are cut.
+        ask: returns the sum of a number over the ranks of the sequences. Collective.
+    """
+
+    def __init__(self, cut: SequenceLayout, ask: Callable[[int], int]) -> None:
+        self._cut, self._ask = cut, ask
+        self._current: frozenset[int] = frozenset()
+
+    def begin(self, lengths: Collection[int]) -> None:
+        """Begin a step on a batch with sequences of these lengths."""
+        self._current = frozenset(lengths)
+
+    def known(self, part: int) -> bool:
+        """Return whether a part of a sequence has this length."""
+        return any(self._cut.part_length(length) == part for length in self._current)
+
+    def whole(self, part: int) -> int:
+        """Return the length of the sequence. Collective where the batch has sequences of nearly the same length.
+
+        Raises:
+            ModuleError: if no sequence of the batch has such a part.
+        """
+        found = [length for length in self._current if self._cut.part_length(length) == part]
+        if not found:
+            raise ModuleError(self.refusal(f"{part} tokens"))
+        # if one rank may take it for another, all ask
+        return self._ask(part) if any(self._look_alike(found[0], length) for length in self._current) else found[0]
+
+    def _look_alike(self, one: int, other: int) -> bool:
+        """Return whether the parts of two sequences have the same length on any rank."""
+        parts = ((self._cut.part_length(length, rank) for length in (one, other)) for rank in range(self._cut.size))
+        return one != other and any(a == b for a, b in parts)
+
+    def refusal(self, found: str) -> str:
+        """Return the text of an error about something that is no part of the batch's sequences."""
+        lengths = " or ".join(map(str, sorted({self._cut.part_length(length) for length in self._current})))
+        return (
+            "Attention under context parallelism must be over this rank's part of the batch's sequences, "
+            f"{lengths or 0} tokens, got {found}. A class token, patches or a shorter sequence that the module "
+            "creates itself cannot be cut: create it in the dataset, or use cp=1."
+        )

@@ -1,0 +1,87 @@
+"""Attention within a window gets the tokens of other ranks that it reaches, and no others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from echelon import document_mask
+from echelon.strategies.context_parallel.attention import AttentionMode
+from echelon.strategies.context_parallel.exchange import Exchange
+from echelon.strategies.context_parallel.sequence import SequenceLayout
+from echelon.testing import run_ranks
+
+WIDTH, LENGTH = 4, 64
+CASES: dict[str, dict[str, Any]] = {
+    "no window": {},
+    "window": {"window": 5},
+    "window, length that the ranks do not divide": {"window": 5, "length": 61},
+    "both sides": {"window": 3, "is_causal": False},
+    "window longer than a chunk": {"window": 20},
+    "window of all": {"window": LENGTH},
+    "window and chunks": {"window": 6, "chunk": 8},
+}
+
+
+class Sent(TorchDispatchMode):
+    """Counts the bytes that this rank sends to others."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.bytes = size, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.partition(".")[0]
+        if name in ("_allgather_base_", "alltoall_base_"):
+            copies = self.size - 1 if name == "_allgather_base_" else 1
+            self.bytes += copies * args[1].numel() * args[1].element_size()
+        return func(*args, **(kwargs or {}))
+
+
+def compare(size: int) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    dist.init_process_group("gloo")
+    cut = SequenceLayout(size, dist.get_rank(), is_balanced=True)
+    found: dict[str, Any] = {}
+    for name, case in CASES.items():
+        options = dict(case)
+        length = options.pop("length", LENGTH)
+        ids = torch.zeros(2, length, dtype=torch.long)
+        ids[1, length // 3 :] = 1
+        whole = [torch.randn(2, 2, length, WIDTH, requires_grad=True) for _ in range(3)]
+        expected = F.scaled_dot_product_attention(*whole, document_mask(ids, **options))
+        weights = torch.randn_like(expected)
+        (expected * weights).sum().backward()
+        exchange = Exchange(None, cut)
+        exchange.lengths.begin({length})
+        parts = [cut.take(tensor.detach(), -2).requires_grad_() for tensor in whole]
+        with AttentionMode(exchange, "allgather"):
+            mask = document_mask(cut.take(ids, 1), **options)
+            with Sent(size) as forward:
+                output = F.scaled_dot_product_attention(*parts, mask)
+        (output * cut.take(weights, -2)).sum().backward()
+        pairs = zip([output, *(p.grad for p in parts)], [expected, *(w.grad for w in whole)], strict=True)
+        difference = max((own - cut.take(one, -2)).abs().max().item() for own, one in pairs if own is not None)
+        found[name] = difference, forward.bytes
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_keys_of_a_window_are_exchanged_as_far_as_it_reaches(size: int) -> None:
+    token = 2 * 2 * WIDTH * 8 * 2  # of two sequences with two heads, key and value in float64
+    ranks = run_ranks(compare, size, size)
+    for found in ranks:
+        assert max(difference for difference, _ in found.values()) < 1e-14, found
+        assert found["no window"][1] == found["window of all"][1] == (size - 1) * LENGTH // size * token
+    sent = {name: sum(found[name][1] for found in ranks) for name in CASES}
+    # a chunk needs 4 tokens before it, unless it is the first one or the same rank has them
+    assert sent["window"] <= 4 * (2 * size - 1) * token
+    assert sent["both sides"] <= 2 * 2 * (2 * size - 1) * token
+    assert 0 < sent["window"] < sent["window longer than a chunk"] <= sent["no window"]
