@@ -71,7 +71,7 @@ class ExpertBalance(Callback):
         is_logged = bool(every) and trainer.global_step % every == 0
         own = [vars(layer)[_COUNTS] for layer in self._layers]
         if is_logged or self._rate:
-            totals = trainer.strategy.ranks.loss.all_reduce(torch.cat(own)).split([len(counts) for counts in own])
+            totals = trainer.strategy.ranks.count.all_reduce(torch.cat(own)).split([len(counts) for counts in own])
             for counts, bias in zip(totals, self._biases, strict=True):
                 if self._rate and bias is not None:
                     bias += self._rate * (counts.mean() - counts).sign().to(bias)

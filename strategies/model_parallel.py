@@ -115,7 +115,7 @@ class ParallelStrategy(ShardedStrategy):
             "pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp,
         }  # fmt: skip
         check_degrees(self._given)
-        _check_ep(ep, pp, sequence_parallel=sequence_parallel)
+        _check_ep(ep, sequence_parallel=sequence_parallel)
         self.ep = ep
         self._expert_mesh: Any = None
         check_schedule(schedule, virtual_stages)
@@ -258,7 +258,7 @@ class ParallelStrategy(ShardedStrategy):
         return find_plan(module, self.tp_plan, **words)
 
 
-def _check_ep(ep: object, pp: Degree, *, sequence_parallel: bool) -> None:
+def _check_ep(ep: object, *, sequence_parallel: bool) -> None:
     """Check what can be known of a number of ranks over which experts are dealt before that of processes is.
 
     Raises:
@@ -266,11 +266,6 @@ def _check_ep(ep: object, pp: Degree, *, sequence_parallel: bool) -> None:
     """
     if isinstance(ep, bool) or not isinstance(ep, int) or ep < 1:
         raise ConfigError(f"ep must be a number of ranks >= 1, got {ep!r}; give one that divides dp_shard.")
-    if ep > 1 and pp != 1:
-        raise ConfigError(
-            f"ep={ep} needs the same number of micro-batches on all data ranks, which a pipeline does not have at the "
-            f"end of an epoch, got pp={pp!r}; use pp=1, or leave ep out."
-        )
     if ep > 1 and sequence_parallel:
         raise ConfigError(
             f"ep={ep} needs whole sequences between the layers that tp cuts, got sequence_parallel=True; leave one out."

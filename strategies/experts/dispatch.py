@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import update_wrapper
 from typing import Any, Final
 
@@ -23,7 +23,9 @@ _TOLERANCE: Final = 1e-9
 _TOLERANCE_OF_FLOATS: Final = 0.1  # which may be multiplied in half precision
 
 
-def deal_experts(module: nn.Module, experts: Mapping[str, int], mesh: Any) -> None:
+def deal_experts(
+    module: nn.Module, experts: Mapping[str, int], mesh: Any, elsewhere: Collection[nn.Parameter] = ()
+) -> None:
     """Leave each rank its part of a module's experts, and let tokens travel to them; meta tensors are dealt as well.
 
     The module is equal on all ranks. Parameters become DTensors in place, of which rank i of n holds the i-th n-th of
@@ -33,6 +35,7 @@ def deal_experts(module: nn.Module, experts: Mapping[str, int], mesh: Any) -> No
         module: the module in which `find_experts` has found them.
         experts: the numbers of experts, by the names of their layers.
         mesh: a DeviceMesh with only the axis of the ranks over which they are dealt.
+        elsewhere: parameters that ranks of other pipeline stages hold, and that stay as they are.
 
     Raises:
         ConfigError: for a module that is compiled.
@@ -47,7 +50,8 @@ def deal_experts(module: nn.Module, experts: Mapping[str, int], mesh: Any) -> No
     for name, number in experts.items():
         layer = module.get_submodule(name)
         for own, parameter in list(layer.named_parameters(recurse=False)):
-            layer.register_parameter(own, _part(parameter, group))
+            if parameter not in elsewhere:
+                layer.register_parameter(own, _part(parameter, group))
         vars(layer)["forward"] = Dispatch(name, layer, number, group)
 
 

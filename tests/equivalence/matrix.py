@@ -210,10 +210,12 @@ def stages(title, processes, takes=is_hardest, **degrees):
 EXPERTS_PLAN = {name: word for name, word in ATTENTION_PLAN.items() if not name.endswith((".up", ".down"))}
 
 
-def experts(title, processes, takes=is_hardest, ep=2, **degrees):
+def experts(title, processes, takes=is_hardest, ep=2, pieces=1, **degrees):
     """Return a `ParallelStrategy` line with a network whose blocks have experts, dealt over `ep` ranks."""
-    line = attention(title, processes, takes, "experts for sequences", **degrees)
-    return replace(line, make=lambda: ParallelStrategy(tp_plan=EXPERTS_PLAN, ep=ep, **degrees))
+    network = "stages of experts for sequences" if "pp" in degrees else "experts for sequences"
+    line = attention(title, processes, takes, network, **degrees)
+    pieces = max(pieces, line.pieces)
+    return replace(line, make=lambda: ParallelStrategy(tp_plan=EXPERTS_PLAN, ep=ep, **degrees), pieces=pieces)
 
 
 LINES = [
@@ -280,6 +282,9 @@ LINES = [
     experts("replicate 2 x ep 2", 4, dp_replicate=2),
     experts("ep 2 x tp 2", 4, tp=2),
     experts("fsdp 2 x ep 2 x cp 2", 8, cp=2),
+    experts("pp 2 x ep 2", 4, is_harder, pp=2),
+    experts("pp 2 x ep 2, zbv_zero_bubble", 4, pp=2, schedule="zbv_zero_bubble"),
+    experts("pp 2 x fsdp 2 x ep 2", 8, pp=2, pieces=3),
 ]
 ALONE = {
     network: Line("single", note=f", {network}" if network != "dense" else "", takes=takes, network=network)
@@ -291,6 +296,7 @@ ALONE = {
         "stages": is_hard,
         "stages of sequences": is_hardest,
         "experts for sequences": is_harder,
+        "stages of experts for sequences": is_harder,
     }.items()
 }
 """The single-process line with which the lines of each network are compared."""
@@ -470,6 +476,15 @@ class Mixed(Sequenced):
         self.blocks = nn.ModuleList(Mixing() for _ in range(2))
 
 
+class StagedMixed(StagedSequences):
+    """The model with more blocks, which have experts."""
+
+    def __init__(self, case):
+        super().__init__(case)
+        for index in range(4):
+            self.blocks[index] = Mixing()
+
+
 class Tabled(Net):
     """A small regression on rows of an embedding that may be remote; one of its rows is never trained."""
 
@@ -493,6 +508,7 @@ NETWORKS = {
     "stages": Staged,
     "stages of sequences": StagedSequences,
     "experts for sequences": Mixed,
+    "stages of experts for sequences": StagedMixed,
 }
 
 
