@@ -15,7 +15,7 @@ from .context_parallel.context import ContextParallel, check_exchange
 from .context_parallel.cut_steps import CutSteps
 from .distributed.collectives import Collectives
 from .distributed.process_group import ProcessSettings
-from .experts.find_experts import check_experts, find_experts
+from .experts.find_experts import check_capacity, check_experts, find_experts
 from .module.precision import Precision
 from .parallel.equal_ranks import overrides
 from .parallel.mesh import Degree, Degrees, check_degrees, make_mesh
@@ -153,6 +153,8 @@ class ParallelStrategy(ShardedStrategy):
             check_module(module, self.stage_schedule, is_built=is_built)
         if self.degrees.tp > 1 and is_built and not overrides(module, "configure_sharding"):
             self.find_tensor_plan(module).validate(module, self.degrees.tp)
+        if self.degrees.cp > 1:
+            check_capacity(module, self.degrees.cp)
         if self.ep > 1 and not is_sharded:
             if overrides(module, "configure_sharding"):
                 raise ConfigError(
@@ -233,6 +235,8 @@ class ParallelStrategy(ShardedStrategy):
         self._sequences = CutSteps(context, self._over("pp", "cp"), self._over("dp_shard"))
 
     def _shard(self, module: nn.Module, sharding: Sharding) -> PlacedShards:
+        if self.degrees.cp > 1:
+            check_capacity(module, self.degrees.cp)  # which configure_model may have built
         cuts = Cuts(
             self.degrees,
             find_plan=self.find_tensor_plan,

@@ -16,6 +16,7 @@ from two_nodes import two_nodes
 from echelon import (
     DeviceMapStrategy,
     Engine,
+    ExpertBalance,
     Experts,
     LocalSGDStrategy,
     Loss,
@@ -454,35 +455,52 @@ class StagedSequences(Staged, Sequenced):
 
 
 class Mixing(Attention):
-    """A block of attention, with experts after it."""
+    """A block of attention, with experts after it; it adds up what balances them."""
 
     def __init__(self):
         super().__init__()
         del self.up, self.down
-        self.experts = Experts(8, 6, 4, shared_hidden=4)
+        self.experts = Experts(8, 6, 4, shared_hidden=4, returns_balance=True)
 
-    def forward(self, x):
+    def forward(self, x, balance):
         packed = self.qkv(self.norm(x))
         q, k, v = (part.unflatten(-1, (-1, 2)).transpose(1, 2) for part in packed.chunk(3, dim=-1))
         x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.experts(self.second_norm(x))
+        output, own = self.experts(self.second_norm(x))
+        return x + output, balance + own
 
 
 class Mixed(Sequenced):
-    """The model for sequences from the batch, with experts in its blocks."""
+    """The model for sequences from the batch, with experts in its blocks, and an auxiliary loss."""
 
     def __init__(self, case):
         super().__init__(case)
         self.blocks = nn.ModuleList(Mixing() for _ in range(2))
 
+    def forward(self, x):
+        return self.head(self.norm(self.mixed(x)[0]))
 
-class StagedMixed(StagedSequences):
+    def mixed(self, x):
+        x = self.embed(x) + self.positions[self.trainer.strategy.positions(x.shape[1])]
+        balance = torch.zeros_like(x[..., 0])
+        for block in self.blocks:
+            x, balance = block(x, balance)
+        return x, balance
+
+    def errors(self, x, y):
+        x, balance = self.mixed(x)
+        logits = self.head(self.norm(x))
+        losses = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
+        return losses.view(y.shape) + 0.05 * balance
+
+
+class StagedMixed(Mixed, StagedSequences):
     """The model with more blocks, which have experts."""
 
     def __init__(self, case):
         super().__init__(case)
-        for index in range(4):
-            self.blocks[index] = Mixing()
+        self.blocks = nn.ModuleList(Mixing() for _ in range(4))
+        self.norm, self.head = self._modules.pop("norm"), self._modules.pop("head")
 
 
 class Tabled(Net):
@@ -556,6 +574,7 @@ def train(case, line, **where):
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
+        callbacks=[ExpertBalance()] if "experts" in line.network else [],
         **cutting,
         **{"accelerator": "cpu", **where},
     )
