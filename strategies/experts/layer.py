@@ -20,7 +20,7 @@ _ALIGNED: Final = 8
 
 
 class Experts(nn.Module):
-    """A mixture of experts: each token goes to `top_k` of `num_experts` gated MLPs; without a capacity, none is dropped.
+    """A mixture of experts: each token goes to `top_k` of `num_experts` gated MLPs; by default, none is dropped.
 
     A router scores all experts with a softmax, in float32 or better. The output is the sum of the chosen ones' outputs,
     weighted by their scores, which are divided by their sum; and the output of a shared expert, if there is one. With
@@ -75,7 +75,7 @@ class Experts(nn.Module):
             )
         if capacity < 0:
             raise ConfigError(
-                f"capacity of Experts must be >= 0, got {capacity}; give a number of tokens of a sequence, or 0 for any."
+                f"capacity of Experts must be >= 0, got {capacity}; give the most tokens of a sequence, or 0 for any."
             )
         self.num_experts, self.top_k, self.returns_balance = num_experts, top_k, returns_balance
         self.router = nn.Linear(width, num_experts, bias=False)
@@ -116,7 +116,7 @@ class Experts(nn.Module):
         is_counted = COUNTS in vars(self.stack if self.limit is None else self.limit)
         if self.training and torch.is_grad_enabled() and not is_counted:
             warnings.warn(
-                "Experts(returns_balance=True) returns 1 for each token as long as nobody counts the tokens of experts; "
+                "Experts(returns_balance=True) returns 1 for each token as long as nobody counts those of its experts; "
                 "add callbacks=ExpertBalance() to the Trainer, or set `load` of the layer after each step yourself.",
                 stacklevel=2,
             )

@@ -1,4 +1,4 @@
-"""Mixtures of transformers: each rank reads its experts of a folder, trains as by hand, and a whole folder is written."""
+"""Mixtures of transformers: each rank reads its experts of a folder, trains as by hand, and a whole one is written."""
 
 from __future__ import annotations
 
