@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from ...common.errors import ConfigError, ModuleError
 from ..devices.generators import fork_generators
 from ..tensor_parallel.layers import local_parameters
-from ..torch_internals import without_dispatch_modes
+from ..torch_internals import is_without_memory, without_dispatch_modes
 from ..torch_tensors import compiled_call_of
 from .exchange import ExpertGroup
 from .find_experts import inputs_of
+from .layer import even_numbers
 
 _CHECKED: Final = 16
 """The tokens with which a layer is checked when it is first called."""
@@ -92,10 +93,13 @@ class Dispatch:
         tokens, indices, weights = self._bound(args, kwargs)
         rows, chosen, shares = tokens.reshape(-1, tokens.shape[-1]), indices.reshape(-1), weights.reshape(-1, 1)
         num_slots = indices.shape[-1]
-        counts = self._counts(chosen)
         order = chosen.argsort(stable=True)  # by expert, and so by rank
+        counts = self._counts(chosen)
         arriving = self._group.counts(counts)
-        sent, received = torch.stack([counts.view(self._group.size, -1).sum(1), arriving.sum(1)]).tolist()
+        if is_without_memory(chosen):  # in a rehearsal, in which all experts get as many
+            sent = received = even_numbers(len(chosen), self._group.size)
+        else:
+            sent, received = torch.stack([counts.view(self._group.size, -1).sum(1), arriving.sum(1)]).tolist()
         there = self._group.exchange(rows[order // num_slots], sent, received)
         shares = self._group.exchange(shares[order], sent, received)
         experts = torch.arange(self._num_local, device=rows.device).repeat(self._group.size)
@@ -120,7 +124,8 @@ class Dispatch:
 
     def _counts(self, chosen: Tensor) -> Tensor:
         """Return how many tokens of this rank have chosen each expert."""
-        low, high = torch.stack(chosen.aminmax()).tolist() if chosen.numel() else (0, 0)
+        is_known = chosen.numel() and not is_without_memory(chosen)
+        low, high = torch.stack(chosen.aminmax()).tolist() if is_known else (0, 0)
         if low < 0 or high >= self._num_experts:
             raise ModuleError(
                 f"{self._name} got the expert {low if low < 0 else high} for a token, but has experts 0 to "
@@ -138,7 +143,7 @@ class Dispatch:
                 # the other ranks reduce gradients of these experts, and this one takes part with zeros
                 held = [vars(self._layer)[name] for name, _ in self._layer.named_parameters(recurse=False)]
                 return _NoRows.apply(rows, shares, *held)  # type: ignore[no-any-return]
-            if not self._is_checked and torch.is_grad_enabled():
+            if not self._is_checked and torch.is_grad_enabled() and not is_without_memory(rows):
                 self._check(rows.detach(), experts, shares.detach())
             output: Tensor = self._forward(rows, experts, shares)
         if output.shape != rows.shape:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...common.errors import ConfigError, ModuleError
+from ..torch_internals import is_without_memory
 
 COUNTS: Final = "tokens_of_experts"
 """The attribute of a layer in which its tokens are counted, where steps which are undone are undone as well."""
@@ -149,6 +150,8 @@ class CapacityLimit(nn.Module):
                 f"{(*chosen.shape[:-1], 'width')} without sequences; pass (batch, sequence, width), or leave capacity "
                 "out."
             )
+        if is_without_memory(chosen):  # in an estimate, all are taken
+            return torch.arange(chosen.numel(), device=chosen.device)
         of_sequence = chosen.flatten(0, -3).flatten(1)
         order = of_sequence.argsort(dim=1, stable=True)
         ordered = of_sequence.gather(1, order)
@@ -232,8 +235,15 @@ def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     if grouped is not None and is_aligned and rows.dtype == weights.dtype == torch.bfloat16:
         product: Tensor = grouped(rows, weights, offs=counts.cumsum(0, dtype=torch.int32))
         return product
-    parts = zip(rows.split(counts.tolist()), weights, strict=True)
+    # an estimate, whose tensors have no values, counts as many rows for each
+    numbers = even_numbers(len(rows), len(weights)) if is_without_memory(counts) else counts.tolist()
+    parts = zip(rows.split(numbers), weights, strict=True)
     return torch.cat([part @ weight for part, weight in parts])
+
+
+def even_numbers(number: int, groups: int) -> list[int]:
+    """Return the sizes of groups that are as even as can be."""
+    return [number // groups + (group < number % groups) for group in range(groups)]
 
 
 def _precise(logits: Tensor) -> Tensor:
