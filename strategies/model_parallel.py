@@ -129,6 +129,13 @@ class ParallelStrategy(ShardedStrategy):
         self._sequences: CutSteps | None = None
         self._sequence_collectives: Collectives | None = None
 
+    def __str__(self) -> str:
+        """Return the degrees that were given, other than 1, and the order of stages; ``"auto"`` ones are left out."""
+        degrees = {**self._given, "ep": self.ep}
+        parts = [f"{axis}={degree}" for axis, degree in degrees.items() if degree not in (1, "auto")]
+        parts += [self.schedule] * (self._given["pp"] != 1)
+        return ", ".join(parts) or self.name
+
     def _find_degrees(self) -> Degrees:
         return Degrees.fit(self.environment.world_size, self.environment.num_nodes, self._given)
 
