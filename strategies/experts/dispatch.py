@@ -26,7 +26,7 @@ _TOLERANCE_OF_FLOATS: Final = 0.1  # which may be multiplied in half precision
 
 def deal_experts(
     module: nn.Module, experts: Mapping[str, int], mesh: Any, elsewhere: Collection[nn.Parameter] = ()
-) -> None:
+) -> dict[str, Dispatch]:
     """Leave each rank its part of a module's experts, and let tokens travel to them; meta tensors are dealt as well.
 
     The module is equal on all ranks. Parameters become DTensors in place, of which rank i of n holds the i-th n-th of
@@ -38,6 +38,9 @@ def deal_experts(
         mesh: a DeviceMesh with only the axis of the ranks over which they are dealt.
         elsewhere: parameters that ranks of other pipeline stages hold, and that stay as they are.
 
+    Returns:
+        What lets tokens travel, by the names of the layers.
+
     Raises:
         ConfigError: for a module that is compiled.
     """
@@ -47,13 +50,15 @@ def deal_experts(
             f"ep={mesh.size()} sends tokens to experts in a way that torch.compile cannot trace, but "
             f"{compiled[0] or type(module).__name__} is compiled; leave compile out, or ep."
         )
-    group = ExpertGroup(mesh)
+    group, dispatched = ExpertGroup(mesh), dict[str, Dispatch]()
     for name, number in experts.items():
         layer = module.get_submodule(name)
         for own, parameter in list(layer.named_parameters(recurse=False)):
             if parameter not in elsewhere:
                 layer.register_parameter(own, _part(parameter, group))
-        vars(layer)["forward"] = Dispatch(name, layer, number, group)
+        vars(layer)["forward"] = dispatch = Dispatch(name, layer, number, group)
+        dispatched[name] = dispatch
+    return dispatched
 
 
 def _part(whole: nn.Parameter, group: ExpertGroup) -> nn.Parameter:
@@ -81,31 +86,44 @@ class Dispatch:
     """
 
     def __init__(self, name: str, layer: nn.Module, num_experts: int, group: ExpertGroup) -> None:
-        self._name, self._layer, self._group = name, layer, group
+        self._name, self._layer, self.group = name, layer, group
         self._num_experts, self._num_local = num_experts, num_experts // group.size
         self._forward: Callable[..., Any] = layer.forward
         self._inputs = inputs_of(self._forward)
         update_wrapper(self, self._forward)  # for those who ask for the names of its inputs
         self._is_checked = False
+        self._noted: list[Tensor] | None = None
+
+    def chosen_by(self, run: Callable[[], Any]) -> Tensor:
+        """Return the experts with which the layer is called in `run`, in which it computes nothing."""
+        self._noted = noted = []
+        try:
+            run()
+        finally:
+            self._noted = None
+        # a token's experts may come in any order
+        return torch.cat([indices.flatten(0, -2) for indices in noted]).to(torch.int64).sort(-1).values
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the layer with its own inputs: tokens, the experts of each, and their weights."""
         tokens, indices, weights = self._bound(args, kwargs)
+        if self._noted is not None:
+            self._noted.append(indices)
+            return torch.zeros_like(tokens)
         rows, chosen, shares = tokens.reshape(-1, tokens.shape[-1]), indices.reshape(-1), weights.reshape(-1, 1)
         num_slots = indices.shape[-1]
         order = chosen.argsort(stable=True)  # by expert, and so by rank
         counts = self._counts(chosen)
-        arriving = self._group.counts(counts)
+        arriving = self.group.counts(counts)
         if is_without_memory(chosen):  # in a rehearsal, in which all experts get as many
-            sent = received = even_numbers(len(chosen), self._group.size)
+            sent = received = even_numbers(len(chosen), self.group.size)
         else:
-            sent, received = torch.stack([counts.view(self._group.size, -1).sum(1), arriving.sum(1)]).tolist()
-        there = self._group.exchange(rows[order // num_slots], sent, received)
-        shares = self._group.exchange(shares[order], sent, received)
-        experts = torch.arange(self._num_local, device=rows.device).repeat(self._group.size)
+            sent, received = torch.stack([counts.view(self.group.size, -1).sum(1), arriving.sum(1)]).tolist()
+        there, shares = self.group.exchange([rows[order // num_slots], shares[order]], sent, received)
+        experts = torch.arange(self._num_local, device=rows.device).repeat(self.group.size)
         experts = experts.repeat_interleave(arriving.flatten(), output_size=len(there))
         output = self._run(there, experts[:, None], shares)
-        back = self._group.exchange(output, received, sent)
+        (back,) = self.group.exchange([output], received, sent)
         outputs: Tensor = back[order.argsort()].unflatten(0, (*indices.shape[:-1], num_slots))
         return outputs.sum(-2).to(tokens.dtype)
 

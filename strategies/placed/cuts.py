@@ -17,6 +17,7 @@ from ..distributed.collectives import Collectives
 from ..distributed.nested import map_tensors
 from ..experts.dispatch import deal_experts
 from ..experts.find_experts import check_experts, find_experts
+from ..experts.router_check import RouterCheck
 from ..parallel.equal_ranks import make_equal
 from ..parallel.mesh import DATA_AXES, Degrees, in_stage
 from ..state.dtensor import gathered, is_dtensor, whole_tensor
@@ -128,7 +129,11 @@ class Cuts:
         layers = [module.get_submodule(name) for name in experts]
         here = [parameter for layer in layers for parameter in layer.parameters() if parameter not in elsewhere]
         make_equal(here, device, peers)
-        deal_experts(module, experts, own, elsewhere)
+        for name, dispatch in deal_experts(module, experts, own, elsewhere).items():
+            around = name.rpartition(".")[0]
+            router = module.get_submodule(around)
+            if around and not peers.is_rehearsed and RouterCheck.fits(router):
+                RouterCheck(around, router, dispatch, dispatch.group)
         data = tuple(axis for axis in mesh.mesh_dim_names if axis in DATA_AXES)
         return DealtLayers(layers, mesh[data], own.size())
 

@@ -267,6 +267,48 @@ def wrong(layer: Any, num_experts: int) -> str:
     return str(caught.value)
 
 
+class RankRouter(nn.Module):
+    """Experts whose router shifts its choice by the rank, as one with a bias that ranks update alone does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Experts(6, 4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rank = torch.distributed.get_rank()
+        self.experts.selection_bias.copy_(torch.arange(4) == rank)
+        out: Tensor = x + self.experts(x)
+        return out
+
+
+class NoisyRouter(Experts):
+    """A router that draws random numbers, which ranks do."""
+
+    def forward(self, x: Tensor) -> Any:
+        self.selection_bias.copy_(torch.rand(4))
+        return super().forward(x)
+
+
+class Routed(Mixture):
+    """A mixture around one layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([layer])
+
+
+def chosen_by_rank() -> str:
+    with pytest.raises(ModuleError) as caught:
+        fit(Routed(RankRouter()), strategy=ParallelStrategy(dp_shard=2, ep=2))
+    fit(Routed(NoisyRouter(6, 4, 4)), strategy=ParallelStrategy(dp_shard=2, ep=2), max_steps=1)  # is not compared
+    return str(caught.value)
+
+
+def test_a_router_whose_choice_depends_on_the_rank_is_named_in_the_first_step() -> None:
+    for message in run_ranks(chosen_by_rank, 2):
+        assert "blocks.0.experts chooses other experts for the same tokens on rank 1 of ep than on rank 0" in message
+
+
 def compiled() -> str:
     with pytest.raises(ConfigError) as caught:
         fit(Mixture(), strategy=ParallelStrategy(dp_shard=2, ep=2), compile=True)
