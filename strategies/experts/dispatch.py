@@ -96,7 +96,8 @@ class Dispatch:
 
     def chosen_by(self, run: Callable[[], Any]) -> Tensor:
         """Return the experts with which the layer is called in `run`, in which it computes nothing."""
-        self._noted = noted = []
+        noted: list[Tensor] = []
+        self._noted = noted
         try:
             run()
         finally:

@@ -58,8 +58,9 @@ class Layout:
 
 def _title(strategy: str | Strategy, ranks: int) -> str:
     """Return the name of a strategy, or what it says of its degrees, and the number of ranks."""
-    if isinstance(strategy, Strategy) and type(strategy).__str__ is not object.__str__:
-        return f"{strategy}, {ranks} ranks"
+    text = str(strategy)
+    if not isinstance(strategy, str) and not text.startswith("<"):  # it says something of itself
+        return f"{text}, {ranks} ranks"
     name = strategy if isinstance(strategy, str) else strategy.name
     return name + (f" x {ranks}" if ranks > 1 else "")
 
