@@ -15,7 +15,7 @@ from .context_parallel.context import ContextParallel, check_exchange
 from .context_parallel.cut_steps import CutSteps
 from .distributed.collectives import Collectives
 from .distributed.process_group import ProcessSettings
-from .experts.find_experts import check_experts, find_experts
+from .experts.find_experts import check_capacity, check_experts, find_experts
 from .module.precision import Precision
 from .parallel.equal_ranks import overrides
 from .parallel.mesh import Degree, Degrees, check_degrees, make_mesh
@@ -115,7 +115,7 @@ class ParallelStrategy(ShardedStrategy):
             "pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp,
         }  # fmt: skip
         check_degrees(self._given)
-        _check_ep(ep, pp, sequence_parallel=sequence_parallel)
+        _check_ep(ep, sequence_parallel=sequence_parallel)
         self.ep = ep
         self._expert_mesh: Any = None
         check_schedule(schedule, virtual_stages)
@@ -128,6 +128,13 @@ class ParallelStrategy(ShardedStrategy):
         self.cp_exchange, self.sequence_dim = cp_exchange, sequence_dim
         self._sequences: CutSteps | None = None
         self._sequence_collectives: Collectives | None = None
+
+    def __str__(self) -> str:
+        """Return the degrees that were given, other than 1, and the order of stages; ``"auto"`` ones are left out."""
+        degrees = {**self._given, "ep": self.ep}
+        parts = [f"{axis}={degree}" for axis, degree in degrees.items() if degree not in (1, "auto")]
+        parts += [self.schedule] * (self._given["pp"] != 1)
+        return ", ".join(parts) or self.name
 
     def _find_degrees(self) -> Degrees:
         return Degrees.fit(self.environment.world_size, self.environment.num_nodes, self._given)
@@ -153,6 +160,8 @@ class ParallelStrategy(ShardedStrategy):
             check_module(module, self.stage_schedule, is_built=is_built)
         if self.degrees.tp > 1 and is_built and not overrides(module, "configure_sharding"):
             self.find_tensor_plan(module).validate(module, self.degrees.tp)
+        if self.degrees.cp > 1:
+            check_capacity(module, self.degrees.cp)
         if self.ep > 1 and not is_sharded:
             if overrides(module, "configure_sharding"):
                 raise ConfigError(
@@ -232,6 +241,8 @@ class ParallelStrategy(ShardedStrategy):
         self._sequences = CutSteps(context, self._over("pp", "cp"), self._over("dp_shard"))
 
     def _shard(self, module: nn.Module, sharding: Sharding) -> PlacedShards:
+        if self.degrees.cp > 1:
+            check_capacity(module, self.degrees.cp)  # which configure_model may have built
         cuts = Cuts(
             self.degrees,
             find_plan=self.find_tensor_plan,
@@ -257,7 +268,7 @@ class ParallelStrategy(ShardedStrategy):
         return find_plan(module, self.tp_plan, **words)
 
 
-def _check_ep(ep: object, pp: Degree, *, sequence_parallel: bool) -> None:
+def _check_ep(ep: object, *, sequence_parallel: bool) -> None:
     """Check what can be known of a number of ranks over which experts are dealt before that of processes is.
 
     Raises:
@@ -265,11 +276,6 @@ def _check_ep(ep: object, pp: Degree, *, sequence_parallel: bool) -> None:
     """
     if isinstance(ep, bool) or not isinstance(ep, int) or ep < 1:
         raise ConfigError(f"ep must be a number of ranks >= 1, got {ep!r}; give one that divides dp_shard.")
-    if ep > 1 and pp != 1:
-        raise ConfigError(
-            f"ep={ep} needs the same number of micro-batches on all data ranks, which a pipeline does not have at the "
-            f"end of an epoch, got pp={pp!r}; use pp=1, or leave ep out."
-        )
     if ep > 1 and sequence_parallel:
         raise ConfigError(
             f"ep={ep} needs whole sequences between the layers that tp cuts, got sequence_parallel=True; leave one out."

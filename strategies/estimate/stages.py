@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from ..pipeline.partition import Partition, make_partition, stages_of_parameters
 from ..pipeline.schedule import Schedule
 from ..state.dtensor import bytes_of
 from .cut_layout import CutLayout
+from .dealt_experts import sent_to_experts
 from .estimate import Activations, Estimate, all_reduced, estimate_held, exchanged
 from .sharded import dtypes_of
 
@@ -31,6 +32,12 @@ class StageEstimates:
         self._layout, self._profile, self._schedule = layout, profile, schedule
         self._cut, self._degrees = layout.activations, layout.degrees
         self._shapes: Mapping[Any, Shape] = layout.shapes
+        self._parts: Mapping[Any, int] = {
+            parameter: number
+            for name, number in layout.expert_parts.items()
+            for parameter in profile.module.get_submodule(name).parameters()
+        }
+        """The number of parts of the parameters that are dealt over ranks."""
         self._partition: Partition = make_partition(profile.module, schedule.num_stages)
         self._owners = {name: self._partition.owners(name)[-1] for name in self._partition.parts}
         self._holders = stages_of_parameters(profile.module, self._partition)
@@ -52,35 +59,51 @@ class StageEstimates:
             if parameter not in own:
                 return 0.0
             shape = self._shapes.get(parameter, parameter.shape)
-            return largest_share(parameter, shape, num_shards) / max(1, bytes_of(parameter))
+            share = largest_share(parameter, shape, num_shards, self._parts.get(parameter, 1))
+            return share / max(1, bytes_of(parameter))
 
-        whole = [(p, self._numel(p)) for p in own]
-        computing = sum(number * (self._computing or p.element_size()) for p, number in whole)
-        reducing = sum(
-            number * (self._reducing or self._computing or p.element_size())
-            for p, number in whole
-            if p in profile.trained
-        )
+        computing, reducing, by_axis = self._gathered(own)
         activations = self._activations(rank)
         estimate = estimate_held(
             profile,
             MemoryShare(fraction, fraction, fraction),
             activations,
-            gathered=float(computing),
+            gathered=computing,
             # of all micro-batches, until they are reduced; a stage starts once those of the step before are freed
-            whole_gradients=float(reducing),
+            whole_gradients=reducing,
             communication=2.0 * max(self._received[stage] for stage in stages) + self._layout.gathered_pairs,
             traffic={
                 "pp": self._sent(stages),
-                "dp_shard": exchanged(computing, num_shards) + exchanged(reducing, num_shards),
-                "dp_replicate": all_reduced(reducing / num_shards, self._degrees.dp_replicate),
+                **by_axis,
                 "tp": profile.num_micro_batches
                 * self._cut.sent(lambda name: self._stage_of(name) in stages)
                 / self._degrees.cp,
                 "cp": self._layout.sent_for_attention * self._share_of_blocks(stages),
+                **self._sent_to_experts(stages),
             },
         )
         return replace(estimate, idle=self._schedule.idle_share(profile.num_micro_batches))
+
+    def _gathered(self, own: Collection[Any]) -> tuple[float, float, dict[str, float]]:
+        """Return the bytes of a rank's parameters once they are gathered, of their gradients, and what is sent."""
+        profile, num_shards = self._profile, self._layout.num_shards
+        totals, sent = [0.0, 0.0], {"dp_shard": 0.0, "dp_replicate": 0.0}
+        for parameter in own:
+            parts = self._parts.get(parameter, 1)
+            number, shards = self._numel(parameter) / parts, num_shards // parts
+            computing = number * (self._computing or parameter.element_size())
+            reducing = number * (self._reducing or self._computing or parameter.element_size())
+            reducing *= parameter in profile.trained
+            totals = [totals[0] + computing, totals[1] + reducing]
+            sent["dp_shard"] += exchanged(computing, shards) + exchanged(reducing, shards)
+            sent["dp_replicate"] += all_reduced(reducing / shards, self._degrees.dp_replicate)
+        return *totals, sent  # type: ignore[return-value]
+
+    def _sent_to_experts(self, stages: Sequence[int]) -> dict[str, float]:
+        layout = self._layout
+        parts = {name: number for name, number in layout.expert_parts.items() if self._stage_of(name) in stages}
+        sent = self._profile.num_micro_batches * sent_to_experts(self._profile, parts) / self._degrees.cp
+        return {"ep": sent} if layout.expert_parts else {}
 
     def _share_of_blocks(self, stages: Sequence[int]) -> float:
         blocks = [part.name for part in self._partition.parts.values() if part.is_block]

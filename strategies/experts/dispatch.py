@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import update_wrapper
 from typing import Any, Final
 
@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from ...common.errors import ConfigError, ModuleError
 from ..devices.generators import fork_generators
 from ..tensor_parallel.layers import local_parameters
-from ..torch_internals import without_dispatch_modes
+from ..torch_internals import is_without_memory, without_dispatch_modes
 from ..torch_tensors import compiled_call_of
 from .exchange import ExpertGroup
 from .find_experts import inputs_of
+from .layer import even_numbers
 
 _CHECKED: Final = 16
 """The tokens with which a layer is checked when it is first called."""
@@ -23,7 +24,9 @@ _TOLERANCE: Final = 1e-9
 _TOLERANCE_OF_FLOATS: Final = 0.1  # which may be multiplied in half precision
 
 
-def deal_experts(module: nn.Module, experts: Mapping[str, int], mesh: Any) -> None:
+def deal_experts(
+    module: nn.Module, experts: Mapping[str, int], mesh: Any, elsewhere: Collection[nn.Parameter] = ()
+) -> dict[str, Dispatch]:
     """Leave each rank its part of a module's experts, and let tokens travel to them; meta tensors are dealt as well.
 
     The module is equal on all ranks. Parameters become DTensors in place, of which rank i of n holds the i-th n-th of
@@ -33,6 +36,10 @@ def deal_experts(module: nn.Module, experts: Mapping[str, int], mesh: Any) -> No
         module: the module in which `find_experts` has found them.
         experts: the numbers of experts, by the names of their layers.
         mesh: a DeviceMesh with only the axis of the ranks over which they are dealt.
+        elsewhere: parameters that ranks of other pipeline stages hold, and that stay as they are.
+
+    Returns:
+        What lets tokens travel, by the names of the layers.
 
     Raises:
         ConfigError: for a module that is compiled.
@@ -43,12 +50,15 @@ def deal_experts(module: nn.Module, experts: Mapping[str, int], mesh: Any) -> No
             f"ep={mesh.size()} sends tokens to experts in a way that torch.compile cannot trace, but "
             f"{compiled[0] or type(module).__name__} is compiled; leave compile out, or ep."
         )
-    group = ExpertGroup(mesh)
+    group, dispatched = ExpertGroup(mesh), dict[str, Dispatch]()
     for name, number in experts.items():
         layer = module.get_submodule(name)
         for own, parameter in list(layer.named_parameters(recurse=False)):
-            layer.register_parameter(own, _part(parameter, group))
-        vars(layer)["forward"] = Dispatch(name, layer, number, group)
+            if parameter not in elsewhere:
+                layer.register_parameter(own, _part(parameter, group))
+        vars(layer)["forward"] = dispatch = Dispatch(name, layer, number, group)
+        dispatched[name] = dispatch
+    return dispatched
 
 
 def _part(whole: nn.Parameter, group: ExpertGroup) -> nn.Parameter:
@@ -76,28 +86,45 @@ class Dispatch:
     """
 
     def __init__(self, name: str, layer: nn.Module, num_experts: int, group: ExpertGroup) -> None:
-        self._name, self._layer, self._group = name, layer, group
+        self._name, self._layer, self.group = name, layer, group
         self._num_experts, self._num_local = num_experts, num_experts // group.size
         self._forward: Callable[..., Any] = layer.forward
         self._inputs = inputs_of(self._forward)
         update_wrapper(self, self._forward)  # for those who ask for the names of its inputs
         self._is_checked = False
+        self._noted: list[Tensor] | None = None
+
+    def chosen_by(self, run: Callable[[], Any]) -> Tensor:
+        """Return the experts with which the layer is called in `run`, in which it computes nothing."""
+        noted: list[Tensor] = []
+        self._noted = noted
+        try:
+            run()
+        finally:
+            self._noted = None
+        # a token's experts may come in any order
+        return torch.cat([indices.flatten(0, -2) for indices in noted]).to(torch.int64).sort(-1).values
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the layer with its own inputs: tokens, the experts of each, and their weights."""
         tokens, indices, weights = self._bound(args, kwargs)
+        if self._noted is not None:
+            self._noted.append(indices)
+            return torch.zeros_like(tokens)
         rows, chosen, shares = tokens.reshape(-1, tokens.shape[-1]), indices.reshape(-1), weights.reshape(-1, 1)
         num_slots = indices.shape[-1]
-        counts = self._counts(chosen)
         order = chosen.argsort(stable=True)  # by expert, and so by rank
-        arriving = self._group.counts(counts)
-        sent, received = torch.stack([counts.view(self._group.size, -1).sum(1), arriving.sum(1)]).tolist()
-        there = self._group.exchange(rows[order // num_slots], sent, received)
-        shares = self._group.exchange(shares[order], sent, received)
-        experts = torch.arange(self._num_local, device=rows.device).repeat(self._group.size)
+        counts = self._counts(chosen)
+        arriving = self.group.counts(counts)
+        if is_without_memory(chosen):  # in a rehearsal, in which all experts get as many
+            sent = received = even_numbers(len(chosen), self.group.size)
+        else:
+            sent, received = torch.stack([counts.view(self.group.size, -1).sum(1), arriving.sum(1)]).tolist()
+        there, shares = self.group.exchange([rows[order // num_slots], shares[order]], sent, received)
+        experts = torch.arange(self._num_local, device=rows.device).repeat(self.group.size)
         experts = experts.repeat_interleave(arriving.flatten(), output_size=len(there))
         output = self._run(there, experts[:, None], shares)
-        back = self._group.exchange(output, received, sent)
+        (back,) = self.group.exchange([output], received, sent)
         outputs: Tensor = back[order.argsort()].unflatten(0, (*indices.shape[:-1], num_slots))
         return outputs.sum(-2).to(tokens.dtype)
 
@@ -116,7 +143,8 @@ class Dispatch:
 
     def _counts(self, chosen: Tensor) -> Tensor:
         """Return how many tokens of this rank have chosen each expert."""
-        low, high = torch.stack(chosen.aminmax()).tolist() if chosen.numel() else (0, 0)
+        is_known = chosen.numel() and not is_without_memory(chosen)
+        low, high = torch.stack(chosen.aminmax()).tolist() if is_known else (0, 0)
         if low < 0 or high >= self._num_experts:
             raise ModuleError(
                 f"{self._name} got the expert {low if low < 0 else high} for a token, but has experts 0 to "
@@ -134,7 +162,7 @@ class Dispatch:
                 # the other ranks reduce gradients of these experts, and this one takes part with zeros
                 held = [vars(self._layer)[name] for name, _ in self._layer.named_parameters(recurse=False)]
                 return _NoRows.apply(rows, shares, *held)  # type: ignore[no-any-return]
-            if not self._is_checked and torch.is_grad_enabled():
+            if not self._is_checked and torch.is_grad_enabled() and not is_without_memory(rows):
                 self._check(rows.detach(), experts, shares.detach())
             output: Tensor = self._forward(rows, experts, shares)
         if output.shape != rows.shape:

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from ...common.errors import ConfigError, did_you_mean
 from ...common.foreign import attribute_of
 from ..tensor_parallel.brought_plans import Plan, brought_plans, matches
+from .layer import CapacityLimit, Experts
 
 _DISPATCHED: Final = "ep_dispatch_experts"
 """The word of a transformers plan for the layer that gets tokens, and the experts of each."""
@@ -83,6 +84,32 @@ def selection_bias_of(module: nn.Module, name: str) -> Tensor | None:
     parent = module.get_submodule(next(_around(name)))
     found = (attribute_of(holder, word) for holder in (parent, *parent.children()) for word in _BIASES)
     return next((bias for bias in found if isinstance(bias, Tensor)), None)
+
+
+def limit_of(module: nn.Module, name: str) -> CapacityLimit | None:
+    """Return what chooses the tokens that a layer of experts takes; None if it takes all."""
+    parent = module.get_submodule(next(_around(name)))
+    return parent.limit if isinstance(parent, Experts) else None
+
+
+def load_of(module: nn.Module, name: str) -> Tensor | None:
+    """Return the shares of experts of the last step's tokens, which the layer around them keeps; None for none."""
+    parent = module.get_submodule(next(_around(name)))
+    return parent.load if isinstance(parent, Experts) and parent.returns_balance else None
+
+
+def check_capacity(module: nn.Module, cp: int) -> None:
+    """Check that a module whose sequences are cut over `cp` ranks has no experts that count the tokens of sequences.
+
+    Raises:
+        ConfigError: naming such a layer.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, Experts) and layer.limit is not None:
+            raise ConfigError(
+                f"cp={cp} leaves each rank a part of a sequence, but {name or type(module).__name__} has "
+                f"capacity={layer.limit.capacity}, which counts the tokens of whole ones; leave capacity out, or cp."
+            )
 
 
 def _around(name: str) -> Iterator[str]:

@@ -270,14 +270,14 @@ def _put_back_class(kind: type, before: dict[str, Any]) -> None:
 
 def _put_back_hooks(hooks: dict[int, Any], before: dict[int, Any]) -> None:
     """Restore hooks, except that those stay which torch or Echelon has added, as fully_shard does in a first step."""
-    added = {key: hook for key, hook in hooks.items() if key not in before and _stays(hook)}
+    added = {key: hook for key, hook in hooks.items() if key not in before and is_own_hook(hook)}
     after = before | added
     if list(hooks.items()) != list(after.items()):
         hooks.clear()
         hooks.update(after)
 
 
-def _stays(hook: Any) -> bool:
+def is_own_hook(hook: Any) -> bool:
     """Return whether a hook is torch's or Echelon's; what other libraries note of theirs is put back as well."""
     while isinstance(hook, partial):
         hook = hook.func

@@ -15,7 +15,7 @@ from ..distributed.collectives import Collectives
 from ..distributed.nested import iterate_tensors
 from ..module.traces import Traceless
 from ..module.untouched import steps_of
-from ..state.dtensor import is_dtensor, whole_tensor
+from ..state.dtensor import is_dtensor
 from ..torch_tensors import buffers_by_name, parameters_by_name, version_of
 from .absent import Written, attributes_of
 from .counting import TOLERANCES, Observed, Tolerance, first_difference
@@ -123,7 +123,7 @@ class FirstSteps:
         else:
             self._collectives.send(self._own_state(), self._last)
             while (name := self._collectives.recv(self._last)) is not None:
-                self._collectives.send(_whole_parameters(self._module.get_submodule(name)), self._last)
+                self._collectives.send(self._lent_parameters(self._module.get_submodule(name)), self._last)
         self._staged.attributes.note(self._collectives.broadcast(whole and whole.written, self._last))
         error = whole and whole.error
         self._raise_first(error if isinstance(error, EchelonError) else None)
@@ -148,6 +148,10 @@ class FirstSteps:
         return {
             name: self._first_state[name].changed() for name in self._partition.parts if self._rank_of(name) == rank
         }
+
+    def _lent_parameters(self, part: nn.Module) -> dict[str, Tensor]:
+        """Return the parameters of a part for the rank that runs it. Collective: the ranks that share them."""
+        return {name: self._around.lent(p) if is_dtensor(p) else p.detach() for name, p in part.named_parameters()}
 
     @contextmanager
     def with_parameters(self, name: str, part: nn.Module) -> Iterator[None]:
@@ -371,8 +375,3 @@ class _State:
                 vars(owner)[key].set_state(value)
             else:
                 vars(owner)[key] = value
-
-
-def _whole_parameters(part: nn.Module) -> dict[str, Tensor]:
-    """Return the whole parameters of a part. Collective: the ranks that share them."""
-    return {name: whole_tensor(p) if is_dtensor(p) else p.detach() for name, p in part.named_parameters()}

@@ -53,6 +53,8 @@ class Pipeline:
         self._runner: WindowRunner | None = None
         self._trained: list[bool] = []
         self._first_steps: FirstSteps | None = None
+        self.around = StepContext()
+        """What surrounds the steps, once `start` was called."""
 
     def _leave_to_others(self, holders: Mapping[Tensor, Sequence[int]]) -> set[nn.Parameter]:
         """Replace the parameters of other ranks' stages by ones without memory, and return the latter."""
@@ -81,7 +83,7 @@ class Pipeline:
 
     def start(self, around: StepContext) -> None:
         """Intercept the module's calls of its parts, once these are in their final form."""
-        stages = self.schedule.stages_of(self.rank)
+        stages, self.around = self.schedule.stages_of(self.rank), around
         self._staged = staged = StagedModule(self.module, self.partition, stages, self._device)
         self._runner = WindowRunner(staged, self.schedule, self.rank, StageWire(self.collectives), around)
         self._first_steps = FirstSteps(staged, self.schedule, self.collectives, around)

@@ -20,7 +20,7 @@ from .stages import Pass, StagedModule, has_nan
 from .timeline import WindowRecorder
 from .torch_pipelining import backward_for_inputs, backward_for_weights
 from .wire import StageWire, tag_of
-from .work import StepContext, WindowWork
+from .work import StepContext, WindowWork, signatures_of
 
 Place = tuple[int, int]
 """A stage and the index of a micro-batch."""
@@ -70,11 +70,15 @@ class WindowRunner:
 
     def run(self, work: WindowWork) -> None:
         """Add the gradients of all micro-batches. Collective: every rank of the pipeline calls it."""
-        number = len(work.signatures)
+        signatures = signatures_of(work, self._around)
+        number = len(signatures)
         if self._wire.is_rehearsed:
             self._imagine(work)
-        self._begin(work.signatures, work.position)
+        self._begin(signatures, work.position)
         is_simple = any(self._is_new)
+        if self._around.sends:
+            is_simple = self._around.is_true_on_any(is_simple)
+            self._is_new = [is_simple] * number
         actions = self._schedule.actions(self._rank, number, is_simple=is_simple)
         if not work.splits_backward:
             actions = without_halves(actions)
@@ -96,7 +100,7 @@ class WindowRunner:
             except Exception as error:
                 error.add_note(self._where(action))
                 raise
-        self._end(number)
+        self._end(len(work.signatures))
 
     def _begin(self, signatures: Sequence[Hashable], position: int) -> None:
         self._forget()
@@ -141,7 +145,8 @@ class WindowRunner:
 
     def _forward(self, action: Action, work: WindowWork) -> None:
         _, stage, index = action
-        received, current, output = self._pass(stage, index, lambda: work.forward_at(index))
+        with nullcontext() if index < len(work.signatures) else work.unseen():
+            received, current, output = self._pass(stage, index, lambda: work.forward_at(index))
         self._passes[stage, index], current.output = current, None
         if current.is_last:
             loss = work.loss_at(index, output)
@@ -303,7 +308,7 @@ class WindowRunner:
         _, stage, index = action
         if stage == self._num_stages - 1:
             with self._around.recomputing(index):
-                work.backward_of(self._outputs.pop((stage, index))[0])
+                work.backward_of(index, self._outputs.pop((stage, index))[0])
             return
         outputs = self._sent(stage, index)
         gradients = self._gradients_of_outputs(stage, index)
@@ -315,7 +320,7 @@ class WindowRunner:
     def _backward_inputs(self, action: Action, work: WindowWork) -> None:
         _, stage, index = action
         if stage == self._num_stages - 1:
-            outputs, gradients = [work.scaled(self._outputs.pop((stage, index))[0])], None
+            outputs, gradients = [work.scaled(index, self._outputs.pop((stage, index))[0])], None
         else:
             outputs, gradients = self._sent(stage, index), self._gradients_of_outputs(stage, index)
             del self._outputs[stage, index]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from ..distributed.collectives import Collectives
+from ..state.dtensor import whole_tensor
 
 
 class WindowWork(Protocol):
@@ -17,6 +18,14 @@ class WindowWork(Protocol):
     @property
     def signatures(self) -> Sequence[Hashable]:
         """One for each micro-batch: batches of the same shapes have the same."""
+
+    @property
+    def num_of_all(self) -> int:
+        """Micro-batches on the data rank with the most."""
+
+    @property
+    def stand_in(self) -> Hashable:
+        """The signature of the batch that stands in for those which only other data ranks have."""
 
     @property
     def position(self) -> int:
@@ -31,18 +40,21 @@ class WindowWork(Protocol):
         """Of a whole step; the rest of an epoch may have others."""
 
     def arguments_at(self, index: int) -> Sequence[Any]:
-        """Return what the module's step gets, the batch first."""
+        """Return what the module's step gets, the batch first; behind the last index, that which stands in."""
+
+    def unseen(self) -> AbstractContextManager[object]:
+        """Return the context of the forward of a batch that stands in: it leaves no trace in the module."""
 
     def forward_at(self, index: int) -> Any:
         """Call the module's step, as far as a stage goes."""
 
     def loss_at(self, index: int, output: Any) -> Tensor:
-        """Return the loss to differentiate of what the step returned; on the last stage."""
+        """Return the loss to differentiate of what the step returned; on the last stage. One that stands in is 0."""
 
-    def backward_of(self, loss: Tensor) -> None:
+    def backward_of(self, index: int, loss: Tensor) -> None:
         """Add the gradients of a loss."""
 
-    def scaled(self, loss: Tensor) -> Tensor:
+    def scaled(self, index: int, loss: Tensor) -> Tensor:
         """Return the loss as its gradients are computed in two halves."""
 
     def after_backward(self, index: int) -> None:
@@ -64,3 +76,14 @@ class StepContext(NamedTuple):
     """Whether these ranks alone can run a step once more without gradients, and others need not take part in it."""
     together: Collectives | None = None
     """Over the ranks of all pipelines that compute a step together; None if it is one pipeline."""
+    sends: bool = False
+    """Whether a stage sends activations to those of other data ranks: all then run as many micro-batches, and in the
+    same order."""
+    lent: Callable[[Tensor], Tensor] = whole_tensor
+    """Returns a DTensor as another rank of the pipeline can compute with it. Collective: the ranks that share it."""
+
+
+def signatures_of(work: WindowWork, around: StepContext) -> Sequence[Hashable]:
+    """Return the signatures of the micro-batches that a rank runs, with those that stand in at the end."""
+    missing = max(0, work.num_of_all - len(work.signatures)) if around.sends else 0
+    return [*work.signatures, *[work.stand_in] * missing]

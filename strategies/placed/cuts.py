@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
@@ -17,9 +17,10 @@ from ..distributed.collectives import Collectives
 from ..distributed.nested import map_tensors
 from ..experts.dispatch import deal_experts
 from ..experts.find_experts import check_experts, find_experts
+from ..experts.router_check import RouterCheck
 from ..parallel.equal_ranks import make_equal
-from ..parallel.mesh import DATA_AXES, Degrees
-from ..state.dtensor import gathered, is_dtensor
+from ..parallel.mesh import DATA_AXES, Degrees, in_stage
+from ..state.dtensor import gathered, is_dtensor, whole_tensor
 from ..tensor_parallel.block_check import BlockCheck
 from ..tensor_parallel.cutting import check_cut, cut_module
 from ..tensor_parallel.loss import loss_context
@@ -104,18 +105,56 @@ class Cuts:
         self._check = None if peers.is_rehearsed else BlockCheck(module, plan, mesh)
         cut_module(module, plan, mesh, copies)
 
-    def deal_experts(self, module: nn.Module, device: torch.device, peers: Collectives) -> DealtLayers:
-        """Deal a module's experts over ranks, and return their layers. Collective; see `cut_layers`."""
+    @property
+    def has_dealt_experts(self) -> bool:
+        """Whether experts are dealt over ranks, so that tokens travel."""
+        return self._expert_mesh is not None
+
+    def deal_experts(
+        self, module: nn.Module, device: torch.device, peers: Collectives, elsewhere: Collection[nn.Parameter]
+    ) -> DealtLayers:
+        """Deal a module's experts over ranks, and return their layers. Collective; see `cut_layers`.
+
+        Args:
+            module: the module.
+            device: of this rank.
+            peers: the ranks that hold the same pipeline stages.
+            elsewhere: the parameters that only ranks of other stages hold.
+        """
         mesh = self._expert_mesh
         if mesh is None:
             return DealtLayers()
-        own, experts = mesh["ep"], find_experts(module)
+        own, experts = mesh[self._expert_axis], find_experts(module)
         check_experts(module, own.size())
         layers = [module.get_submodule(name) for name in experts]
-        make_equal([parameter for layer in layers for parameter in layer.parameters()], device, peers)
-        deal_experts(module, experts, own)
+        here = [parameter for layer in layers for parameter in layer.parameters() if parameter not in elsewhere]
+        make_equal(here, device, peers)
+        for name, dispatch in deal_experts(module, experts, own, elsewhere).items():
+            around = name.rpartition(".")[0]
+            router = module.get_submodule(around)
+            if around and not peers.is_rehearsed and RouterCheck.fits(router):
+                RouterCheck(around, router, dispatch, dispatch.group)
         data = tuple(axis for axis in mesh.mesh_dim_names if axis in DATA_AXES)
         return DealtLayers(layers, mesh[data], own.size())
+
+    @property
+    def _expert_axis(self) -> str:
+        return "ep" if self.degrees.pp == 1 else in_stage("ep")
+
+    def lent(self, parameter: Any) -> Tensor:
+        """Return a DTensor as a rank of another stage computes with it: whole, or what ep deals to both.
+
+        Collective: the ranks that share it.
+        """
+        from torch.distributed.tensor import Replicate
+
+        axes = parameter.device_mesh.mesh_dim_names
+        if self._expert_axis not in axes:
+            return whole_tensor(parameter)
+        kept = axes.index(self._expert_axis)
+        placements = [place if axis == kept else Replicate() for axis, place in enumerate(parameter.placements)]
+        lent: Tensor = parameter.detach().redistribute(placements=placements).to_local()
+        return lent
 
     # --- steps -------------------------------------------------------------------------------------------------------
 

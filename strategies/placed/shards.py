@@ -76,8 +76,9 @@ class PlacedShards(Placed):
         self.precision.convert_module(module)
         configure(module, mesh, self.device, self.ranks.all)
         self._cut(sharding)
-        dealt = cuts.deal_experts(module, self.device, self.ranks.peers)
-        collectives, elsewhere, runs = self._sharing()
+        elsewhere = self._elsewhere()
+        dealt = cuts.deal_experts(module, self.device, self.ranks.peers, elsewhere)
+        collectives, runs = self._sharing()
         self._sharded = ShardedModule(
             module,
             mesh,
@@ -109,9 +110,13 @@ class PlacedShards(Placed):
         mesh = sharding.mesh["tp"] if self._cuts.degrees.tp > 1 else None
         self._cuts.cut_layers(self.module, mesh, self.device, self.ranks.peers)
 
-    def _sharing(self) -> tuple[Collectives, Collection[nn.Parameter], Callable[..., Any] | None]:
-        """Return the ranks that shard this one's parameters, parameters held elsewhere, and what runs partial steps."""
-        return self.ranks.all, (), None
+    def _elsewhere(self) -> Collection[nn.Parameter]:
+        """Return the parameters that only other ranks hold."""
+        return ()
+
+    def _sharing(self) -> tuple[Collectives, Callable[..., Any] | None]:
+        """Return the ranks that shard this one's parameters, and what runs partial steps."""
+        return self.ranks.all, None
 
     def holds(self, module: nn.Module) -> bool:
         """Return whether this is the module that lies here, sharded."""

@@ -24,7 +24,7 @@ from ..pipeline.schedule import Schedule
 from ..pipeline.spec import signature_of
 from ..pipeline.state import gather_all, here, marked, own_entries, whole_of_stages, without_elsewhere
 from ..pipeline.timeline import WindowRecorder
-from ..pipeline.work import StepContext, WindowWork
+from ..pipeline.work import StepContext, WindowWork, signatures_of
 from ..state.dtensor import is_dtensor
 from ..state.tied_names import as_tied
 from ..tensor_parallel.tensor_plan import TensorPlan
@@ -82,11 +82,14 @@ class PlacedStages(PlacedShards):
         here = partial(TensorPlan.of_layers, is_chosen=pipeline.is_here, ends=pipeline.ends)
         self._cuts.cut_layers(module, mesh, self.device, self.ranks.peers, here)
 
-    def _sharing(self) -> tuple[Collectives, Collection[nn.Parameter], Callable[..., Any] | None]:
+    def _elsewhere(self) -> Collection[nn.Parameter]:
+        return self.pipeline.elsewhere
+
+    def _sharing(self) -> tuple[Collectives, Callable[..., Any] | None]:
         pipeline = self.pipeline
         pipeline.start(self._around_stages())
         self.has_loss = pipeline.rank == pipeline.last_rank
-        return self.ranks.peers, pipeline.elsewhere, pipeline.staged.run
+        return self.ranks.peers, pipeline.staged.run
 
     def _around_stages(self) -> StepContext:
         around = StepContext(
@@ -95,14 +98,17 @@ class PlacedStages(PlacedShards):
             comparing=lambda: self._sharded.runs.writes.ignored(),  # noqa: PLW0108 - it is sharded later
         )
         sequences, ranks = self._cuts.sequences, self._cuts.sequence_ranks
-        if sequences is None or ranks is None:
-            return around
-        begin = ranks.begin_all_reduce  # a rehearsal answers this one itself
-        return around._replace(
-            recomputing=lambda index: sequences.context.recomputing(self._lengths[index]),
-            is_true_on_any=lambda flag: bool(begin([float(flag)], "max")()[0]),
-            together=sequences.collectives,
-        )
+        if sequences is not None and ranks is not None:
+            around = around._replace(
+                recomputing=lambda index: sequences.context.recomputing(self._lengths[index]),
+                is_true_on_any=_any_of(ranks),
+                together=sequences.collectives,
+            )
+        if self._cuts.has_dealt_experts:
+            around = around._replace(
+                sends=True, is_true_on_any=_any_of(self.ranks.peers), together=self.ranks.all, lent=self._cuts.lent
+            )
+        return around
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -123,7 +129,8 @@ class PlacedStages(PlacedShards):
             return self.pipeline.evaluate_here(signature, step)
 
     def run_window(self, work: WindowWork) -> None:
-        arguments = partial(_arguments, work)
+        signatures = signatures_of(work, self.pipeline.around)
+        arguments = partial(_arguments, work, len(signatures))
         if not self._has_run:
             check_number(self._schedule, work.micro_batches_a_step)
         if self._cuts.sequences is not None:
@@ -132,7 +139,7 @@ class PlacedStages(PlacedShards):
             self._lengths = [self._cuts.sequences.context.lengths(args[0], self.module) for args in steps]
         self._scale_nothing()  # on stages without a loss
         self.pipeline.note_trained(self._sharded.parameters)
-        with self._compared(work.signatures, work.position, work.forward_at, arguments):
+        with self._compared(signatures, work.position, work.forward_at, arguments):
             self._sharded.begin_window()
             self._gradient_hooks.link()
             self.pipeline.run_window(work)
@@ -150,8 +157,15 @@ class PlacedStages(PlacedShards):
         return self.pipeline.record_window()
 
     def stand_by(self, step_name: str, busy: Sequence[bool], run: Callable[[Any], None]) -> None:
-        super().stand_by(step_name, busy, run)
-        if step_name == "training_step":
+        has_run = False
+
+        def run_lent(lent: Any) -> None:
+            nonlocal has_run
+            run(lent)
+            has_run = True
+
+        super().stand_by(step_name, busy, run_lent)
+        if step_name == "training_step" and not has_run:
             self.pipeline.add_shared_gradients()
 
     def _copies_of(self, parameters: Sequence[Any]) -> Sequence[int] | None:
@@ -203,5 +217,10 @@ class PlacedStages(PlacedShards):
         super().load_optimizer_state(optimizer, {**state, "state": here(self.pipeline, state["state"])})
 
 
-def _arguments(work: WindowWork) -> list[Sequence[Any]]:
-    return [work.arguments_at(index) for index in range(len(work.signatures))]
+def _any_of(ranks: Collectives) -> Callable[[bool], bool]:
+    begin = ranks.begin_all_reduce  # a rehearsal answers this one itself
+    return lambda flag: bool(begin([float(flag)], "max")()[0])
+
+
+def _arguments(work: WindowWork, number: int) -> list[Sequence[Any]]:
+    return [work.arguments_at(index) for index in range(number)]

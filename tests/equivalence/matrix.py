@@ -16,6 +16,7 @@ from two_nodes import two_nodes
 from echelon import (
     DeviceMapStrategy,
     Engine,
+    ExpertBalance,
     Experts,
     LocalSGDStrategy,
     Loss,
@@ -210,10 +211,12 @@ def stages(title, processes, takes=is_hardest, **degrees):
 EXPERTS_PLAN = {name: word for name, word in ATTENTION_PLAN.items() if not name.endswith((".up", ".down"))}
 
 
-def experts(title, processes, takes=is_hardest, ep=2, **degrees):
+def experts(title, processes, takes=is_hardest, ep=2, pieces=1, **degrees):
     """Return a `ParallelStrategy` line with a network whose blocks have experts, dealt over `ep` ranks."""
-    line = attention(title, processes, takes, "experts for sequences", **degrees)
-    return replace(line, make=lambda: ParallelStrategy(tp_plan=EXPERTS_PLAN, ep=ep, **degrees))
+    network = "stages of experts for sequences" if "pp" in degrees else "experts for sequences"
+    line = attention(title, processes, takes, network, **degrees)
+    pieces = max(pieces, line.pieces)
+    return replace(line, make=lambda: ParallelStrategy(tp_plan=EXPERTS_PLAN, ep=ep, **degrees), pieces=pieces)
 
 
 LINES = [
@@ -280,6 +283,9 @@ LINES = [
     experts("replicate 2 x ep 2", 4, dp_replicate=2),
     experts("ep 2 x tp 2", 4, tp=2),
     experts("fsdp 2 x ep 2 x cp 2", 8, cp=2),
+    experts("pp 2 x ep 2", 4, is_harder, pp=2),
+    experts("pp 2 x ep 2, zbv_zero_bubble", 4, pp=2, schedule="zbv_zero_bubble"),
+    experts("pp 2 x fsdp 2 x ep 2", 8, pp=2, pieces=3),
 ]
 ALONE = {
     network: Line("single", note=f", {network}" if network != "dense" else "", takes=takes, network=network)
@@ -291,6 +297,7 @@ ALONE = {
         "stages": is_hard,
         "stages of sequences": is_hardest,
         "experts for sequences": is_harder,
+        "stages of experts for sequences": is_harder,
     }.items()
 }
 """The single-process line with which the lines of each network are compared."""
@@ -448,26 +455,52 @@ class StagedSequences(Staged, Sequenced):
 
 
 class Mixing(Attention):
-    """A block of attention, with experts after it."""
+    """A block of attention, with experts after it; it adds up what balances them."""
 
     def __init__(self):
         super().__init__()
         del self.up, self.down
-        self.experts = Experts(8, 6, 4, shared_hidden=4)
+        self.experts = Experts(8, 6, 4, shared_hidden=4, returns_balance=True)
 
-    def forward(self, x):
+    def forward(self, x, balance):
         packed = self.qkv(self.norm(x))
         q, k, v = (part.unflatten(-1, (-1, 2)).transpose(1, 2) for part in packed.chunk(3, dim=-1))
         x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.experts(self.second_norm(x))
+        output, own = self.experts(self.second_norm(x))
+        return x + output, balance + own
 
 
 class Mixed(Sequenced):
-    """The model for sequences from the batch, with experts in its blocks."""
+    """The model for sequences from the batch, with experts in its blocks, and an auxiliary loss."""
 
     def __init__(self, case):
         super().__init__(case)
         self.blocks = nn.ModuleList(Mixing() for _ in range(2))
+
+    def forward(self, x):
+        return self.head(self.norm(self.mixed(x)[0]))
+
+    def mixed(self, x):
+        x = self.embed(x) + self.positions[self.trainer.strategy.positions(x.shape[1])]
+        balance = torch.zeros_like(x[..., 0])
+        for block in self.blocks:
+            x, balance = block(x, balance)
+        return x, balance
+
+    def errors(self, x, y):
+        x, balance = self.mixed(x)
+        logits = self.head(self.norm(x))
+        losses = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
+        return losses.view(y.shape) + 0.05 * balance
+
+
+class StagedMixed(Mixed, StagedSequences):
+    """The model with more blocks, which have experts."""
+
+    def __init__(self, case):
+        super().__init__(case)
+        self.blocks = nn.ModuleList(Mixing() for _ in range(4))
+        self.norm, self.head = self._modules.pop("norm"), self._modules.pop("head")
 
 
 class Tabled(Net):
@@ -493,6 +526,7 @@ NETWORKS = {
     "stages": Staged,
     "stages of sequences": StagedSequences,
     "experts for sequences": Mixed,
+    "stages of experts for sequences": StagedMixed,
 }
 
 
@@ -540,6 +574,7 @@ def train(case, line, **where):
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
+        callbacks=[ExpertBalance()] if "experts" in line.network else [],
         **cutting,
         **{"accelerator": "cpu", **where},
     )

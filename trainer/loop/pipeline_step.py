@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..module.arguments import num_step_arguments
 from ..module.loss import loss_of, mean_of
 from ..module.train_module import TrainModule
 from ..session.session import Session
-from .shared_step import SharedStep
+from .shared_step import SharedStep, unseen
 
 
 class PipelineStep(SharedStep):
@@ -32,7 +32,7 @@ class PipelineStep(SharedStep):
     run there, and only there is what a step returns beside the loss.
     """
 
-    __slots__ = ("_batches", "_losses", "_outputs", "_window", "position", "signatures")
+    __slots__ = ("_batches", "_losses", "_outputs", "_spare", "_window", "num_of_all", "position", "signatures")
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
@@ -40,6 +40,9 @@ class PipelineStep(SharedStep):
         self._batches: list[Any] = []
         self._outputs: dict[int, Any] = {}
         self._losses: list[float] = []
+        self._spare: Any = None
+        """The batch that stands in for micro-batches which only other data ranks have, and its index."""
+        self.num_of_all = 0
         self.signatures: Sequence[Hashable] = ()
         self.position = 0
         if overrides(session.module, "backward", TrainModule):
@@ -60,7 +63,9 @@ class PipelineStep(SharedStep):
         elif self._may_leave:
             goes_on = self.all_go_on(window, number)
         self.weights = self.make_weights(window)
-        busy = self._who_has_samples(has_some=number > 0) if window.fewest == 0 else [number > 0]
+        self.num_of_all = window.length
+        is_everywhere = window.fewest != 0 and goes_on
+        busy = [number > 0] if is_everywhere else self._who_has_samples(has_some=number > 0)
         run = partial(self._run_window, window, busy, goes_on=goes_on)
         if any(busy) and self.passes_closure:
             self.left = run
@@ -115,13 +120,22 @@ class PipelineStep(SharedStep):
         return goes_on
 
     def _run_all(self, micro_batches: Sequence[MicroBatch], busy: Sequence[bool]) -> None:
-        self._window, self._outputs = micro_batches, {}
+        spare = self._batches[-1], self.state.batches_in_epoch + len(self._batches) - 1
+        beside_idle = nullcontext() if all(busy) else self.placed.beside_idle("training_step", busy, spare)
+        with beside_idle, self.session.streams:
+            self._run_stages(micro_batches, spare)
+
+    def _run_stages(self, micro_batches: Sequence[MicroBatch], spare: tuple[Any, int]) -> None:
+        self._window, self._outputs, self._spare = micro_batches, {}, spare
         self._losses = [0.0] * len(micro_batches)
         self.signatures = [signature_of("training_step", batch) for batch in self._batches]
         self.position = self.state.samples_seen
-        beside_idle = nullcontext() if all(busy) else self.placed.beside_idle("training_step", busy, None)
-        with beside_idle, self.session.streams:
-            self.placed.run_window(self)
+        self.placed.run_window(self)
+
+    def _run_unseen(self, lent: Any) -> None:
+        """Run as many micro-batches as the other data ranks, on a batch of one of them."""
+        with self.session.streams:
+            self._run_stages((), lent)
 
     def _share_losses(self, number: int) -> None:
         """Share the losses with all stages if something reads them."""
@@ -162,12 +176,26 @@ class PipelineStep(SharedStep):
     def arguments_at(self, index: int) -> Sequence[Any]:
         """Return the arguments of ``training_step`` for a micro-batch."""
         number = num_step_arguments(self.module, "training_step", 2)
-        return (self._batches[index], self.state.batches_in_epoch + index)[:number]
+        return self._argument_at(index)[:number]
+
+    def _argument_at(self, index: int) -> tuple[Any, int]:
+        is_own = index < len(self._batches)
+        return (self._batches[index], self.state.batches_in_epoch + index) if is_own else self._spare
+
+    @property
+    def stand_in(self) -> Hashable:
+        """The signature of the batch that stands in for missing ones."""
+        return signature_of("training_step", self._spare[0])
+
+    def unseen(self) -> AbstractContextManager[None]:
+        """Return the context of a forward that leaves no trace."""
+        return unseen(self.session, "training_step")
 
     def forward_at(self, index: int) -> Any:
         """Call ``training_step`` with a micro-batch."""
-        self._enter(index, self.state.batches_in_epoch + index)
-        return self.forward(self._batches[index], self.progress.batch_idx)
+        if index < len(self._batches):
+            self._enter(index, self.state.batches_in_epoch + index)
+        return self.forward(*self._argument_at(index))
 
     def loss_at(self, index: int, output: Any) -> Tensor:
         """Return the weighted loss from the output of the step.
@@ -179,29 +207,31 @@ class PipelineStep(SharedStep):
         if loss is None:
             self.skip()
         assert loss is not None
+        if index >= len(self._batches):
+            return mean_of(loss) * 0
         assert self.weights is not None
         self._outputs[index] = output
         if self._on_batch_end or self.state.global_step + 1 >= self.timetable.next_log:
             self._losses[index] = mean_of(loss).item()
         return self.weights.weigh(loss, self._window[index].size)
 
-    def backward_of(self, loss: Tensor) -> None:
+    def backward_of(self, index: int, loss: Tensor) -> None:
         """Add the gradients of a loss."""
-        self._call_before_backward(loss)
+        self._call_before_backward(index, loss)
         self._plain_backward(loss)
 
-    def scaled(self, loss: Tensor) -> Tensor:
+    def scaled(self, index: int, loss: Tensor) -> Tensor:
         """Return a loss as it is differentiated, for a schedule that computes gradients in two halves."""
-        self._call_before_backward(loss)
+        self._call_before_backward(index, loss)
         return self.placed.scaled(loss)
 
-    def _call_before_backward(self, loss: Tensor) -> None:
-        for hook in self.hooks.on_before_backward:
+    def _call_before_backward(self, index: int, loss: Tensor) -> None:
+        for hook in self.hooks.on_before_backward if index < len(self._batches) else ():
             hook(loss)
 
     def after_backward(self, index: int) -> None:
         """Call the hooks behind a backward, on every stage."""
-        if self.hooks.on_after_backward:
+        if self.hooks.on_after_backward and index < len(self._batches):
             self._enter(index, self.state.batches_in_epoch + index)
             for hook in self.hooks.on_after_backward:
                 hook()

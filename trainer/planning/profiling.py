@@ -23,6 +23,7 @@ from ...strategies.cluster.launchers import detect_environment
 from ...strategies.distributed.nested import iterate_tensors, map_tensors
 from ...strategies.estimate.live_memory import LiveMemory, storages_bytes
 from ...strategies.estimate.profile import Profile, StateBytes
+from ...strategies.experts.without_values import even_experts
 from ...strategies.launch.signal_handlers import end_handling
 from ...strategies.module.deferred_init import without_trunc_normal
 from ...strategies.parallel.batch_split import split
@@ -167,7 +168,8 @@ class ProfiledModule(Placed):
 
     @contextmanager
     def _watched(self) -> Iterator[LiveMemory]:
-        with _values(self._mode), self._memory.watching(), self._memory:
+        without_values = nullcontext() if self._mode is None else even_experts(self.module)
+        with _values(self._mode), without_values, self._memory.watching(), self._memory:
             yield self._memory
 
     def _cut(self, batch: Any) -> Any:

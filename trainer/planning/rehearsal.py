@@ -19,6 +19,7 @@ from ...strategies.distributed.nested import map_tensors
 from ...strategies.elastic import ForwardingStrategy, forward_members
 from ...strategies.estimate.counted_traffic import CountedTraffic
 from ...strategies.estimate.live_memory import LiveMemory
+from ...strategies.experts.without_values import even_experts
 from ...strategies.placed.placed import Placed
 from ...strategies.torch_internals import fake_mode_beside_real, join_fake_group
 from .profiling import without_memory
@@ -49,6 +50,7 @@ class RehearsedStrategy(ForwardingStrategy):
         self.traffic = CountedTraffic()
         """What this rank sends, counted while `counts_traffic` is set."""
         self.counts_traffic = self._is_inside = False
+        self._module = nn.Module()
 
     @contextmanager
     def rehearsing(self, name: str) -> Iterator[None]:
@@ -58,7 +60,7 @@ class RehearsedStrategy(ForwardingStrategy):
             return
         self._is_inside, self.doing = True, name
         began = time.perf_counter()
-        with self.mode, ExitStack() as stack:
+        with self.mode, even_experts(self._module), ExitStack() as stack:
             if self.memory is not None:
                 stack.enter_context(self.memory.watching_resizes())
                 stack.enter_context(self.memory)
@@ -79,6 +81,7 @@ class RehearsedStrategy(ForwardingStrategy):
 
     def place(self, module: nn.Module, *, is_manual: bool = False) -> Placed:
         without_memory(module, self.mode, self.precision.param_dtype)
+        self._module = module
         # the module is already in its place; torch would swap tensors without memory for others, and cannot
         vars(module)["to"] = lambda *_, **__: module
         try:

@@ -23,7 +23,7 @@ class Layout:
     Args:
         strategy: the name of a strategy, or one created for this.
         ranks: its processes; or its devices, for a strategy that uses several devices in one process.
-        name: what the report calls it; by default the strategy's name and the number of ranks.
+        name: what the report calls it; by default the strategy's name, or its degrees, and the number of ranks.
 
     Raises:
         ConfigError: for a strategy that is not registered or cannot be compared, and for a number that is not possible.
@@ -45,14 +45,24 @@ class Layout:
         if not (made.uses_processes or made.uses_many_devices):
             object.__setattr__(self, "ranks", 1)
         if not self.name:
-            known = self.strategy if isinstance(self.strategy, str) else made.name
-            object.__setattr__(self, "name", known + (f" x {self.ranks}" if self.ranks > 1 else ""))
+            object.__setattr__(
+                self, "name", _title(self.strategy if isinstance(self.strategy, str) else made, self.ranks)
+            )
         object.__setattr__(self, "_uses_processes", made.uses_processes)
 
     @property
     def num_processes(self) -> int:
         """The processes to start; one for a strategy that uses all its devices in one process."""
         return self.ranks if vars(self)["_uses_processes"] else 1
+
+
+def _title(strategy: str | Strategy, ranks: int) -> str:
+    """Return the name of a strategy, or what it says of its degrees, and the number of ranks."""
+    text = str(strategy)
+    if not isinstance(strategy, str) and not text.startswith("<"):  # it says something of itself
+        return f"{text}, {ranks} ranks"
+    name = strategy if isinstance(strategy, str) else strategy.name
+    return name + (f" x {ranks}" if ranks > 1 else "")
 
 
 def layouts_of(given: Sequence[str | Strategy | Layout] | str, ranks: int) -> list[Layout]:

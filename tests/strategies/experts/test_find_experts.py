@@ -129,7 +129,6 @@ def test_modules_whose_experts_cannot_be_dealt_are_refused_by_name(mistake):
     [
         ({"ep": 0}, "ep must be a number of ranks >= 1, got 0"),
         ({"ep": "auto"}, "ep must be a number of ranks >= 1, got 'auto'"),
-        ({"ep": 2, "pp": 2}, "got pp=2; use pp=1, or leave ep out"),
         ({"ep": 2, "tp": 2, "sequence_parallel": True}, "got sequence_parallel=True; leave one out"),
     ],
 )
@@ -144,8 +143,19 @@ def test_settings_that_do_not_go_with_ep_are_refused_at_construction(settings, w
         (lambda: Model(Stack()), {"dp_shard": 2, "ep": 4}, "ep=4 must divide dp_shard=2"),
         (lambda: Model(nn.Linear(2, 2)), {"dp_shard": 2, "ep": 2}, "no layer of experts was found in Model"),
         (lambda: ShardsItself(Stack()), {"dp_shard": 2, "ep": 2}, "shards them in its own configure_sharding"),
+        (
+            lambda: Model(Stack()),
+            {"tp": 2, "ep": 2, "tp_plan": {"layer": "grouped_gemm"}},
+            "is for mixtures of experts and similar layers, which tp does not cut; leave these layers out of tp_plan",
+        ),
+        (
+            lambda: Model(Stack()),
+            {"tp": 2, "ep": 2, "tp_plan": {"layer": "colwise"}},
+            "'colwise' cannot cut 'layer', which is of class Stack",
+        ),
     ],
 )
 def test_what_is_known_before_processes_start_is_refused_in_the_caller(make, settings, words):
     with raises(ConfigError, words):
-        quiet(strategy=ParallelStrategy(**settings), devices=2).fit(make(), [torch.zeros(2)])
+        devices = 2 * settings.get("tp", 1)
+        quiet(strategy=ParallelStrategy(**settings), devices=devices).fit(make(), [torch.zeros(2)])

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
-from echelon import Callback, Trainer, TrainModule
+from echelon import Callback, Experts, Trainer, TrainModule
 from echelon.strategies import Hardware
 from echelon.strategies.cluster.environment import reconcile
 from echelon.strategies.cluster.launchers import detect_environment
@@ -91,6 +91,24 @@ class GPT(TrainModule):
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Mixing(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.experts = nn.LayerNorm(width), Experts(width, 48, 4, top_k=4)
+
+    def forward(self, x):
+        return x + self.experts(self.norm(x))
+
+
+class MixedGPT(GPT):
+    """Each token uses all experts, so that all ranks get as many."""
+
+    def __init__(self):
+        super().__init__()
+        for index in range(self.depth):
+            self.blocks[index] = Mixing(self.width)
 
 
 class ViT(Classifier):

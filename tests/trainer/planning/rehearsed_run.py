@@ -65,7 +65,7 @@ class Noting(Callback):
             }
 
 
-def noted_by_ranks(layouts, folder):
+def noted_by_ranks(layouts, folder, kind=GPT):
     """Train under each strategy, and return what this rank notes of it; collective."""
     calm_down()
     answers = {}
@@ -74,7 +74,7 @@ def noted_by_ranks(layouts, folder):
         seed_everything(SEED, verbose=False)
         strategy = find_strategy(build(given, "strategy"))()
         trainer = Trainer(**settings_of(strategy=strategy, max_epochs=1, callbacks=[noting], **settings))
-        trainer.fit(GPT(), datamodule=Tokens())
+        trainer.fit(kind(), datamodule=Tokens())
         dist.barrier()
         files = {file.name: file.stat().st_size for file in noting.path.iterdir() if file.suffix == ".safetensors"}
         answers[name] = {**noting.noted, "samples": noting.samples, "files": files}
