@@ -82,6 +82,7 @@ from .trainer.module.data_module import DataModule
 from .trainer.module.loss import Loss
 from .trainer.module.train_module import TrainModule
 from .trainer.sequences.keyed_sampler import KeyedSampler
+from .trainer.sequences.mixture import Mixture
 from .trainer.sequences.packed_dataset import PackedDataset
 from .trainer.sequences.token_batch_sampler import TokenBatchSampler, lengths_of
 from .trainer.session.detailed_profilers import AdvancedProfiler, PyTorchProfiler
@@ -134,6 +135,7 @@ __all__ = [
     "MLFlowLogger",
     "MemoryReport",
     "MissingDependencyError",
+    "Mixture",
     "ModelCheckpoint",
     "ModelSummary",
     "ModuleError",

@@ -191,7 +191,9 @@ def _leave_epoch(session: Session) -> None:
 
 
 def _log_step(session: Session) -> None:
-    session.log({**session.metrics.step_values(), **session.placed.step_metrics()})
+    assert session.train_data is not None
+    of_data = session.train_data.step_metrics()
+    session.log({**session.metrics.step_values(), **session.placed.step_metrics(), **of_data})
     session.progress.next_log += session.settings.log_every_n_steps
 
 

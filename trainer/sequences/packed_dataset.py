@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from ...common.errors import ConfigError, DataError
+from ..data.sampled import has_own_order
 from .keyed_sampler import KeyedSampler
 from .packing import PACKERS, Method, plan_packs
 from .token_batch_sampler import Lengths, lengths_of
@@ -76,6 +77,11 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
                 raise ConfigError(f"{name} must be at least 1, got {name}={value}; give a positive number.")
         if method not in PACKERS:
             raise ConfigError(f"method must be one of {', '.join(map(repr, PACKERS))}, got {method!r}; choose one.")
+        if has_own_order(documents):
+            raise ConfigError(
+                f"A {type(documents).__name__} cannot be packed, as its samples are others in each epoch, got it as "
+                "documents; pack each of its sources, and mix the packs."
+            )
         self.documents: Any = documents
         self.seq_len, self.pad_id = seq_len, pad_id
         num_tokens = _checked(lengths_of(documents, _length) if lengths is None else lengths, len(documents))
