@@ -85,6 +85,7 @@ from .trainer.sequences.keyed_sampler import KeyedSampler
 from .trainer.sequences.mixture import Mixture
 from .trainer.sequences.packed_dataset import PackedDataset
 from .trainer.sequences.token_batch_sampler import TokenBatchSampler, lengths_of
+from .trainer.sequences.token_file import TokenFile
 from .trainer.session.detailed_profilers import AdvancedProfiler, PyTorchProfiler
 from .trainer.session.profiler import PassThroughProfiler, Profiler, SimpleProfiler
 from .trainer.trainer import Trainer
@@ -165,6 +166,7 @@ __all__ = [
     "Timeline",
     "Timer",
     "TokenBatchSampler",
+    "TokenFile",
     "TrainModule",
     "Trainer",
     "WandbLogger",

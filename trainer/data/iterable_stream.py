@@ -29,6 +29,16 @@ NUMBERS: Final = Numbers(RngStream, seed_generators, mix)
 """How dealt streams draw random numbers, in this process and in workers."""
 
 
+def dealt(loader: DataLoader[Any], ranks: DataRanks) -> DealtLoader:
+    """Return a loader over a stream as this rank reads it."""
+    return DealtLoader(
+        *(loader, ranks.data_rank, ranks.data_size),
+        numbers=NUMBERS,
+        begin=begin if loader.num_workers else batches_of,
+        gather=ranks.agree,
+    )
+
+
 class IterableStream:
     """An iterable without indices: its position is a number of batches.
 
@@ -59,12 +69,7 @@ class IterableStream:
         self._is_over = self._was_over = False
         self._state: Mapping[str, Any] = {}
         if is_divided and can_deal(loader, num_streams):
-            self._deal = DealtLoader(
-                *(loader, ranks.data_rank, num_streams),
-                numbers=NUMBERS,
-                begin=begin if loader.num_workers else batches_of,
-                gather=None if ranks.agree is None else ranks.agree,
-            )
+            self._deal = dealt(loader, ranks)
             if length_of(loader) is not None:
                 self._settle()
 

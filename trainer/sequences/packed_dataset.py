@@ -84,7 +84,10 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
             )
         self.documents: Any = documents
         self.seq_len, self.pad_id = seq_len, pad_id
-        num_tokens = _checked(lengths_of(documents, _length) if lengths is None else lengths, len(documents))
+        if lengths is None:
+            known = getattr(documents, "lengths", None)  # of a TokenFile
+            lengths = known if isinstance(known, Tensor) else lengths_of(documents, _length)
+        num_tokens = _checked(lengths, len(documents))
         order = KeyedSampler(len(num_tokens), seed=seed).entries_from(0, 0) if shuffle else range(len(num_tokens))
         self._lengths = torch.tensor(num_tokens, dtype=torch.int64)
         self._plan = plan_packs(num_tokens, order, seq_len, method, buffer)

@@ -9,6 +9,7 @@ import torch
 from in_step import on_ranks
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from echelon.trainer.data.evaluation_data import EvaluationData
 from echelon.trainer.data.index_stream import DataRanks
 from echelon.trainer.data.stream import Cut
 from echelon.trainer.data.train_data import TrainData
@@ -309,3 +310,34 @@ def test_what_a_collate_function_draws_does_not_change_what_is_dealt():
     for workers in (1, 2):
         assert epochs_of(lambda _: Shuffled(), 2, workers, collate_fn=Masking()) == alone
     assert sorted(number % 1000 for number in itertools.chain(*alone[0])) == list(range(SIZE))
+
+
+def evaluated(make, num_ranks, workers, limit=1.0):
+    """Return the places and samples of a validation on all ranks, in the order of their places."""
+
+    def run(ranks):
+        data = EvaluationData.of(loader_of(make(ranks), workers), limit, "validate", ranks=ranks, seed=3)
+        before = random.getstate()
+        batches = list(data.batches(0, float("inf"), step=0))
+        assert random.getstate() == before
+        return [(each.batch_idx, each.batch.tolist()) for each in batches]
+
+    return sorted(itertools.chain(*on_ranks(num_ranks, run, DataRanks())))
+
+
+@pytest.mark.filterwarnings("ignore:.* is dealt batch by batch")
+@pytest.mark.parametrize(("num_ranks", "workers"), [(1, 2), (2, 0), (3, 1)])
+def test_an_evaluation_reads_each_sample_of_a_stream_once(num_ranks, workers):
+    alone = evaluated(lambda _: Plain(), 1, 0)
+    assert evaluated(lambda _: Plain(), num_ranks, workers) == alone
+    assert evaluated(lambda _: Plain(), num_ranks, workers, limit=5) == alone[:5]
+    assert evaluated(lambda _: Sized(), num_ranks, workers) == alone
+    by_shards = evaluated(lambda _: Shards.cut(5), num_ranks, workers)
+    assert sorted(number for _, batch in by_shards for number in batch) == list(range(SIZE))
+
+
+class Sized(Plain):
+    """A stream with a length."""
+
+    def __len__(self):
+        return SIZE
