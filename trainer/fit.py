@@ -98,7 +98,7 @@ def fit(session: Session, request: Request) -> None:
             elif session.resumed_from is not None and not session.is_restarted and session.strategy.rank == 0:
                 _log.warning(
                     "Nothing is left to train: %s is at epoch %d and global_step %d, with max_epochs=%s and "
-                    "max_steps=%s; raise them to continue.",
+                    "max_steps=%s; raise them, or the limit that it was trained to, to continue.",
                     *(session.resumed_from, session.state.current_epoch, session.state.global_step),
                     *(session.settings.last_epoch, session.settings.max_steps),
                 )

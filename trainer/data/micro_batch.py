@@ -41,6 +41,8 @@ class Window(tuple[MicroBatch, ...]):  # noqa: SLOT001 - windows of one rank hav
     """Samples of all ranks in their first, second, ... micro-batches; None if only reading tells."""
     total_size: int = 0
     """Samples on all ranks, once it has been read; set if there are several ranks."""
+    tokens: int = 0
+    """Tokens on all ranks, if they are counted."""
     num_micro_batches: int | None = None
     """The number on the rank with the most; None if there is one rank."""
     fewest: int | None = None

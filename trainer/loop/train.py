@@ -15,7 +15,7 @@ from ...common.errors import DataError
 from ...strategies.module.compiled_calls import warn_if_uncalled
 from ...strategies.torch_tensors import version_of
 from ..data.micro_batch import Window
-from ..data.sample_checks import compared
+from ..data.sample_checks import compared, gather_numbers
 from ..session.session import Session
 from .document_check import check_documents
 from .eval_mode import warn_of_eval_mode
@@ -24,8 +24,10 @@ from .kept_results import KeptResults
 from .pipeline_step import PipelineStep
 from .remedies import EndlessEpoch, raise_if_single_sample, tell_of_other_size
 from .schedule import (
+    counts_tokens,
     is_last_validation_due,
     is_over,
+    is_used_up,
     is_validation_due,
     is_validation_due_at_epoch_end,
     plan_epoch,
@@ -73,6 +75,7 @@ def train(session: Session, step: Step) -> None:
         has_decays = steps_by_epoch(session)
         has_plateaus = any(config.reduce_on_plateau for config in session.schedulers)
         is_profiled, may_run_out = session.profiler.is_active, interruption.has_limit
+        has_amount = session.settings.ends_by_amount
         for window in _windows(session):
             try:
                 goes_on = step.forward_backward(window)
@@ -84,6 +87,7 @@ def train(session: Session, step: Step) -> None:
                 step_schedulers_of_epochs(session)
             progress.is_in_step = False
             num_micro_batches = step.finish(window, goes_on=goes_on)
+            state.tokens_seen += window.tokens if goes_on else 0
             if streams.is_open:
                 streams.settle(session.strategy, state.global_step)
             if looks:
@@ -106,6 +110,7 @@ def train(session: Session, step: Step) -> None:
             for hook in hooks.on_train_step_end:
                 hook()
             may_be_over = is_alone and (progress.should_stop or interruption.signal is not None or may_run_out)
+            may_be_over |= has_amount and is_used_up(session)
             if (may_be_over or state.global_step >= progress.next_check) and is_over(session):
                 is_partial = True
                 _leave_epoch(session)
@@ -161,6 +166,8 @@ def _windows(session: Session) -> Iterator[Window]:
     assert data is not None
     windows = data.windows(state.batches_in_epoch)
     windows = compared(windows, session.strategy, _first_batch, data.drawn, state.epoch)
+    if counts_tokens(session):
+        windows = _counted(session, windows)
     if state.batches_in_epoch == 0:
         first = next(windows, None)
         if first is None:
@@ -177,6 +184,16 @@ def _windows(session: Session) -> Iterator[Window]:
         windows = chain(islice(windows, 1), _checked(session.check_savable), windows)
         session.check_savable = None
     return iter(session.profiler.measured("fetch", windows.__next__), None) if session.profiler.is_active else windows
+
+
+def _counted(session: Session, windows: Iterator[Window]) -> Iterator[Window]:
+    """Yield the windows with the tokens of all ranks. Collective with several data ranks."""
+    for window in windows:
+        tokens = sum(session.module.tokens_of(micro_batch.batch) for micro_batch in window)
+        if session.strategy.data_size > 1:
+            tokens = sum(int(row[0]) for row in gather_numbers(session.strategy, [float(tokens)]))
+        window.tokens = tokens
+        yield window
 
 
 def _first_batch(window: Window) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, get_type_hints
 from ...callbacks.callback import Callback
 from ...callbacks.helpers.loggers import refuse_incomplete
 from ...callbacks.run import Logger
-from ...common.durations import parse_duration
+from ...common.durations import Amount, parse_amount, parse_duration
 from ...common.errors import ConfigError, did_you_mean
 from ...common.local_path import local_path
 from ...strategies import ActivationCheckpointing, Precision, Strategy, check_strategy
@@ -91,6 +91,8 @@ class Settings:
     max_steps: int = -1
     min_steps: Defaulted[int] = Defaulted(0)
     max_time: str | timedelta | Mapping[str, int] | None = None
+    max_samples: int | None = None
+    max_tokens: int | None = None
 
     # --- the optimizer step ---
     accumulate_grad_batches: int = 1
@@ -153,7 +155,8 @@ class Settings:
     def last_epoch(self) -> int | None:
         """The number of epochs after which training ends; None for no limit."""
         if self.max_epochs is None:
-            return 1000 if self.max_steps == -1 and self.max_time is None else None
+            others = (self.last_step, self.max_time, self.max_samples, self.max_tokens)
+            return 1000 if all(limit is None for limit in others) else None
         return None if self.max_epochs == -1 else self.max_epochs
 
     @property
@@ -163,12 +166,22 @@ class Settings:
 
     @property
     def validation_seconds(self) -> float | None:
-        """The time between validations; None if ``val_check_interval`` counts batches."""
+        """The time between validations; None if ``val_check_interval`` counts batches, samples or tokens."""
         interval = self.val_check_interval
-        if isinstance(interval, int | float):
+        if isinstance(interval, int | float) or self.validation_amount is not None:
             return None
         duration = parse_duration("val_check_interval", interval)
         return None if duration is None else duration.total_seconds()
+
+    @property
+    def validation_amount(self) -> Amount | None:
+        """The samples or tokens between validations; None if ``val_check_interval`` counts something else."""
+        return parse_amount("val_check_interval", self.val_check_interval)
+
+    @property
+    def ends_by_amount(self) -> bool:
+        """Whether a number of samples or tokens ends training."""
+        return self.max_samples is not None or self.max_tokens is not None
 
     def effective(self) -> Settings:
         """Return the settings with ``fast_dev_run``, ``overfit_batches`` and ``barebones`` applied to the others."""
@@ -197,6 +210,8 @@ class Settings:
             "max_epochs": 1,
             "min_epochs": 0,
             "max_steps": num_batches,
+            "max_samples": None,
+            "max_tokens": None,
             "min_steps": 0,
             "val_check_interval": 1.0,
             "check_val_every_n_epoch": 1,
@@ -268,6 +283,8 @@ def _check_counts(settings: Settings) -> None:
     at_least: dict[str, int] = {
         "max_epochs": -1,
         "max_steps": -1,
+        "max_samples": 1,
+        "max_tokens": 1,
         "min_epochs": 0,
         "min_steps": 0,
         "num_nodes": 1,
@@ -300,7 +317,8 @@ def _check_amounts(settings: Settings) -> None:
             )
     interval = settings.val_check_interval
     if not isinstance(interval, int | float):
-        parse_duration("val_check_interval", interval)
+        if parse_amount("val_check_interval", interval) is None:
+            _check_duration(interval)
     elif interval == 0:
         raise ConfigError(
             f"val_check_interval must be above 0, got {interval}; give a fraction of an epoch up to 1.0, batches as an "
@@ -315,6 +333,18 @@ def _check_amounts(settings: Settings) -> None:
         raise ConfigError(
             f"fast_dev_run must not be negative, got {settings.fast_dev_run}; give True, False or a number of batches."
         )
+
+
+def _check_duration(interval: str | timedelta | Mapping[str, int]) -> None:
+    try:
+        parse_duration("val_check_interval", interval)
+    except ConfigError as error:
+        if not isinstance(interval, str) or ":" in interval:
+            raise
+        raise ConfigError(
+            f"val_check_interval={interval!r} is neither a duration 'DD:HH:MM:SS' nor a number of samples or tokens; "
+            "give '10_000 samples', '2.5M tokens' or the like."
+        ) from error
 
 
 def _check_combinations(settings: Settings) -> None:
