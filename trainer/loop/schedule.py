@@ -34,7 +34,7 @@ def num_steps(session: Session, data: TrainData) -> float:
     settings, state = session.settings, session.state
     by_steps: float = math.inf if settings.last_step is None else settings.last_step
     by_steps = min(by_steps, _steps_by_samples(session, data))
-    if data.num_batches == math.inf or settings.last_epoch is None:
+    if data.num_batches == math.inf or settings.last_epoch is None or settings.accumulate_tokens is not None:
         return by_steps
     per_epoch = data.num_steps
     # optimizers of a resumed run are made with the schedule that they began with, though loaders may have changed since
@@ -83,7 +83,8 @@ def counts_tokens(session: Session) -> bool:
     amount = session.settings.validation_amount
     is_validated = amount is not None and amount.unit == "tokens"
     asks = any(getattr(callback, "counts_tokens", False) for callback in session.callbacks)
-    return session.settings.max_tokens is not None or is_validated or asks
+    settings = session.settings
+    return settings.max_tokens is not None or settings.accumulate_tokens is not None or is_validated or asks
 
 
 def amount_seen(session: Session) -> int:
@@ -96,6 +97,8 @@ def amount_seen(session: Session) -> int:
 def _steps_by_samples(session: Session, data: TrainData) -> float:
     """Return the steps after which ``max_samples`` were seen; infinity if that is not known."""
     most, size, sources = session.settings.max_samples, data.global_batch_size, data.sources()
+    if session.settings.accumulate_tokens is not None:
+        return math.inf
     if most is None or size is None or len(sources) != 1 or sources[0].in_batches or sources[0].end < 1:
         return math.inf
     epochs, rest = divmod(most, sources[0].end)

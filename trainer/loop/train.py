@@ -11,12 +11,13 @@ from typing import Any
 
 from torch import nn
 
-from ...common.errors import DataError
+from ...common.errors import ConfigError, DataError
 from ...strategies.module.compiled_calls import warn_if_uncalled
 from ...strategies.torch_tensors import version_of
 from ..data.micro_batch import Window
-from ..data.sample_checks import compared, gather_numbers
+from ..data.sample_checks import compared
 from ..session.session import Session
+from ..session.token_windows import counted, joined
 from .document_check import check_documents
 from .eval_mode import warn_of_eval_mode
 from .evaluate import validate
@@ -45,6 +46,11 @@ _log = logging.getLogger(__name__)
 def make_step(session: Session) -> Step:
     """Return the implementation of the optimizer step for this run."""
     if session.placed.ranks.stage.world_size > 1:
+        if session.settings.accumulate_tokens is not None:
+            raise ConfigError(
+                "A pipeline has the same number of micro-batches in each step, got accumulate_tokens="
+                f"{session.settings.accumulate_tokens}; use accumulate_grad_batches, or a strategy without stages."
+            )
         return PipelineStep(session)
     return SharedStep(session) if session.placed.ranks.count.world_size > 1 else OneRankStep(session)
 
@@ -167,7 +173,9 @@ def _windows(session: Session) -> Iterator[Window]:
     windows = data.windows(state.batches_in_epoch)
     windows = compared(windows, session.strategy, _first_batch, data.drawn, state.epoch)
     if counts_tokens(session):
-        windows = _counted(session, windows)
+        windows = counted(windows, session.module.tokens_of, session.strategy)
+        budget = session.settings.accumulate_tokens
+        windows = windows if budget is None else joined(windows, budget)
     if state.batches_in_epoch == 0:
         first = next(windows, None)
         if first is None:
@@ -184,16 +192,6 @@ def _windows(session: Session) -> Iterator[Window]:
         windows = chain(islice(windows, 1), _checked(session.check_savable), windows)
         session.check_savable = None
     return iter(session.profiler.measured("fetch", windows.__next__), None) if session.profiler.is_active else windows
-
-
-def _counted(session: Session, windows: Iterator[Window]) -> Iterator[Window]:
-    """Yield the windows with the tokens of all ranks. Collective with several data ranks."""
-    for window in windows:
-        tokens = sum(session.module.tokens_of(micro_batch.batch) for micro_batch in window)
-        if session.strategy.data_size > 1:
-            tokens = sum(int(row[0]) for row in gather_numbers(session.strategy, [float(tokens)]))
-        window.tokens = tokens
-        yield window
 
 
 def _first_batch(window: Window) -> Any:

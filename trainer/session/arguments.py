@@ -61,6 +61,7 @@ class TrainerArguments:
         max_tokens: int | None = None,
         accumulate_grad_batches: int = 1,
         global_batch_size: int | None = None,
+        accumulate_tokens: int | None = None,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: Literal["norm", "value"] | None = "norm",
         activation_checkpointing: Literal["full", "selective"] | int | ActivationCheckpointing | None = None,
@@ -114,6 +115,7 @@ class TrainerArguments:
                 samples.
             global_batch_size: samples per optimizer step over all ranks; the loader's batch size is then the largest
                 micro-batch.
+            accumulate_tokens: instead, as many micro-batches per step as reach this many tokens over all ranks.
             gradient_clip_val: the largest norm of all gradients, or value of one; None or 0: no clipping.
             gradient_clip_algorithm: whether `gradient_clip_val` limits the ``norm`` or each ``value``.
             activation_checkpointing: recompute activations in backward: all of each repeated block (``"full"``) or of

@@ -97,6 +97,7 @@ class Settings:
     # --- the optimizer step ---
     accumulate_grad_batches: int = 1
     global_batch_size: int | None = None
+    accumulate_tokens: int | None = None
     gradient_clip_val: float | None = None
     gradient_clip_algorithm: Defaulted[Literal["norm", "value"]] = Defaulted("norm")
     activation_checkpointing: Literal["full", "selective"] | int | ActivationCheckpointing | None = None
@@ -285,6 +286,7 @@ def _check_counts(settings: Settings) -> None:
         "max_steps": -1,
         "max_samples": 1,
         "max_tokens": 1,
+        "accumulate_tokens": 1,
         "min_epochs": 0,
         "min_steps": 0,
         "num_nodes": 1,
@@ -352,6 +354,14 @@ def _check_combinations(settings: Settings) -> None:
         raise ConfigError(
             f"global_batch_size={settings.global_batch_size} derives the accumulation itself, but "
             f"accumulate_grad_batches={settings.accumulate_grad_batches} is set too; give one of them."
+        )
+    if settings.accumulate_tokens is not None and (
+        settings.global_batch_size is not None or settings.accumulate_grad_batches != 1
+    ):
+        raise ConfigError(
+            f"accumulate_tokens={settings.accumulate_tokens} chooses the micro-batches of each step, but "
+            f"accumulate_grad_batches={settings.accumulate_grad_batches} and global_batch_size="
+            f"{settings.global_batch_size} do, too; give one of them."
         )
     recomputed = ActivationCheckpointing.of(settings.activation_checkpointing)
     if settings.compile and recomputed is not None and recomputed.offload:

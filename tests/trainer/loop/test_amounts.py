@@ -7,9 +7,19 @@ from small import quiet, raises
 from torch import nn
 from torch.utils.data import DataLoader
 
-from echelon import ConfigError, ModelCheckpoint, ModuleError, ThroughputMonitor, TokenBatchSampler, TrainModule
+from echelon import (
+    ConfigError,
+    Loss,
+    ModelCheckpoint,
+    ModuleError,
+    ThroughputMonitor,
+    TokenBatchSampler,
+    TrainModule,
+    seed_everything,
+)
 from echelon.common.durations import Amount, parse_amount
 from echelon.testing import run_ranks
+from echelon.trainer.data.index_stream import Shuffled
 
 LENGTHS = [3 + number % 5 for number in range(40)]
 TEXTS = [torch.arange(length) % 7 + 1 for length in LENGTHS]
@@ -62,7 +72,7 @@ def test_an_amount_is_read_from_its_text():
 
 def test_training_ends_after_samples_or_tokens():
     module, trainer = fit(max_samples=50)
-    assert (trainer.global_step, trainer.samples_seen, trainer.current_epoch) == (13, 52, 1)
+    assert (trainer.global_step, trainer.samples_seen) == (13, 52)
     assert trainer.tokens_seen == 0  # nothing counts them
     module, trainer = fit(max_tokens=333)
     assert trainer.tokens_seen == sum(module.steps) >= 333 > sum(module.steps[:-1])
@@ -100,9 +110,8 @@ def test_checkpoints_and_throughput_count_tokens(tmp_path):
     settings = {"enable_checkpointing": True, "logger": logger, "log_every_n_steps": 5}
     module, trainer = fit(max_epochs=2, callbacks=[saver, ThroughputMonitor()], **settings)
     seen = torch.tensor(module.steps).cumsum(0).tolist()
-    due = [
-        step for step, (before, now) in enumerate(zip([0, *seen], seen, strict=False), 1) if now // 100 > before // 100
-    ]
+    pairs = enumerate(zip([0, *seen], seen, strict=False), 1)
+    due = [step for step, (before, now) in pairs if now // 100 > before // 100]
     saved = sorted(int(path.name.split("step=")[1].removesuffix(".ckpt")) for path in tmp_path.glob("*step=*.ckpt"))
     assert saved == due and trainer.tokens_seen == seen[-1]
     assert [value for _, value in logger.series("throughput/tokens")] == [
@@ -142,6 +151,81 @@ def test_tokens_of_all_ranks_count():
     assert first[3] == [now for before, now in zip([0, *seen], seen, strict=False) if now // 50 > before // 50]
 
 
+class Budgeted(Model):
+    """Notes the tokens of each micro-batch, and the step that it belongs to; its loss is a mean over tokens."""
+
+    def training_step(self, batch, batch_idx):
+        self.steps.append((self.trainer.global_step, int(batch["attention_mask"].sum())))
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        return Loss((self.embedding(ids)[..., 0].square() * mask).sum(), mask.sum())
+
+
+def by_step(*ranks):
+    """Return the tokens of each micro-batch of all ranks, in lists by step."""
+    steps = {}
+    for parts in zip(*ranks, strict=True):
+        assert len({step for step, _ in parts}) == 1  # as many micro-batches on each rank
+        steps.setdefault(parts[0][0], []).append(sum(tokens for _, tokens in parts))
+    return list(steps.values())
+
+
+def fit_to_a_budget(ckpt_path=None, folder=None, **settings):
+    seed_everything(3)
+    module = Budgeted()
+    trainer = quiet(devices="auto", accumulate_tokens=60, max_epochs=2, **settings)
+    trainer.fit(module, DataLoader(TEXTS, 2, shuffle=True, collate_fn=pad), ckpt_path=ckpt_path)
+    if folder is not None:
+        trainer.save_checkpoint(folder)
+    return module.steps, module.embedding.weight.detach(), trainer.tokens_seen
+
+
+def budgets_on_ranks(folder):
+    whole = fit_to_a_budget(strategy="ddp")
+    first = fit_to_a_budget(folder=f"{folder}/at.ckpt", strategy="ddp", max_steps=4)
+    rest = fit_to_a_budget(f"{folder}/at.ckpt", strategy="ddp")
+    return whole, first[0] + rest[0], rest[1]
+
+
+def weight_by_hand(steps):
+    """Return the weights after steps of these numbers of micro-batches, each the mean over all of its tokens."""
+    seed_everything(3)
+    module = Budgeted()
+    optimizer = module.configure_optimizers()
+    seen = iter(loader_order())
+    for step in steps:
+        texts = [TEXTS[index] for _ in step for index in next(seen)]
+        batch = pad(texts)
+        squares = module.embedding(batch["input_ids"])[..., 0].square() * batch["attention_mask"]
+        (squares.sum() / batch["attention_mask"].sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return module.embedding.weight.detach()
+
+
+def loader_order():
+    """Return the indices of the micro-batches of two epochs, as one process reads them."""
+    order = Shuffled(len(TEXTS), 3)
+    for epoch in range(2):
+        indices = list(order.entries(epoch, 0))
+        yield from (indices[start : start + 2] for start in range(0, len(indices), 2))
+
+
+def test_a_step_has_as_many_micro_batches_as_reach_its_tokens(tmp_path):
+    def check(steps):
+        assert len([step for step in steps if sum(step) < 60]) <= 2  # the last one of each epoch
+        assert len({len(step) for step in steps}) > 1
+        assert all(sum(step[:-1]) < 60 for step in steps)
+
+    steps, weight, tokens = fit_to_a_budget()
+    check(by_step(steps))
+    assert tokens == 2 * sum(LENGTHS)
+    assert torch.allclose(weight, weight_by_hand(by_step(steps)), atol=1e-6)
+    results = run_ranks(budgets_on_ranks, 2, str(tmp_path), timeout=120)
+    check(by_step(*(whole[0] for whole, _, _ in results)))
+    for whole, resumed, resumed_weight in results:
+        assert resumed == whole[0] and torch.equal(resumed_weight, whole[1]) and whole[2] == tokens
+
+
 def test_tokens_are_those_that_are_no_padding():
     count = Model().tokens_of
     ids = torch.tensor([[5, 3, 0], [2, 0, 0]])
@@ -164,6 +248,8 @@ def test_mistakes_are_named():
     for settings, found in (
         ({"max_samples": 0}, "max_samples must be >= 1"),
         ({"max_tokens": 1.5}, "max_tokens=1.5 has the wrong type"),
+        ({"accumulate_tokens": 5, "accumulate_grad_batches": 2}, "accumulate_tokens=5 chooses the micro-batches"),
+        ({"accumulate_tokens": 5, "global_batch_size": 2}, "accumulate_tokens=5 chooses the micro-batches"),
         ({"val_check_interval": "10 batches"}, "give '10_000 samples', '2.5M tokens' or the like"),
         ({"val_check_interval": "0 samples"}, "val_check_interval must be at least 1 sample or token"),
     ):
