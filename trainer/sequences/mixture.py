@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any, Final, Literal, NamedTuple
 
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from ...common.errors import ConfigError
 from ..data.seed import derive, mix, seed_generators
+from ..streams.probe import NUM_PROBED
+from ..streams.stated import saves
 from .interleaving import Interleaving, keys_of
 from .mixed_source import MixedSource, Place, is_stream
 from .mixture_weights import Phases, phases_of, weights_of
@@ -229,6 +232,16 @@ class StreamedMixture(Mixture, IterableDataset[Any]):
                 sample = source.read(*place)
             if is_wanted:
                 yield position, sample
+
+    def look(self) -> list[Any]:
+        """Return the first samples of the streams, which are left as they were."""
+        streams = [source.dataset for source in self._sources if source.is_stream]
+        states = [dataset.state_dict() if saves(dataset) else None for dataset in streams]
+        first = [sample for dataset in streams for sample in islice(iter(dataset), NUM_PROBED)]
+        for dataset, state in zip(streams, states, strict=True):
+            if state is not None:
+                dataset.load_state_dict(state)
+        return first
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the streams are after the sample that was read last."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from ...common.errors import DataError
 from ..data.seed import RngStream, derive
+from ..streams.stated import saves
 from .mixed_source import MixedSource
 
 
@@ -65,7 +66,7 @@ class StreamCursor:
     def state_dict(self) -> dict[str, Any]:
         """Return where it is, with the state of the stream if it has one."""
         state: dict[str, Any] = {"taken": self.taken, "pass": self._pass, "in_pass": self._in_pass}
-        if self._iterator is not None and self._in_pass and _saves(self._source.dataset):
+        if self._iterator is not None and self._in_pass and saves(self._source.dataset):
             state["state"] = self._source.dataset.state_dict()
         return state
 
@@ -73,7 +74,3 @@ class StreamCursor:
         """Go on from there."""
         self.taken, self._pass, self._in_pass = state["taken"], state["pass"], state["in_pass"]
         self._state = state.get("state")
-
-
-def _saves(dataset: Any) -> bool:
-    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")

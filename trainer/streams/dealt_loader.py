@@ -8,8 +8,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
+from ...common.errors import DataError
 from .numbers import Numbers
-from .probe import Division, division_of, fingerprints_of_workers
+from .probe import Division, division_of, fingerprint, fingerprints_of_workers
 from .shards import Progress, ShardDataset, Sharded
 from .stated import Stated, WorkerBeginning, saves, with_dataset
 from .turns import Skipping, TurnDataset
@@ -76,10 +77,26 @@ class DealtLoader:
         else:
             is_alike = isinstance(dataset, Sharded | Skipping)
             turns = TurnDataset(dataset, self.block, self._rank, self._num_ranks, self._numbers, is_alike=is_alike)
+            if isinstance(dataset, Skipping) and self._num_ranks > 1:
+                self._check_alike(dataset, seed)
             if not is_alike and (self._num_ranks > 1 or self._num_workers > 1):
                 turns.division = self._ask(turns, seed)
             self._dataset = turns
         self._clone = with_dataset(self._loader, self._dataset)
+
+    def _check_alike(self, dataset: Skipping, seed: int) -> None:
+        """Raise an error, on every rank, if what ranks read is not the same. Collective: every rank calls it."""
+        assert self._gather is not None, "several data ranks need a way to agree"
+        with self._numbers.stream(seed):
+            first = dataset.look()
+        rows = [int(row[0]) for row in self._gather([float(fingerprint(first))])]
+        other = next((rank for rank, row in enumerate(rows) if row != rows[0]), None)
+        if other is not None:
+            raise DataError(
+                f"A stream of {type(dataset).__name__} must be the same on all ranks, which keep their parts of it, got "
+                f"others on rank {other} than on rank 0: it divides itself, or is shuffled by generators of its own. "
+                "Give it undivided, and shuffled by a seed or the global generators."
+            )
 
     def _ask(self, turns: TurnDataset, seed: int) -> Division:
         if self._num_workers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain, islice
 from typing import Any, Final, Protocol, runtime_checkable
@@ -24,6 +24,9 @@ class Skipping(Protocol):
 
     def samples_from(self, start: int, wanted: Callable[[int], bool]) -> Iterator[tuple[int, Any]]:
         """Yield those samples of an epoch, with their positions, from one position on, that are `wanted`."""
+
+    def look(self) -> Sequence[Any]:
+        """Return the first samples of what it reads, which all ranks must have alike; it is left as it was."""
 
 
 class TurnDataset(IterableDataset[Any]):

@@ -274,6 +274,44 @@ def test_a_stream_with_a_state_is_not_read_again():
     assert stream.reads == sum(number >= 1000 for step in steps for number in step)
 
 
+class OfRank(Numbers):
+    """A stream that divides itself."""
+
+    def __init__(self, rank, size):
+        super().__init__(rank, 40)
+        self.size = size
+
+    def __iter__(self):
+        yield from range(self.start, self.stop, self.size)
+
+
+class OfWorker(Numbers):
+    """A stream that is divided among workers."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        yield from range(self.start + (info.id if info else 0), self.stop, info.num_workers if info else 1)
+
+
+@pytest.mark.filterwarnings("ignore:StreamedMixture is dealt batch by batch")
+def test_a_stream_that_divides_itself_by_rank_is_an_error_and_by_worker_none():
+    def run(ranks):
+        make = lambda: Mixture({"a": (A, 1), "s": (OfRank(ranks.data_rank, ranks.data_size), 1)}, stop=20)  # noqa: E731
+        data = train_data(make, ranks, 0)
+        with raises(DataError, "A stream of StreamedMixture must be the same on all ranks", "it divides itself"):
+            data.begin_epoch(0)
+            next(data.windows(0))
+
+    def run_with_length(ranks):
+        with raises(DataError, "must be the same on all ranks"):
+            run(ranks)
+
+    on_ranks(2, run_with_length, DataRanks())
+    make = lambda: Mixture({"a": (A, 1), "s": (OfWorker(1000, 1009), 1)}, stop=40)  # noqa: E731
+    mixture = make()
+    assert read_with_a_stop(make, (2, 2), (2, 2), 2, epoch=0) == list(mixture)
+
+
 def test_workers_of_a_plain_loop_divide_a_streamed_mixture():
     mixture = Streams.streamed()
     read = torch.cat(list(DataLoader(mixture, 5, num_workers=2))).tolist()
