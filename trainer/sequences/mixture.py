@@ -28,8 +28,8 @@ class MixedSample(NamedTuple):
     source: str
     epoch: int
     """How often the source has gone through all its samples before."""
-    index: int
-    """Of the sample in the source; for a stream, the number of samples before it."""
+    place: int
+    """The index of the sample in the source; for a stream, the number of samples before it."""
 
 
 class Mixture(Dataset[Any]):

@@ -93,7 +93,7 @@ class DealtLoader:
         other = next((rank for rank, row in enumerate(rows) if row != rows[0]), None)
         if other is not None:
             raise DataError(
-                f"A stream of {type(dataset).__name__} must be the same on all ranks, which keep their parts of it, got "
+                f"A stream of {type(dataset).__name__} must be the same on all ranks, which keep parts of it, got "
                 f"others on rank {other} than on rank 0: it divides itself, or is shuffled by generators of its own. "
                 "Give it undivided, and shuffled by a seed or the global generators."
             )

@@ -76,8 +76,9 @@ def fingerprints_of_workers(
     loader: DataLoader[Any], numbers: Numbers, seed: int, begin_worker: Callable[[int], None]
 ) -> list[int]:
     """Return the fingerprint of what each of a loader's workers reads first; they end again."""
+    dataset: Any = loader.dataset
     probe: DataLoader[int] = DataLoader(
-        ProbeDataset(loader.dataset, numbers, seed),
+        ProbeDataset(dataset, numbers, seed),
         batch_size=None,
         num_workers=loader.num_workers,
         collate_fn=_unchanged,

@@ -156,7 +156,7 @@ def test_tokens_seen_are_those_of_the_samples():
     for epoch, index in ((0, 0), (0, 13), (0, 40), (3, 5), (1, 17), (7, 39)):
         drawn = [mixture.draw(place % 40, place // 40) for place in range(40 * epoch + index)]
         for name in "ab":
-            mine = [texts[name][each.index] for each in drawn if each.source == name]
+            mine = [texts[name][each.place] for each in drawn if each.source == name]
             assert mixture.progress(index, epoch)[f"mixture/{name}/samples"] == len(mine)
             assert mixture.progress(index, epoch)[f"mixture/{name}/tokens"] == sum(map(len, mine))
 
@@ -193,7 +193,7 @@ def test_the_share_of_each_source_is_logged_and_the_ledger_is_exact(tmp_path):
         assert row["mixture/a/samples"] + row["mixture/b/samples"] == done
         assert abs(row["mixture/a/samples"] - 0.7 * done) < 2
     read = [round(10 * float(x)) for batch in module.seen for x in batch[1].flatten()]
-    expected = [mixture.draw(place, epoch).index for epoch in (0, 1) for place in range(24)]
+    expected = [mixture.draw(place, epoch).place for epoch in (0, 1) for place in range(24)]
     assert read == expected
     assert audit(next(tmp_path.rglob("samples"))).is_exact
 
