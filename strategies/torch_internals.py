@@ -302,13 +302,6 @@ def end_workers(iterator: Any) -> None:
     end()
 
 
-def hide_worker_info() -> None:
-    """Let ``get_worker_info()`` return None from now on in this worker process, for a data set that another divides."""
-    with names_of_torch:
-        from torch.utils.data._utils import worker
-    worker._worker_info = None  # noqa: SLF001
-
-
 def file_writer_of(summary_writer: Any) -> Any:
     """Return what writes the events of a SummaryWriter to its file."""
     with names_of_torch:

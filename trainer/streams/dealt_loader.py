@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 from ...common.errors import DataError
 from .numbers import Numbers
 from .probe import Division, division_of, fingerprint, fingerprints_of_workers
-from .shards import Progress, ShardDataset, Sharded
+from .shards import InShards, Progress, ShardDataset
 from .stated import Stated, WorkerBeginning, saves, with_dataset
 from .turns import Skipping, TurnDataset
 
@@ -72,10 +72,10 @@ class DealtLoader:
         if self._dataset is not None:
             return
         dataset: Any = self._loader.dataset
-        if isinstance(dataset, Sharded) and dataset.num_shards >= self._num_ranks:
+        if isinstance(dataset, InShards) and dataset.num_shards >= self._num_ranks:
             self._dataset = ShardDataset(dataset, self._rank, self._num_ranks, self._num_workers, self._numbers)
         else:
-            is_alike = isinstance(dataset, Sharded | Skipping)
+            is_alike = isinstance(dataset, InShards | Skipping)
             turns = TurnDataset(dataset, self.block, self._rank, self._num_ranks, self._numbers, is_alike=is_alike)
             if isinstance(dataset, Skipping) and self._num_ranks > 1:
                 self._check_alike(dataset, seed)
@@ -240,4 +240,4 @@ def can_deal(loader: Any, num_ranks: int) -> bool:
     if type(loader).__iter__ is not DataLoader.__iter__:
         return False
     dataset = loader.dataset
-    return num_ranks > 1 or loader.num_workers > 1 or isinstance(dataset, Skipping | Sharded) or saves(dataset)
+    return num_ranks > 1 or loader.num_workers > 1 or isinstance(dataset, Skipping | InShards) or saves(dataset)

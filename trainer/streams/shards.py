@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol, runtime_checkable
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ...strategies.torch_internals import hide_worker_info
+from ...strategies.torch_tensors import hide_worker_info
 from .numbers import Numbers
 from .stated import saves
 
@@ -21,7 +21,7 @@ Progress = Mapping[str, Any]
 
 
 @runtime_checkable
-class Sharded(Protocol):
+class InShards(Protocol):
     """A stream that consists of shards, as those of Hugging Face do."""
 
     @property
@@ -36,7 +36,7 @@ class ShardDataset(IterableDataset[Any]):
     """One reader's shards of a stream.
 
     Args:
-        dataset: the user's stream, a `Sharded`.
+        dataset: the user's stream, a `InShards`.
         rank: this data rank.
         num_ranks: how many there are.
         num_workers: the workers of each rank; 0 if its own process reads.

@@ -79,7 +79,7 @@ KINDS = [packed, packed_stream, token_batches, mixture, mixture_of_streams, stre
 
 
 def read(kind, num_ranks, workers, stop=None, states=None):
-    """Return the batches of all ranks, step by step, and each rank's state after `stop` steps of the run.
+    """Return the samples of all ranks, step by step, and each rank's state after `stop` steps of the run.
 
     Args:
         kind: makes the loader.
@@ -101,7 +101,7 @@ def read(kind, num_ranks, workers, stop=None, states=None):
                 done = 0
             data.begin_epoch(number)
             for window in data.windows(done):
-                steps.append([micro_batch.batch.tolist() for micro_batch in window])
+                steps.append([sample for micro_batch in window for sample in micro_batch.batch.tolist()])
                 done += window.length
                 if len(steps) == stop:
                     return steps, (number, done, data.state_dict())
