@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
@@ -48,16 +47,15 @@ def _hash(sample: Any) -> int:
         elif isinstance(leaf, str | int | float | bytes | None):
             content = repr(leaf).encode()
         else:
-            content = _pickled(leaf)
+            content = _content(leaf)
         hashed = zlib.crc32(name.encode() + content, hashed)
     return hashed
 
 
-def _pickled(value: Any) -> bytes:
-    try:
-        return pickle.dumps(value)
-    except Exception:  # noqa: BLE001 - any object may fail to be pickled in its own way: then it tells nothing
-        return type(value).__name__.encode()
+def _content(value: Any) -> bytes:
+    """Return the content of an array or image; of other objects only the type, which tells nothing."""
+    read = getattr(value, "tobytes", None)
+    return bytes(read()) if callable(read) else type(value).__name__.encode()
 
 
 class ProbeDataset(IterableDataset[int]):

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from ...strategies.distributed.nested import map_tensors
 
 
 class Stated(NamedTuple):
@@ -17,9 +20,7 @@ class Stated(NamedTuple):
 
     def pin_memory(self, device: Any = None) -> Stated:
         """Return it with the batch in pinned memory, as torch's thread for that asks."""
-        from torch.utils.data._utils.pin_memory import pin_memory
-
-        return self._replace(batch=pin_memory(self.batch, device))
+        return self._replace(batch=map_tensors(Tensor.pin_memory, self.batch))
 
 
 class Reader(Protocol):
