@@ -123,7 +123,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         if len(tokens) != expected or len(labels) != expected:
             raise DataError(
                 f"Document {document} must have {expected} tokens, as lengths says, and as many labels, got "
-                f"{len(tokens)} and {len(labels)}; measure the lengths of these documents again (lengths=None)."
+                f"{len(tokens)} and {len(labels)}; give lengths=None to measure these documents again."
             )
         return tokens, labels
 
@@ -170,7 +170,7 @@ def _check_settings(documents: Any, seq_len: int, method: str, buffer: int) -> N
     if has_own_order(documents):
         raise ConfigError(
             f"A {type(documents).__name__} cannot be packed, as its samples are others in each epoch, got it as "
-            "documents; pack each of its sources, and mix the packs."
+            "documents; give each of its sources, and mix the packs."
         )
 
 

@@ -374,7 +374,7 @@ MISTAKES = {
     "too few lengths": (lambda: Mixture(PAIR, lengths={"a": [1, 2]}), DataError, "one for each of 100"),
     "a position": (lambda: Mixture(PAIR, stop=5)[5], IndexError, "index must be below 5, got 5"),
     "an empty stream": (lambda: list(Mixture({"a": (Numbers(0, 0), 1)}, stop=5)), DataError, "yields no sample"),
-    "packed": (lambda: PackedDataset(Mixture(PAIR), 8), ConfigError, "pack each of its sources, and mix the packs"),
+    "packed": (lambda: PackedDataset(Mixture(PAIR), 8), ConfigError, "give each of its sources, and mix the packs"),
 }
 
 
