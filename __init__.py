@@ -89,9 +89,11 @@ if TYPE_CHECKING:
     from .trainer.module.loss_without_logits import linear_cross_entropy as linear_cross_entropy
     from .trainer.module.train_module import TrainModule as TrainModule
     from .trainer.sequences.keyed_sampler import KeyedSampler as KeyedSampler
+    from .trainer.sequences.mixture import Mixture as Mixture
     from .trainer.sequences.packed_dataset import PackedDataset as PackedDataset
     from .trainer.sequences.token_batch_sampler import TokenBatchSampler as TokenBatchSampler
     from .trainer.sequences.token_batch_sampler import lengths_of as lengths_of
+    from .trainer.sequences.token_file import TokenFile as TokenFile
     from .trainer.session.detailed_profilers import AdvancedProfiler as AdvancedProfiler
     from .trainer.session.detailed_profilers import PyTorchProfiler as PyTorchProfiler
     from .trainer.session.profiler import PassThroughProfiler as PassThroughProfiler
@@ -187,6 +189,8 @@ else:
             "trainer.session.profiler": ("PassThroughProfiler", "Profiler", "SimpleProfiler"),
             "trainer.trainer": ("Trainer",),
             "trainer.module.loss_without_logits": ("language_model_loss", "linear_cross_entropy"),
+            "trainer.sequences.mixture": ("Mixture",),
+            "trainer.sequences.token_file": ("TokenFile",),
         },
         here=["__version__"],
     )

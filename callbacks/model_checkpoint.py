@@ -54,7 +54,7 @@ class ModelCheckpoint(Callback):
         mode: whether ``min``, the default, or ``max`` of the metric is better.
         auto_insert_metric_name: write ``epoch=3`` instead of ``3``.
         every_n_train_steps: save every n optimizer steps.
-        train_time_interval: save each time this interval has passed on rank 0.
+        train_time_interval: save each time this has passed on rank 0; or ``"10M tokens"``, ``"1000 samples"``.
         every_n_epochs: save every n epochs; the default, with 1. If none of these three is given, and only the newest
             checkpoint is kept, the save of an epoch that ends within a second of the last save is postponed.
         save_on_train_epoch_end: True: save when the epoch ends; False: after each validation; None: after each
@@ -93,7 +93,7 @@ class ModelCheckpoint(Callback):
         mode: Mode | None = None,
         auto_insert_metric_name: bool = True,
         every_n_train_steps: int | None = None,
-        train_time_interval: timedelta | None = None,
+        train_time_interval: timedelta | str | None = None,
         every_n_epochs: int | None = None,
         save_on_train_epoch_end: bool | None = None,
         single_file: bool | None = None,
@@ -114,6 +114,7 @@ class ModelCheckpoint(Callback):
         self.schedule = SaveSchedule(
             every_n_train_steps, train_time_interval, every_n_epochs, at_epoch_end=save_on_train_epoch_end
         )
+        self.counts_tokens = self.schedule.counts_tokens
         # only if each save replaces the one before, and no schedule is given
         is_newest_only = monitor is None and save_top_k == 1 and not save_last
         self._pause = IntervalClock(_PAUSE) if is_newest_only and self.schedule.is_default else None
@@ -261,7 +262,7 @@ class ModelCheckpoint(Callback):
         self.saved_at = trainer.global_step
         self._metric.start(is_pending=self._was_pending)
         self._was_pending = False
-        self.schedule.start(trainer.global_step)
+        self.schedule.start(trainer)
 
     def on_train_epoch_start(self, trainer: Run, module: nn.Module) -> None:
         """Note that an epoch has begun."""

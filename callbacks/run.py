@@ -90,6 +90,10 @@ class Run(Protocol):
         """The number of training samples that all ranks have consumed since the very first `fit`."""
 
     @property
+    def tokens_seen(self) -> int:
+        """The number of training tokens, if a setting counts them, or a callback whose ``counts_tokens`` is True."""
+
+    @property
     def batch_position(self) -> int:
         """The index of the current training micro-batch in its epoch: the ``batch_idx`` of hooks and steps."""
 

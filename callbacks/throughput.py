@@ -32,7 +32,8 @@ class ThroughputMonitor(Callback):
 
     Args:
         batch_size_fn: returns the number of samples in a micro-batch of this rank; by default the trainer's count.
-        length_fn: returns the number of tokens in a micro-batch; without it, tokens are not logged.
+        length_fn: returns the number of tokens in a micro-batch of this rank; by default the trainer's count, if a
+            setting counts tokens (``max_tokens``, an interval in tokens).
         window_size: the number of steps to average over.
         separator: the text between ``throughput`` and the name of a metric.
         flops_per_batch: FLOPs of one micro-batch on one rank, forward and backward; None: if the peak is known, they
@@ -181,6 +182,8 @@ class ThroughputMonitor(Callback):
         samples, tokens = (count + size * self._counted_here[name] for name, count in self._counted.items())
         if self._batch_size_fn is None:
             samples = trainer.samples_seen
+        if self._length_fn is None:
+            tokens = trainer.tokens_seen
         return _Reading(trainer.global_step, self._elapsed(), self._batches, samples, tokens)
 
     def _measure(self, now: _Reading) -> dict[str, float]:
@@ -197,7 +200,7 @@ class ThroughputMonitor(Callback):
             "samples": float(now.samples),
             "seconds": now.seconds,
         }
-        if self._length_fn is not None:
+        if now.tokens:
             measured["tokens_per_sec"] = (now.tokens - then.tokens) / seconds
             measured["tokens"] = float(now.tokens)
         if self._flops_per_batch is not None:

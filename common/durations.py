@@ -1,11 +1,39 @@
-"""Durations, as users write them."""
+"""Durations, and amounts of samples and tokens, as users write them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from datetime import timedelta
+from typing import Final, Literal, NamedTuple
 
 from .errors import ConfigError
+
+Unit = Literal["samples", "tokens"]
+_AMOUNT: Final = re.compile(r"([\d_]+(?:\.\d+)?)\s*([kmbt]?)\s*(samples?|tokens?)", re.IGNORECASE)
+_FACTORS: Final = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+
+
+class Amount(NamedTuple):
+    """A number of samples or tokens."""
+
+    number: int
+    unit: Unit
+
+
+def parse_amount(name: str, value: object) -> Amount | None:
+    """Return the argument called `name`, such as ``"10_000 samples"`` or ``"2.5M tokens"``; None for another kind.
+
+    Raises:
+        ConfigError: for an amount below 1.
+    """
+    found = _AMOUNT.fullmatch(value.strip()) if isinstance(value, str) else None
+    if found is None:
+        return None
+    number = round(float(found[1]) * _FACTORS[found[2].lower()])
+    if number < 1:
+        raise ConfigError(f"{name} must be at least 1 sample or token, got {value!r}; give a larger number.")
+    return Amount(number, "tokens" if found[3].lower().startswith("token") else "samples")
 
 
 def parse_duration(name: str, value: str | timedelta | Mapping[str, int] | None) -> timedelta | None:

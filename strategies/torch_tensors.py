@@ -1,4 +1,4 @@
-"""Private fields of torch's tensors, modules, operators and optimizers, each read or changed by one function.
+"""Private fields of torch's tensors, modules, operators, optimizers and workers, each read or changed by one function.
 
 All were seen in the versions that `torch_internals.SEEN` names: 2.11.0, 2.14.1 and 2.15.0. The functions are plain
 accesses, without `names_of_torch`, as many run in each step.
@@ -304,3 +304,10 @@ def reads_by_itself(module: nn.Module) -> bool:
         or kind.set_extra_state is not nn.Module.set_extra_state
         or bool(module._load_state_dict_pre_hooks)  # noqa: SLF001
     )
+
+
+def hide_worker_info() -> None:
+    """Let ``get_worker_info()`` return None from now on in this worker process, for a data set that another divides."""
+    from torch.utils.data._utils import worker
+
+    worker._worker_info = None  # noqa: SLF001

@@ -28,7 +28,7 @@ STATES = {
     "Progress": "trainer/session/progress.py",
     "Timetable": "trainer/session/progress.py",
     "Predictions": "trainer/session/progress.py",
-    "Saves": "trainer/session/saves.py",
+    "Saves": "trainer/session/progress.py",
     "TrainState": "trainer/session/train_state.py",
 }
 HOLDERS = ("session", "state", "progress", "current", "ended", "timetable", "saves", "predictions")

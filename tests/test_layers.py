@@ -35,6 +35,7 @@ LEVELS = (
     ("trainer.metrics", "trainer.loggers"),
     ("trainer.checkpoint",),
     ("trainer.module",),
+    ("trainer.streams",),
     ("trainer.data",),
     ("trainer.sequences",),
     ("trainer.session",),

@@ -106,7 +106,7 @@ def _train(session: Session, step: Step, left_in_eval: Sequence[str]) -> None:
     elif session.resumed_from is not None and not session.is_restarted and session.strategy.rank == 0:
         _log.warning(
             "Nothing is left to train: %s is at epoch %d and global_step %d, with max_epochs=%s and max_steps=%s; "
-            "raise them to continue.",
+            "raise them, or the limit that it was trained to, to continue.",
             *(session.resumed_from, session.state.current_epoch, session.state.global_step),
             *(session.settings.last_epoch, session.settings.max_steps),
         )

@@ -37,8 +37,7 @@ from .module.optimizers import LRSchedulerConfig
 from .module.train_module import TrainModule
 from .resume.run_state import module_state, shown_to_hooks, training_state
 from .session.interruption import Interruption
-from .session.progress import Predictions, Progress
-from .session.saves import Saves
+from .session.progress import Predictions, Progress, Saves
 from .session.session import Session, Task
 from .session.train_state import TrainState
 from .tuning.attribute import set_attribute

@@ -170,7 +170,8 @@ def load_train_data(session: Session, given: Any) -> None:
 def warn_if_endless(session: Session) -> None:
     """Warn if nothing ends a run on data without a length."""
     settings, data = session.settings, session.train_data
-    has_limit = any(limit is not None for limit in (settings.max_epochs, settings.last_step, settings.max_time))
+    limits = settings.max_epochs, settings.last_step, settings.max_time, settings.max_samples, settings.max_tokens
+    has_limit = any(limit is not None for limit in limits)
     if data is not None and data.num_batches == math.inf and not has_limit:
         warnings.warn(
             f"The training loader, a {type(data.source).__name__}, has no length, and the only limit of the run is "

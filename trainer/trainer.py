@@ -229,6 +229,11 @@ class Trainer(TrainerArguments, TrainerAttributes, Checkpoints, Trials):
         return self.counters.samples_seen
 
     @property
+    def tokens_seen(self) -> int:
+        """Tokens that all ranks have trained on since the very first `fit`, if a setting or callback counts them."""
+        return self.counters.tokens_seen
+
+    @property
     def batch_position(self) -> int:
         return self._ran.progress.batch_idx
 

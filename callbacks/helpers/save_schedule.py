@@ -6,6 +6,7 @@ import math
 import time
 from datetime import timedelta
 
+from ...common.durations import parse_amount
 from ...common.errors import ConfigError
 from ..run import Run
 
@@ -15,7 +16,7 @@ class SaveSchedule:
 
     Args:
         every_n_train_steps: 0 or None for never.
-        train_time_interval: measured on rank 0; None for never.
+        train_time_interval: measured on rank 0, or samples or tokens, such as ``"10M tokens"``; None for never.
         every_n_epochs: 0 or None for never.
         at_epoch_end: save an epoch at its end; False: after each of its validations; None: after each validation if the
             run has any, else at the end.
@@ -27,7 +28,7 @@ class SaveSchedule:
     def __init__(
         self,
         every_n_train_steps: int | None,
-        train_time_interval: timedelta | None,
+        train_time_interval: timedelta | str | None,
         every_n_epochs: int | None,
         at_epoch_end: bool | None,
     ) -> None:
@@ -48,19 +49,35 @@ class SaveSchedule:
             every_n_epochs = 1
         self.every_n_steps, self.every_n_epochs = every_n_train_steps or 0, every_n_epochs or 0
         self.interval = train_time_interval
+        self.amount = parse_amount("train_time_interval", train_time_interval)
+        if isinstance(train_time_interval, str) and self.amount is None:
+            raise ConfigError(
+                f"train_time_interval must be a timedelta, or samples or tokens such as '10M tokens', got "
+                f"{train_time_interval!r}; give one of them."
+            )
+        self.counts_tokens = self.amount is not None and self.amount.unit == "tokens"
+        """Whether it needs the number of tokens that were seen."""
+        self._seen = 0
         self.is_by_step = bool(self.every_n_steps) or self.interval is not None
         """Whether to ask `is_step_due` after each step; an attribute, since it is read there."""
         self._at_epoch_end = at_epoch_end
-        self._clock = IntervalClock(self.interval)
+        self._clock = IntervalClock(train_time_interval if isinstance(train_time_interval, timedelta) else None)
 
-    def start(self, step: int) -> None:
-        """Start measuring time, when training starts."""
-        self._clock.start(step)
+    def start(self, trainer: Run) -> None:
+        """Start measuring time and amounts, when training starts."""
+        self._clock.start(trainer.global_step)
+        self._seen = self._amount_seen(trainer)
+
+    def _amount_seen(self, trainer: Run) -> int:
+        return trainer.tokens_seen if self.counts_tokens else trainer.samples_seen
 
     def is_step_due(self, trainer: Run) -> bool:
         """Return whether a checkpoint is due after this step, by its number or rank 0's clock. Collective."""
         if self.every_n_steps:
             return trainer.global_step % self.every_n_steps == 0
+        if self.amount is not None:
+            before, self._seen = self._seen, self._amount_seen(trainer)
+            return self._seen // self.amount.number > before // self.amount.number
         return self._clock.is_over(trainer)
 
     def is_epoch_due(self, epoch: int) -> bool:

@@ -13,13 +13,15 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
+from ..streams.dealt_loader import can_deal
 from .combined_loader import CombinedLoader, combined_of
 from .index_stream import DataRanks
+from .iterable_stream import dealt
 from .loader_kinds import begin, check_loader, entries_of, is_dealt, is_indexed, unshuffled, with_indices
 from .own_generators import OwnGenerators
 from .sampled import drawn, length_of, set_epoch
-from .seed import derive
-from .stream import Count, limited
+from .seed import RngStream, derive
+from .stream import END, Count, limited
 
 
 class EvaluationBatch(NamedTuple):
@@ -51,6 +53,40 @@ class SideBySide:
         return len(self.combined)
 
 
+class _Dealt:
+    """Reads a DataLoader over a stream, of which each rank and worker is dealt a part."""
+
+    def __init__(self, loader: DataLoader[Any], ranks: DataRanks) -> None:
+        self._loader, self._ranks, self.deal = loader, ranks, dealt(loader, ranks)
+
+    def num_batches(self, seed: int) -> int | None:
+        """Return the number of batches for all ranks; None if only reading tells. Collective, as reading is."""
+        length = length_of(self._loader)
+        if length is None:
+            return None
+        self.deal.settle(seed)
+        if self.deal.is_by_shards:
+            return None
+        if self.deal.is_addressed:
+            return length
+        length = self._ranks.longest(length)
+        return None if length is None else length * self._ranks.data_size
+
+    def __call__(self, stop: int | None, seed: int) -> Iterator[EvaluationBatch]:
+        rank, size = self._ranks.data_rank, self._ranks.data_size
+        self.deal.settle(seed)
+        numbers = RngStream(seed)
+        with numbers:
+            batches = self.deal.batches(0, seed, 0, {})
+        places = islice(count(rank, size), None if stop is None else len(range(rank, stop, size)))
+        for place in places:
+            with numbers:  # what the stream draws does not change the numbers of training
+                batch = next(batches, END)
+            if batch is END:
+                return
+            yield EvaluationBatch(place, batch)
+
+
 def deals(loader: Any, ranks: DataRanks) -> bool:
     """Return whether the batches of an evaluation loader are dealt from outside; otherwise each rank has its own."""
     if isinstance(loader, SideBySide):
@@ -66,6 +102,8 @@ def reader_of(loader: Any, ranks: DataRanks) -> Reader:
     """
     if is_indexed(loader) and (ranks.data_size == 1 or deals(loader, ranks)):
         return _Indexed(loader, ranks)
+    if ranks.is_dealing and can_deal(loader, ranks.data_size):
+        return _Dealt(loader, ranks)
     if ranks.data_size == 1:
         return lambda stop, _: map(EvaluationBatch, count(), islice(begin(loader), stop))
     if not deals(loader, ranks):
@@ -181,13 +219,18 @@ class EvaluationData:
         if in_order:
             loaders = [unshuffled(loader) for loader in loaders]
         name = {"validate": "limit_val_batches"}.get(stage, f"limit_{stage}_batches")
-        counts = [limited(limit, _length_on_all(loader, ranks), name, stage) for loader in loaders]
+        readers = [reader_of(loader, ranks) for loader in loaders]
+        lengths = [
+            reader.num_batches(seed) if isinstance(reader, _Dealt) else _length_on_all(loader, ranks)
+            for loader, reader in zip(loaders, readers, strict=True)
+        ]
+        counts = [limited(limit, length, name, stage) for length in lengths]
         if limit and 0 in counts:
             at = counts.index(0)
             warnings.warn(
                 f"Loader {at} for {stage} has no batches ({loaders[at]!r:.60}); nothing is read from it.", stacklevel=2
             )
-        return cls(loaders, counts, [reader_of(loader, ranks) for loader in loaders], seed, source)
+        return cls(loaders, counts, readers, seed, source)
 
     def batches(self, dataloader_idx: int, limit: float, step: int, epoch: int = 0) -> Iterator[EvaluationBatch]:
         """Return this rank's batches of a loader.

@@ -345,6 +345,11 @@ class IndexStream:
         )
 
     @property
+    def is_sequential(self) -> bool:
+        """Whether the index at a position is the position."""
+        return isinstance(self._order, Sequential)
+
+    @property
     def head(self) -> list[Any]:
         """The first indices of the epoch, as far as they were drawn."""
         return self._order.head

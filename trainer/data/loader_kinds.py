@@ -18,7 +18,7 @@ from ...common.errors import DataError
 from ...strategies.launch.signal_handlers import sheltering_forks
 from ...strategies.torch_internals import end_workers, has_workers
 from .index_stream import Addressed, AddressedSampler, DataRanks, Order, Sequential, Shuffled
-from .sampled import Sampled, Share, length_of
+from .sampled import Sampled, Share, has_own_order, length_of
 
 
 def check_loader(loader: Any, ranks: DataRanks) -> None:
@@ -209,7 +209,7 @@ def order_of(loader: DataLoader[Any], seed: int, *, in_order: bool, share: Share
         return Addressed(sampler, seed)
     if _has_own_batches(loader):
         return Sampled(entries, seed, share)
-    if type(sampler) is SequentialSampler:
+    if type(sampler) is SequentialSampler or (_is_random(sampler) and has_own_order(dataset)):
         return Sequential(len(dataset))
     # torchdata's sampler makes its own generator, with a different seed each time
     generator = loader.generator if _is_of_torchdata(sampler) else getattr(sampler, "generator", None)

@@ -21,7 +21,7 @@ from .index_stream import BatchShare, IndexStream, SeededIndices
 from .loader_kinds import begin, end_persistent_workers, is_dealt, makes_batches, order_of, release, with_indices
 from .micro_batch import MicroBatch, Window
 from .sample_checks import Drawn, content_of, difference
-from .sampled import length_of, set_epoch
+from .sampled import length_of, progress_of, set_epoch
 from .seed import derive, isolated_rng, mix
 from .stream import END, CountSamples, Cut, load_place, place_of
 
@@ -325,6 +325,12 @@ class MapStream:
 
     def source(self) -> Source:
         return self._indices.source(length_of(self._loader.dataset), self.num_streams)
+
+    def step_metrics(self) -> dict[str, float]:
+        dataset: Any = self._loader.dataset
+        if not self._indices.is_sequential or self._samples is None:
+            return {}
+        return progress_of(dataset, self.position, self._epoch + self.rounds)
 
     def close(self) -> None:
         release(self._loader)

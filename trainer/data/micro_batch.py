@@ -41,6 +41,8 @@ class Window(tuple[MicroBatch, ...]):  # noqa: SLOT001 - windows of one rank hav
     """Samples of all ranks in their first, second, ... micro-batches; None if only reading tells."""
     total_size: int = 0
     """Samples on all ranks, once it has been read; set if there are several ranks."""
+    tokens: int = 0
+    """Tokens on all ranks, if they are counted."""
     num_micro_batches: int | None = None
     """The number on the rank with the most; None if there is one rank."""
     fewest: int | None = None
@@ -72,6 +74,18 @@ class Window(tuple[MicroBatch, ...]):  # noqa: SLOT001 - windows of one rank hav
         window.end = end
         if totals:
             window.totals, window.num_micro_batches, window.fewest = totals, len(totals), fewest
+        return window
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[Window]) -> Window:
+        """Return one window of the micro-batches of several that follow one another."""
+        window = cls(micro_batch for part in parts for micro_batch in part)
+        window.end, window.tokens = parts[-1].end, sum(part.tokens for part in parts)
+        window.total_size = sum(part.total_size for part in parts)
+        window.totals = [total for part in parts for total in part.totals]
+        if parts[0].num_micro_batches is not None:
+            window.num_micro_batches = sum(part.length for part in parts)
+            window.fewest = sum(part.fewest or 0 for part in parts)
         return window
 
     def shortened(self, num_micro_batches: int) -> Window:

@@ -355,3 +355,13 @@ def set_epoch(data: object, epoch: int) -> bool:
     if callable(told):
         told(epoch)
     return callable(told)
+
+
+def has_own_order(dataset: object) -> bool:
+    """Return whether a data set is in an order that is shuffled already, such as that of a mixture."""
+    return getattr(dataset, "has_own_order", False) is True
+
+
+def progress_of(dataset: Any, position: int, epoch: int) -> dict[str, float]:
+    """Return what a data set with an order of its own tells of what comes before a position; else nothing."""
+    return dict(dataset.progress(position, epoch)) if has_own_order(dataset) else {}

@@ -70,6 +70,9 @@ class Stream(Protocol):
     def source(self) -> Source:
         """Return what is known about the order of reading."""
 
+    def step_metrics(self) -> dict[str, float]:
+        """Return what the data set tells of what was read so far, to be logged."""
+
     def close(self) -> None:
         """Release the loader's workers."""
 

@@ -153,13 +153,23 @@ class TrainData:
         for stream in self._streams:
             stream.seek(epoch, 0)
 
-    def resume_epoch(self, epoch: int, states: Sequence[Mapping[str, Any]], batches_done: int) -> int:
+    def resume_epoch(
+        self,
+        epoch: int,
+        states: Sequence[Mapping[str, Any]],
+        batches_done: int,
+        of_all: Sequence[Sequence[Mapping[str, Any]]] = (),
+    ) -> int:
         """Read this epoch from where `state_dict` was taken, `batches_done` batches into it.
 
         Return how many batches that is with the data as it is cut and dealt now. If a different number of ranks saved
-        the states, all ranks pass those of one of them.
+        the states, all ranks pass those of one of them, and `of_all` that did.
         """
         self._resumed_epoch = epoch
+        states = [
+            stream.joined(state, [each[number] for each in of_all]) if isinstance(stream, IterableStream) else state
+            for number, (stream, state) in enumerate(zip(self._streams, states, strict=True))
+        ]
         for stream, state in zip(self._streams, states, strict=True):
             stream.seek(epoch, 0)
             stream.load_state_dict(state)
@@ -260,6 +270,10 @@ class TrainData:
                     stream.load_state_dict(state)
             self._resumed_epoch = resumed
 
+    def step_metrics(self) -> dict[str, float]:
+        """Return what data sets tell of what was read so far, to be logged."""
+        return {name: value for stream in self._streams for name, value in stream.step_metrics().items()}
+
     def batches_done(self) -> int:
         """Return the number of micro-batches before the position, if `is_shared`."""
         return self._streams[0].batches_done()
@@ -308,7 +322,7 @@ def stream_of(
         loader = DataLoader(loader, batch_size=None, collate_fn=_unchanged)
     if is_indexed(loader):
         return MapStream(loader, seed, cut, in_order=in_order, count=count)
-    return IterableStream(loader, seed, cut.ranks.data_size, count=count, is_divided=cut.ranks.is_dealing)
+    return IterableStream(loader, seed, cut.ranks, count=count)
 
 
 def _unchanged(batch: Any) -> Any:

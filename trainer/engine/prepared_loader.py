@@ -156,7 +156,7 @@ class PreparedLoader:
         check(state_dict, _SCHEMA, "The state of a loader")
         self.epoch, self._was_left = state_dict["epoch"], False
         states = of_this_rank(self._strategy, state_dict["data"])
-        self.batches_done = self._data.resume_epoch(self.epoch, states, state_dict["batches"])
+        self.batches_done = self._data.resume_epoch(self.epoch, states, state_dict["batches"], state_dict["data"])
 
 
 def _first_batch(window: Window) -> Any:

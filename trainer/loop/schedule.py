@@ -19,6 +19,7 @@ def plan_epoch(session: Session) -> None:
     note_logged(session)
     timetable.validates_inside = validates(session) and validates_in_this_epoch(session)
     interval = settings.val_check_interval
+    timetable.validation_amount = amount_seen(session)
     if not isinstance(interval, int | float):
         interval = math.inf
     elif isinstance(interval, float):
@@ -50,8 +51,9 @@ def start_clock(session: Session) -> None:
 def num_steps(session: Session, data: TrainData) -> float:
     """Return the optimizer steps of a whole run; infinity without a limit."""
     settings, state = session.settings, session.state
-    by_steps = math.inf if settings.last_step is None else settings.last_step
-    if data.num_batches == math.inf or settings.last_epoch is None:
+    by_steps: float = math.inf if settings.last_step is None else settings.last_step
+    by_steps = min(by_steps, _steps_by_samples(session, data))
+    if data.num_batches == math.inf or settings.last_epoch is None or settings.accumulate_tokens is not None:
         return by_steps
     per_epoch = data.num_steps
     # optimizers of a resumed run are made with the schedule that they began with, though loaders may have changed since
@@ -81,9 +83,45 @@ def is_over(session: Session) -> bool:
     last_epoch = math.inf if settings.last_epoch is None else settings.last_epoch
     if interruption.signal is not None or state.global_step >= last_step or epochs >= last_epoch:
         return True
+    if is_used_up(session):
+        return True
     if not (progress.should_stop or (interruption.has_limit and interruption.is_time_up())):
         return False
     return epochs >= settings.min_epochs and state.global_step >= settings.min_steps
+
+
+def is_used_up(session: Session) -> bool:
+    """Return whether the samples or tokens of the run were seen; the same on every rank."""
+    settings, state = session.settings, session.state
+    has_samples = settings.max_samples is not None and state.samples_seen >= settings.max_samples
+    return has_samples or (settings.max_tokens is not None and state.tokens_seen >= settings.max_tokens)
+
+
+def counts_tokens(session: Session) -> bool:
+    """Return whether a setting of the run, or of a callback, needs the number of tokens."""
+    amount = session.settings.validation_amount
+    is_validated = amount is not None and amount.unit == "tokens"
+    asks = any(getattr(callback, "counts_tokens", False) for callback in session.callbacks)
+    settings = session.settings
+    return settings.max_tokens is not None or settings.accumulate_tokens is not None or is_validated or asks
+
+
+def amount_seen(session: Session) -> int:
+    """Return the samples or tokens that validations count."""
+    amount = session.settings.validation_amount
+    is_by_tokens = amount is not None and amount.unit == "tokens"
+    return session.state.tokens_seen if is_by_tokens else session.state.samples_seen
+
+
+def _steps_by_samples(session: Session, data: TrainData) -> float:
+    """Return the steps after which ``max_samples`` were seen; infinity if that is not known."""
+    most, size, sources = session.settings.max_samples, data.global_batch_size, data.sources()
+    if session.settings.accumulate_tokens is not None:
+        return math.inf
+    if most is None or size is None or len(sources) != 1 or sources[0].in_batches or sources[0].end < 1:
+        return math.inf
+    epochs, rest = divmod(most, sources[0].end)
+    return epochs * data.num_steps + math.ceil(rest / size)
 
 
 def validates(session: Session) -> bool:
@@ -96,6 +134,10 @@ def is_validation_due(session: Session, num_micro_batches: int) -> bool:
     seconds = session.settings.validation_seconds
     if seconds is not None:
         return session.interruption.agreed() - session.timetable.validated_seconds >= seconds
+    amount = session.settings.validation_amount
+    if amount is not None:
+        seen, session.timetable.validation_amount = session.timetable.validation_amount, amount_seen(session)
+        return session.timetable.validation_amount // amount.number > seen // amount.number
     state, data, interval = session.state, session.train_data, session.timetable.validation_interval
     assert data is not None
     now: float | Fraction = state.batches_in_epoch

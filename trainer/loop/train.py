@@ -8,10 +8,11 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any
 
-from ...common.errors import DataError
+from ...common.errors import ConfigError, DataError
 from ...strategies.module.compiled_calls import warn_if_uncalled
 from ..data.micro_batch import Window
 from ..data.sample_checks import compared
+from ..sequences.token_windows import counted, joined
 from ..session.session import Session
 from .document_check import check_documents
 from .eval_mode import warn_of_eval_mode
@@ -20,8 +21,10 @@ from .kept_results import KeptResults
 from .pipeline_step import PipelineStep
 from .remedies import EndlessEpoch, Untrained, raise_if_single_sample, tell_of_other_size
 from .schedule import (
+    counts_tokens,
     is_last_validation_due,
     is_over,
+    is_used_up,
     is_validation_due,
     is_validation_due_at_epoch_end,
     note_logged,
@@ -42,6 +45,11 @@ _log = logging.getLogger(__name__)
 def make_step(session: Session) -> Step:
     """Return the implementation of the optimizer step for this run."""
     if session.placed.ranks.stage.world_size > 1:
+        if session.settings.accumulate_tokens is not None:
+            raise ConfigError(
+                "A pipeline has the same number of micro-batches in each step, got accumulate_tokens="
+                f"{session.settings.accumulate_tokens}; use accumulate_grad_batches, or a strategy without stages."
+            )
         return PipelineStep(session)
     return SharedStep(session) if session.placed.ranks.count.world_size > 1 else OneRankStep(session)
 
@@ -78,6 +86,7 @@ def train(session: Session, step: Step, *, left_in_eval: Sequence[str] = (), aft
         has_decays = steps_by_epoch(session)
         has_plateaus = any(config.reduce_on_plateau for config in session.schedulers)
         is_profiled, may_run_out = session.profiler.is_active, interruption.has_limit
+        has_amount = session.settings.ends_by_amount
         for window in _windows(session, checks):
             try:
                 goes_on = step.forward_backward(window)
@@ -90,6 +99,7 @@ def train(session: Session, step: Step, *, left_in_eval: Sequence[str] = (), aft
                 step_schedulers_of_epochs(session)
             progress.is_in_step = False
             num_micro_batches = step.finish(window, goes_on=goes_on)
+            state.tokens_seen += window.tokens if goes_on else 0
             if streams.is_open:
                 streams.settle(session.strategy, state.global_step)
             if looks:
@@ -112,6 +122,7 @@ def train(session: Session, step: Step, *, left_in_eval: Sequence[str] = (), aft
             for hook in hooks.on_train_step_end:
                 hook()
             may_be_over = is_alone and (progress.should_stop or interruption.signal is not None or may_run_out)
+            may_be_over |= has_amount and is_used_up(session)
             if (may_be_over or state.global_step >= timetable.next_check) and is_over(session):
                 is_partial = True
                 _leave_epoch(session)
@@ -177,6 +188,10 @@ def _windows(session: Session, checks: list[Check]) -> Iterator[Window]:
     assert data is not None
     windows = data.windows(state.batches_in_epoch)
     windows = compared(windows, session.strategy, _first_batch, data.drawn, state.epoch)
+    if counts_tokens(session):
+        windows = counted(windows, session.module.tokens_of, session.strategy)
+        budget = session.settings.accumulate_tokens
+        windows = windows if budget is None else joined(windows, budget)
     if state.batches_in_epoch == 0:
         first = next(windows, None)
         if first is None:
@@ -204,7 +219,9 @@ def _leave_epoch(session: Session) -> None:
 
 
 def _log_step(session: Session) -> None:
-    session.log({**session.metrics.step_values(), **session.placed.step_metrics()})
+    assert session.train_data is not None
+    of_data = session.train_data.step_metrics()
+    session.log({**session.metrics.step_values(), **session.placed.step_metrics(), **of_data})
     note_logged(session)
 
 

@@ -1,13 +1,18 @@
-"""Batch sizes: the number of samples in a batch, read from its tensors."""
+"""Batch sizes: the number of samples, and of tokens, in a batch, read from its tensors."""
 
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
+import torch
 from torch import Tensor
 
+from ...common.errors import ModuleError
 from ...strategies.distributed.nested import iterate_tensors, named_leaves
+
+_INTEGERS: Final = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 def size_of(batch: Any) -> int:
@@ -32,3 +37,29 @@ def warn_of_unclear_size(batch: Any) -> None:
             "is used. Define batch_size_of(self, batch) in the module, or pass batch_size= to self.log.",
             stacklevel=2,
         )
+
+
+def tokens_in(batch: Any) -> int:
+    """Return the tokens of a batch that are no padding, as far as it says so.
+
+    In a mapping, those of documents (``document_ids`` of packs), else of ``attention_mask``, else all of
+    ``input_ids``; in another structure, all elements of the first tensor of integers with two dimensions or more.
+
+    Raises:
+        ModuleError: for a batch without any of these.
+    """
+    if isinstance(batch, Mapping):
+        documents, mask, ids = (batch.get(name) for name in ("document_ids", "attention_mask", "input_ids"))
+        if isinstance(documents, Tensor):
+            return int((documents >= 0).sum())
+        if isinstance(mask, Tensor) and isinstance(ids, Tensor) and mask.shape == ids.shape:
+            return int((mask != 0).sum())
+        if isinstance(ids, Tensor):
+            return ids.numel()
+    for tensor in iterate_tensors(batch):
+        if tensor.dtype in _INTEGERS and tensor.dim() > 1:
+            return tensor.numel()
+    raise ModuleError(
+        f"Tokens are counted (max_tokens, or an interval in tokens), but a batch must have input_ids, or integers with "
+        f"two dimensions, to count them, got a {type(batch).__name__}; define tokens_of(self, batch) in the module."
+    )

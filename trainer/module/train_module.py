@@ -22,7 +22,7 @@ from ...common.errors import ModuleError, RunError
 from ..metrics.accumulator import Reduce
 from ..metrics.metrics import Metrics
 from .all_gather import all_gather
-from .batch_size import size_of
+from .batch_size import size_of, tokens_in
 from .data_module import DataHooks
 from .exporting import Exporting
 from .hooks import ModuleHooks
@@ -115,6 +115,15 @@ class TrainModule(Optimization, Exporting, ModuleHooks, DataHooks, Hyperparamete
         loader's sampler knows the number.
         """
         return size_of(batch)
+
+    def tokens_of(self, batch: Any) -> int:
+        """Return the number of tokens in a batch, for limits and intervals in tokens.
+
+        Override it for other kinds of batches. The default is those of ``document_ids`` that are no padding, else of
+        ``attention_mask``, else all of ``input_ids`` or of the first tensor of integers with two dimensions. The batch
+        is as the loader returned it. It is called only if a setting counts tokens.
+        """
+        return tokens_in(batch)
 
     # --- what the user builds ----------------------------------------------------------------------------------------
 

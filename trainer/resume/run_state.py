@@ -176,7 +176,9 @@ def load_training(session: Session, state: Mapping[str, Any], winner: Winner = "
     loop, data = session.state, of_this_rank(session.strategy, state["data"])
     if loop.loaded_in.get("train", 0) <= loop.epoch:  # otherwise the loaders are those of the next epoch
         with reading("data"):
-            loop.batches_in_epoch = session.train_data.resume_epoch(loop.epoch, data, loop.batches_in_epoch)
+            loop.batches_in_epoch = session.train_data.resume_epoch(
+                loop.epoch, data, loop.batches_in_epoch, state["data"]
+            )
     if session.datamodule is not None:
         session.datamodule.load_state_dict(state["datamodule"])
     session.metrics.load_state_dict(state["metrics"])

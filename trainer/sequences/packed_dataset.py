@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Sized
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -10,7 +11,10 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from ...common.errors import ConfigError, DataError
+from ..data.sampled import has_own_order
 from .keyed_sampler import KeyedSampler
+from .mixed_source import is_stream
+from .packed_stream import PackedStream, build_pack
 from .packing import PACKERS, Method, plan_packs
 from .token_batch_sampler import Lengths, lengths_of
 
@@ -34,6 +38,9 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
 
     What a pack holds depends on the seed alone, so that packs are shuffled, divided among ranks and workers, and
     resumed like the samples of any data set. No token is left out or comes twice.
+
+    The packs of a stream (an ``IterableDataset`` of documents) are one, too: it is packed as it comes, in groups of
+    `buffer` documents, and dealt to ranks and workers, by its shards if it has some.
 
     Args:
         documents: a data set with indices, of sequences of tokens, or mappings with ``"input_ids"`` and maybe
@@ -59,6 +66,12 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         train_loader = DataLoader(packs, batch_size=8, shuffle=True, collate_fn=PackedDataset.collate)
     """
 
+    def __new__(cls, documents: Any = None, *args: Any, **settings: Any) -> Any:
+        """Return a stream of packs if the documents are a stream."""
+        if not is_stream(documents) or documents is None:
+            return super().__new__(cls)
+        return _packed_stream(documents, *args, **settings)
+
     def __init__(
         self,
         documents: Sized,
@@ -71,14 +84,13 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         seed: int = 0,
         pad_id: int = 0,
     ) -> None:
-        for name, value in {"seq_len": seq_len, "buffer": buffer}.items():
-            if value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {name}={value}; give a positive number.")
-        if method not in PACKERS:
-            raise ConfigError(f"method must be one of {', '.join(map(repr, PACKERS))}, got {method!r}; choose one.")
+        _check_settings(documents, seq_len, method, buffer)
         self.documents: Any = documents
         self.seq_len, self.pad_id = seq_len, pad_id
-        num_tokens = _checked(lengths_of(documents, _length) if lengths is None else lengths, len(documents))
+        if lengths is None:
+            known = getattr(documents, "lengths", None)  # of a TokenFile
+            lengths = known if isinstance(known, Tensor) else lengths_of(documents, _length)
+        num_tokens = _checked(lengths, len(documents))
         order = KeyedSampler(len(num_tokens), seed=seed).entries_from(0, 0) if shuffle else range(len(num_tokens))
         self._lengths = torch.tensor(num_tokens, dtype=torch.int64)
         self._plan = plan_packs(num_tokens, order, seq_len, method, buffer)
@@ -98,35 +110,20 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not -len(self) <= index < len(self):
             raise IndexError(f"index must be below {len(self)}, got {index}")
-        seq_len, end = self.seq_len, 0
-        pack = {
-            "input_ids": torch.full((seq_len,), self.pad_id, dtype=torch.int64),
-            "labels": torch.full((seq_len,), IGNORED, dtype=torch.int64),
-            "position_ids": torch.empty(seq_len, dtype=torch.int64),
-            "document_ids": torch.full((seq_len,), -1, dtype=torch.int64),
-        }
-        for number, (document, start, stop) in enumerate(self.parts_of(index % len(self))):
+        parts = []
+        for document, start, stop in self.parts_of(index % len(self)):
             tokens, labels = self._read(document)
-            part = slice(end, end := end + stop - start)
-            pack["input_ids"][part] = tokens[start:stop]
-            pack["labels"][part] = labels[start:stop]
-            pack["labels"][part.start] = IGNORED
-            pack["position_ids"][part] = torch.arange(stop - start)
-            pack["document_ids"][part] = number
-        pack["shift_labels"] = torch.cat([pack["labels"][1:], torch.tensor([IGNORED])])
-        pack["position_ids"][end:] = torch.arange(seq_len - end)
-        return pack
+            parts.append((tokens[start:stop], labels[start:stop]))
+        return build_pack(parts, self.seq_len, self.pad_id, IGNORED)
 
     def _read(self, document: int) -> tuple[Tensor, Tensor]:
         """Return the tokens and labels of a document."""
-        sample = self.documents[document]
-        tokens = torch.as_tensor(_tokens(sample))
-        labels = torch.as_tensor(sample["labels"]) if isinstance(sample, Mapping) and "labels" in sample else tokens
+        tokens, labels = _tokens_and_labels(self.documents[document])
         expected = int(self._lengths[document])
         if len(tokens) != expected or len(labels) != expected:
             raise DataError(
                 f"Document {document} must have {expected} tokens, as lengths says, and as many labels, got "
-                f"{len(tokens)} and {len(labels)}; measure the lengths of these documents again (lengths=None)."
+                f"{len(tokens)} and {len(labels)}; give lengths=None to measure these documents again."
             )
         return tokens, labels
 
@@ -143,6 +140,44 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         batch["cu_seqlens"] = torch.cat([starts, torch.tensor([len(positions)])]).to(torch.int32)
         batch["max_seqlen"] = int(positions.max()) + 1
         return batch
+
+
+def _packed_stream(
+    documents: Any,
+    seq_len: int,
+    *,
+    method: Method = "best-fit-decreasing",
+    lengths: None = None,
+    buffer: int = 1024,
+    shuffle: bool = True,
+    seed: int = 0,
+    pad_id: int = 0,
+) -> PackedStream:
+    """Return the packs of a stream; documents come in its order, whatever `shuffle` and `seed` say."""
+    _check_settings(documents, seq_len, method, buffer)
+    if lengths is not None:
+        raise ConfigError(f"lengths must be None for a stream, which is packed as it comes, got {lengths!r:.60}.")
+    build = partial(build_pack, seq_len=seq_len, pad_id=pad_id, ignored=IGNORED)
+    return PackedStream(documents, seq_len, method, buffer, read=_tokens_and_labels, build=build)
+
+
+def _check_settings(documents: Any, seq_len: int, method: str, buffer: int) -> None:
+    for name, value in {"seq_len": seq_len, "buffer": buffer}.items():
+        if value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {name}={value}; give a positive number.")
+    if method not in PACKERS:
+        raise ConfigError(f"method must be one of {', '.join(map(repr, PACKERS))}, got {method!r}; choose one.")
+    if has_own_order(documents):
+        raise ConfigError(
+            f"A {type(documents).__name__} cannot be packed, as its samples are others in each epoch, got it as "
+            "documents; give each of its sources, and mix the packs."
+        )
+
+
+def _tokens_and_labels(sample: Any) -> tuple[Tensor, Tensor]:
+    tokens = torch.as_tensor(_tokens(sample))
+    labels = torch.as_tensor(sample["labels"]) if isinstance(sample, Mapping) and "labels" in sample else tokens
+    return tokens, labels
 
 
 def _tokens(sample: Any) -> Any:

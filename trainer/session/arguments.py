@@ -57,8 +57,11 @@ class TrainerArguments:
         max_steps: int = -1,
         min_steps: int | None = 0,
         max_time: str | timedelta | Mapping[str, int] | None = None,
+        max_samples: int | None = None,
+        max_tokens: int | None = None,
         accumulate_grad_batches: int = 1,
         global_batch_size: int | None = None,
+        accumulate_tokens: int | None = None,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: Literal["norm", "value"] | None = "norm",
         activation_checkpointing: Literal["full", "selective"] | int | ActivationCheckpointing | None = None,
@@ -101,15 +104,18 @@ class TrainerArguments:
             num_nodes: machines of the run, which all start the program.
             precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"`` or ``"64-true"``.
             sync_batchnorm: replace BatchNorm layers with ``torch.nn.SyncBatchNorm``; GPUs only.
-            max_epochs: -1 for no limit; 1000 if neither this nor `max_steps` nor `max_time` is given.
+            max_epochs: -1 for no limit; 1000 if no limit is given.
             min_epochs: train at least these, whatever asks to stop.
             max_steps: in optimizer steps; -1 for no limit.
             min_steps: train at least these, whatever asks to stop.
             max_time: training time: a timedelta, its arguments, or ``"DD:HH:MM:SS"``.
+            max_samples: train until this many samples, over all ranks, were seen.
+            max_tokens: the same in tokens, which `TrainModule.tokens_of` counts.
             accumulate_grad_batches: micro-batches of an optimizer step; a step's gradient is the mean over their
                 samples.
             global_batch_size: samples per optimizer step over all ranks; the loader's batch size is then the largest
                 micro-batch.
+            accumulate_tokens: instead, as many micro-batches per step as reach this many tokens over all ranks.
             gradient_clip_val: the largest norm of all gradients, or value of one; None or 0: no clipping.
             gradient_clip_algorithm: whether `gradient_clip_val` limits the ``norm`` or each ``value``.
             activation_checkpointing: recompute activations in backward: all of each repeated block (``"full"``) or of
@@ -121,7 +127,7 @@ class TrainerArguments:
             overfit_batches: train and validate on the same first batches, unshuffled.
             fast_dev_run: run this many batches of everything (True: 1), without loggers, checkpoints and sanity check.
             val_check_interval: an int: micro-batches between validations; a float: the fraction of an epoch; a
-                duration, as for `max_time`.
+                duration, as for `max_time`; or ``"10_000 samples"``, ``"2.5M tokens"``, over all ranks and epochs.
             check_val_every_n_epoch: validate in every n-th epoch; None: `val_check_interval` counts across epochs.
             num_sanity_val_steps: validation batches before training; -1 for all.
             log_every_n_steps: steps between two rows for the loggers; 0: never.

@@ -6,9 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any, Literal
 
 from ...callbacks.run import Stage
+from ...common.storage import AnyPath
 from ..data.micro_batch import MicroBatch
 
 LoaderKind = Literal["train", "validate"]
@@ -62,6 +64,8 @@ class Timetable:
     """Whether the epoch has validations before its end."""
     validation_interval: float = 1
     """Micro-batches between the validations inside an epoch."""
+    validation_amount: int = 0
+    """Samples or tokens that had been seen when it was last asked whether a validation is due."""
     validated_at: int = -1
     """The global step of the newest validation."""
     validated_seconds: float = 0.0
@@ -76,3 +80,42 @@ class Predictions:
     """The predictions for each batch of each loader."""
     indices: list[list[list[int]]] = field(default_factory=list)
     """Their sample indices, once they are gathered."""
+
+
+@dataclass(slots=True)
+class Saves:
+    """The checkpoints of a run, and the time that saving took."""
+
+    last: AnyPath | None = None
+    """The newest checkpoint of this run that training can be resumed from, or the one that it was resumed from."""
+    seconds: float = 0.0
+    """The time for which training has waited for checkpoints and snapshots."""
+    is_taking_snapshot: bool = False
+    """Whether the state is being taken for a snapshot in memory."""
+    _known_folders: set[AnyPath] = field(default_factory=set)
+
+    def note(self, path: AnyPath | None) -> None:
+        """Note the newest checkpoint that training can be resumed from."""
+        self.last = path
+
+    def is_first_in(self, folder: AnyPath) -> bool:
+        """Return whether this run has not asked this for a folder before."""
+        is_first = folder not in self._known_folders
+        self._known_folders.add(folder)
+        return is_first
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time of the block as waiting, unless it raises."""
+        began = monotonic()
+        yield
+        self.seconds += monotonic() - began
+
+    @contextmanager
+    def taking_snapshot(self) -> Iterator[None]:
+        """Tell hooks inside that the state is taken for a snapshot in memory."""
+        self.is_taking_snapshot = True
+        try:
+            yield
+        finally:
+            self.is_taking_snapshot = False

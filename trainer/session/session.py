@@ -32,10 +32,9 @@ from .held_folders import HeldFolders
 from .interruption import Interruption
 from .not_finite import FirstNotFinite
 from .profiler import Profiler
-from .progress import LoaderKind, Predictions, Progress, Timetable
+from .progress import LoaderKind, Predictions, Progress, Saves, Timetable
 from .rank_streams import RankStreams
 from .replica_guard import ReplicaGuard
-from .saves import Saves
 from .settings import Settings
 from .stop_agreement import Meetings
 from .train_state import TrainState

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, get_type_hints
 from ...callbacks.callback import Callback
 from ...callbacks.helpers.loggers import refuse_incomplete
 from ...callbacks.run import Logger
-from ...common.durations import parse_duration
+from ...common.durations import Amount, parse_amount, parse_duration
 from ...common.errors import ConfigError, did_you_mean
 from ...common.storage import StorePath, any_path
 from ...strategies import ActivationCheckpointing, Precision, Strategy, check_strategy
@@ -91,10 +91,13 @@ class Settings:
     max_steps: int = -1
     min_steps: Defaulted[int] = Defaulted(0)
     max_time: str | timedelta | Mapping[str, int] | None = None
+    max_samples: int | None = None
+    max_tokens: int | None = None
 
     # --- the optimizer step ---
     accumulate_grad_batches: int = 1
     global_batch_size: int | None = None
+    accumulate_tokens: int | None = None
     gradient_clip_val: float | None = None
     gradient_clip_algorithm: Defaulted[Literal["norm", "value"]] = Defaulted("norm")
     activation_checkpointing: Literal["full", "selective"] | int | ActivationCheckpointing | None = None
@@ -153,7 +156,8 @@ class Settings:
     def last_epoch(self) -> int | None:
         """The number of epochs after which training ends; None for no limit."""
         if self.max_epochs is None:
-            return 1000 if self.max_steps == -1 and self.max_time is None else None
+            others = (self.last_step, self.max_time, self.max_samples, self.max_tokens)
+            return 1000 if all(limit is None for limit in others) else None
         return None if self.max_epochs == -1 else self.max_epochs
 
     @property
@@ -163,12 +167,22 @@ class Settings:
 
     @property
     def validation_seconds(self) -> float | None:
-        """The time between validations; None if ``val_check_interval`` counts batches."""
+        """The time between validations; None if ``val_check_interval`` counts batches, samples or tokens."""
         interval = self.val_check_interval
-        if isinstance(interval, int | float):
+        if isinstance(interval, int | float) or self.validation_amount is not None:
             return None
         duration = parse_duration("val_check_interval", interval)
         return None if duration is None else duration.total_seconds()
+
+    @property
+    def validation_amount(self) -> Amount | None:
+        """The samples or tokens between validations; None if ``val_check_interval`` counts something else."""
+        return parse_amount("val_check_interval", self.val_check_interval)
+
+    @property
+    def ends_by_amount(self) -> bool:
+        """Whether a number of samples or tokens ends training."""
+        return self.max_samples is not None or self.max_tokens is not None
 
     def effective(self) -> Settings:
         """Return the settings with ``fast_dev_run``, ``overfit_batches`` and ``barebones`` applied to the others."""
@@ -198,6 +212,8 @@ class Settings:
             "max_epochs": 1,
             "min_epochs": 0,
             "max_steps": num_batches,
+            "max_samples": None,
+            "max_tokens": None,
             "min_steps": 0,
             "val_check_interval": 1.0,
             "check_val_every_n_epoch": 1,
@@ -269,6 +285,9 @@ def _check_counts(settings: Settings) -> None:
     at_least: dict[str, int] = {
         "max_epochs": -1,
         "max_steps": -1,
+        "max_samples": 1,
+        "max_tokens": 1,
+        "accumulate_tokens": 1,
         "min_epochs": 0,
         "min_steps": 0,
         "num_nodes": 1,
@@ -301,7 +320,8 @@ def _check_amounts(settings: Settings) -> None:
             )
     interval = settings.val_check_interval
     if not isinstance(interval, int | float):
-        parse_duration("val_check_interval", interval)
+        if parse_amount("val_check_interval", interval) is None:
+            _check_duration(interval)
     elif interval == 0:
         raise ConfigError(
             f"val_check_interval must be above 0, got {interval}; give a fraction of an epoch up to 1.0, batches as an "
@@ -318,11 +338,31 @@ def _check_amounts(settings: Settings) -> None:
         )
 
 
+def _check_duration(interval: str | timedelta | Mapping[str, int]) -> None:
+    try:
+        parse_duration("val_check_interval", interval)
+    except ConfigError as error:
+        if not isinstance(interval, str) or ":" in interval:
+            raise
+        raise ConfigError(
+            f"val_check_interval={interval!r} is neither a duration 'DD:HH:MM:SS' nor a number of samples or tokens; "
+            "give '10_000 samples', '2.5M tokens' or the like."
+        ) from error
+
+
 def _check_combinations(settings: Settings) -> None:
     if settings.global_batch_size is not None and settings.accumulate_grad_batches != 1:
         raise ConfigError(
             f"global_batch_size={settings.global_batch_size} derives the accumulation itself, but "
             f"accumulate_grad_batches={settings.accumulate_grad_batches} is set too; give one of them."
+        )
+    if settings.accumulate_tokens is not None and (
+        settings.global_batch_size is not None or settings.accumulate_grad_batches != 1
+    ):
+        raise ConfigError(
+            f"accumulate_tokens={settings.accumulate_tokens} chooses the micro-batches of each step, but "
+            f"accumulate_grad_batches={settings.accumulate_grad_batches} and global_batch_size="
+            f"{settings.global_batch_size} do, too; give one of them."
         )
     recomputed = ActivationCheckpointing.of(settings.activation_checkpointing)
     if settings.compile and recomputed is not None and recomputed.offload:

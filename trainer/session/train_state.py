@@ -23,6 +23,7 @@ _SCHEMA: Final = {
     "batches_in_epoch": COUNT,
     "batches_before_epoch": COUNT,
     "samples_seen": COUNT,
+    "tokens_seen": COUNT,
     "seconds": SECONDS,
     "data_size": COUNT,
     "global_batch_size": (COUNT, None),
@@ -30,7 +31,7 @@ _SCHEMA: Final = {
     "steps_per_epoch": (COUNT, None),
     "scheduled_epochs": COUNT,
 }
-_OPTIONAL: Final = frozenset(["loaded_in", "steps_per_epoch", "scheduled_epochs"])
+_OPTIONAL: Final = frozenset(["loaded_in", "steps_per_epoch", "scheduled_epochs", "tokens_seen"])
 
 
 @dataclass(slots=True)
@@ -55,6 +56,8 @@ class TrainState:
     """Micro-batches of the epochs before this one that this rank has trained on."""
     samples_seen: int = 0
     """Samples of all epochs that all ranks have trained on."""
+    tokens_seen: int = 0
+    """Tokens of all epochs that all ranks have trained on, if a setting needs them."""
     seconds: float = 0.0
     """Time spent in training, for ``max_time``."""
     data_size: int = 0
@@ -125,7 +128,7 @@ class TrainState:
                 "it is of another version of echelon: load the weights only (echelon.load_weights)."
             )
         check(state_dict, {name: _SCHEMA[name] for name in state_dict}, "The saved training state")
-        for name, value in {"scheduled_epochs": 0, **state_dict}.items():
+        for name, value in {"scheduled_epochs": 0, "tokens_seen": 0, **state_dict}.items():
             setattr(self, name, value)
         self.is_epoch_over = self.is_epoch_done
 

@@ -99,7 +99,8 @@ def _called_in(module: nn.Module) -> list[object]:
 def _trial_of(session: Session, callback: Callback, num_steps: int) -> Session:
     """Return a session with the parts of another one, but its own counters, hooks and metrics."""
     state = replace(session.state, optimizer_steps=list(session.state.optimizer_steps))
-    endless = replace(session.settings, max_epochs=-1, min_epochs=0, min_steps=0, max_time=None)
+    settings = replace(session.settings, max_time=None, max_samples=None, max_tokens=None)
+    endless = replace(settings, max_epochs=-1, min_epochs=0, min_steps=0)
     last_step = state.global_step + num_steps
     trial = Session(
         task="fit",

@@ -52,6 +52,14 @@ class Stream(IterableDataset):
                 yield x.expand(2), x
 
 
+class Repeating(IterableDataset):
+    """A stream whose first samples do not tell whether it divides itself."""
+
+    def __iter__(self):
+        for index in range(16):
+            yield torch.tensor([0.5, 1.0]), torch.full((1,), float(index // 8))
+
+
 def trainer_of(**settings: Any) -> Trainer:
     return quiet(max_epochs=1, strategy="ddp", devices=2, **settings)
 
@@ -80,6 +88,7 @@ def what_ranks_say() -> dict[str, list[str]]:
         "files": said(DataLoader(Files(names if rank else names[::-1]), 4)),
         "the same files elsewhere": said(DataLoader(Files(names, f"/scratch/{rank}"), 4)),
         "whole streams": said(DataLoader(Stream(), 4)),
+        "unclear": said(DataLoader(Repeating(), 4)),
         "meant": said(DataLoader(Stream(), 4), use_distributed_sampler=False),
         "divided streams": said(DataLoader(Stream(divides=lambda index: index % 2 == rank), 4)),
         "equal samples": said(DataLoader(Stream(value=1), 4)),
@@ -97,7 +106,8 @@ def test_ranks_that_read_other_samples_than_they_should_are_named():
             )
         assert "of 16 and of 17 samples" in found["sizes"][0]
     assert "different samples under the same indices in DataLoader of Files (16 samples)" in first["files"][0]
-    assert "Ranks 0 and 1 got the same first batch from DataLoader of Stream" in first["whole streams"][0]
+    assert "Stream is dealt batch by batch: each of 2 readers" in first["whole streams"][0]
+    assert "Ranks 0 and 1 got the same first batch from DataLoader of Repeating" in first["unclear"][0]
     quiet_kinds = ["the same files elsewhere", "meant", "divided streams", "equal samples", "shuffled"]
     assert {kind: first[kind] for kind in quiet_kinds} == {kind: [] for kind in quiet_kinds}
 
@@ -106,8 +116,10 @@ def test_a_stream_that_each_worker_reads_whole_is_named():
     def of_worker(index):
         return index // 2 % 2 == get_worker_info().id
 
-    with pytest.warns(UserWarning, match="The first batches from the 2 workers of DataLoader of Stream are the same"):
-        quiet(max_epochs=1).fit(Regression(), DataLoader(Stream(), 2, num_workers=2))
+    with pytest.warns(
+        UserWarning, match="The first batches from the 2 workers of DataLoader of Repeating are the same"
+    ):
+        quiet(max_epochs=1).fit(Regression(), DataLoader(Repeating(), 2, num_workers=2))
     quiet(max_epochs=1).fit(Regression(), DataLoader(Stream(divides=of_worker), 2, num_workers=2))
 
 

@@ -174,7 +174,7 @@ def test_a_loader_with_a_state_reads_nothing_again(memory_path):
     assert loader.reads == 8 - 3
 
 
-@pytest.mark.filterwarnings("ignore:DataLoader cannot skip to a position")
+@pytest.mark.filterwarnings("ignore:DataLoader cannot skip to a position", "ignore:Stream is dealt batch by batch")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_without_a_state_is_read_again_to_the_same_place(memory_path, workers):
     def build():

@@ -1,0 +1,148 @@
+"""Streams of documents are packed as they come: no token is lost or comes twice, on any ranks, and after a resume."""
+
+import itertools
+
+import pytest
+from in_step import on_ranks
+from small import raises
+from torch.utils.data import DataLoader, IterableDataset
+
+from echelon import ConfigError, DataError, PackedDataset
+from echelon.trainer.data.index_stream import DataRanks
+from echelon.trainer.data.stream import Cut
+from echelon.trainer.data.train_data import TrainData
+
+SEQ_LEN = 16
+METHODS = ["concatenate", "first-fit", "best-fit-decreasing"]
+TEXTS = [list(range(100 * number + 1, 100 * number + 2 + (number * 7) % 23)) for number in range(60)]
+TOKENS = sorted(itertools.chain(*TEXTS))
+
+
+class Texts(IterableDataset):
+    """The documents in order."""
+
+    def __init__(self, texts=TEXTS):
+        self.texts = texts
+
+    def __iter__(self):
+        return iter(self.texts)
+
+
+class Resumable(Texts):
+    """The same with a state; it counts what it reads."""
+
+    position = reads = 0
+
+    def __iter__(self):
+        start, self.position = self.position, 0
+        for place, text in enumerate(self.texts[start:], start + 1):
+            self.position, self.reads = place, self.reads + 1
+            yield text
+        self.position = 0
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+class Shards(Resumable):
+    """The same in shards."""
+
+    num_shards = 4
+
+    def shard(self, num_shards, index):
+        return Resumable(self.texts[index::num_shards])
+
+
+def packs_of(kind, method):
+    return PackedDataset(kind(), SEQ_LEN, method=method, buffer=8)
+
+
+def tokens_of(packs):
+    return [token for pack in packs for token in pack["input_ids"][pack["document_ids"] >= 0].tolist()]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_token_comes_once(method):
+    packs = list(packs_of(Texts, method))
+    assert sorted(tokens_of(packs)) == TOKENS
+    assert len(packs) < 1.4 * len(TOKENS) / SEQ_LEN
+    whole = list(PackedDataset(TEXTS[:8], SEQ_LEN, method=method, shuffle=False, buffer=8))
+    for pack, expected in zip(packs, whole, strict=False):
+        assert {name: value.tolist() for name, value in pack.items()} == {
+            name: value.tolist() for name, value in expected.items()
+        }
+
+
+def train_data(packs, ranks, workers):
+    loader = DataLoader(packs, 2, num_workers=workers, collate_fn=PackedDataset.collate)
+    return TrainData(loader, seed=7, cut=Cut(1, None, ranks), limit=1.0, in_order=False)
+
+
+def steps_of(data, done, stop=None):
+    steps = []
+    for window in itertools.islice(data.windows(done), stop):
+        batches = (micro_batch.batch for micro_batch in window)
+        steps.append([token for batch in batches for token in batch["input_ids"][batch["document_ids"] >= 0].tolist()])
+        done += window.length
+    return steps, done
+
+
+def read(kind, method, before, after=None, stop=None):
+    def begin(ranks):
+        data = train_data(packs_of(kind, method), ranks, before[1])
+        data.begin_epoch(0)
+        steps, done = steps_of(data, 0, stop)
+        return steps, data.state_dict(), done
+
+    first = on_ranks(before[0], begin, DataRanks())
+    by_step = list(zip(*(steps for steps, _, _ in first), strict=True))
+    if after is not None:
+        states = [state for _, state, _ in first]
+
+        def go_on(ranks):
+            data = train_data(packs_of(kind, method), ranks, after[1])
+            own = states[ranks.data_rank if before[0] == after[0] else 0]
+            return steps_of(data, data.resume_epoch(0, own, first[0][2], states))[0]
+
+        by_step += itertools.zip_longest(*on_ranks(after[0], go_on, DataRanks()), fillvalue=[])
+    return list(itertools.chain(*itertools.chain(*by_step)))
+
+
+@pytest.mark.filterwarnings("ignore:PackedStream is dealt batch by batch", "ignore:DataLoader cannot skip")
+@pytest.mark.parametrize("kind", [Texts, Resumable])
+@pytest.mark.parametrize(("before", "after"), [((2, 0), (1, 0)), ((1, 2), (3, 0))])
+def test_packs_go_on_in_order_on_other_ranks_and_workers(kind, before, after):
+    for method, stop in zip(METHODS, (1, 4, 7), strict=True):
+        assert read(kind, method, before, after, stop) == tokens_of(packs_of(kind, method))
+
+
+@pytest.mark.parametrize(("before", "after"), [((2, 0), (1, 0)), ((1, 2), (1, 2))])
+def test_shards_are_packed_by_themselves(before, after):
+    found = read(Shards, "best-fit-decreasing", before, after, 3)
+    assert sorted(found) == TOKENS
+    assert before != after or found == read(Shards, "best-fit-decreasing", before)
+
+
+def test_a_state_is_that_of_the_group():
+    data = train_data(packs_of(Resumable, "best-fit-decreasing"), DataRanks(), 0)
+    data.begin_epoch(0)
+    steps_of(data, 0, 15)
+    stream = Resumable()
+    again = train_data(PackedDataset(stream, SEQ_LEN, buffer=8), DataRanks(), 0)
+    steps_of(again, again.resume_epoch(0, data.state_dict(), 15))
+    assert 0 < stream.reads < len(TEXTS) - 16
+
+
+def test_mistakes_are_named():
+    with raises(DataError, "at least one token", "got 0 and 0 for document 1 of the stream"):
+        list(PackedDataset(Texts([[1, 2], [], [3]]), 4))
+    with raises(ConfigError, "seq_len must be at least 1, got seq_len=0"):
+        PackedDataset(Texts(), 0)
+    with raises(ConfigError, "lengths must be None for a stream"):
+        PackedDataset(Texts(), 4, lengths=[1])
+    with raises(ConfigError, "method must be one of"):
+        PackedDataset(Texts(), 4, method="best")
+    assert not hasattr(PackedDataset(Texts(), 4), "state_dict")

@@ -1,0 +1,128 @@
+"""Streaming data sets of Hugging Face are dealt by their shards, mixed, and resumed, without a line of the user."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+from in_step import on_ranks
+from torch.utils.data import DataLoader
+
+from echelon import Mixture
+from echelon.trainer.data.index_stream import DataRanks
+from echelon.trainer.data.stream import Cut
+from echelon.trainer.data.train_data import TrainData
+
+datasets = pytest.importorskip("datasets")
+
+SIZE = 41
+
+
+def numbers(shards):
+    for shard in shards:
+        yield from ({"number": number} for number in range(shard, SIZE, 8))
+
+
+def stream(num_shards=8, shuffled=False):
+    shards = list(range(8))
+    kwargs = {"shards": shards} if num_shards == 8 else {"shards": (tuple(shards),)}
+    function = numbers if num_shards == 8 else all_numbers
+    data = datasets.IterableDataset.from_generator(function, gen_kwargs=kwargs)
+    return data.shuffle(seed=3, buffer_size=5) if shuffled else data
+
+
+def all_numbers(shards):
+    yield from ({"number": number} for number in range(SIZE))
+
+
+def collate(rows):
+    return torch.tensor([row["number"] for row in rows])
+
+
+def train_data(dataset, ranks, workers):
+    loader = DataLoader(dataset, 3, num_workers=workers, collate_fn=collate)
+    return TrainData(loader, seed=7, cut=Cut(1, None, ranks), limit=1.0, in_order=False)
+
+
+def steps_of(data, done, stop=None):
+    steps = []
+    for window in itertools.islice(data.windows(done), stop):
+        steps.append([number for micro_batch in window for number in micro_batch.batch.tolist()])
+        done += window.length
+    return steps, done
+
+
+def read(make, before, after=None, stop=None, epoch=0):
+    """Return the samples of an epoch, that may stop after some steps and go on, each with (ranks, workers)."""
+
+    def begin(ranks):
+        data = train_data(make(), ranks, before[1])
+        data.begin_epoch(epoch)
+        steps, done = steps_of(data, 0, stop)
+        return steps, data.state_dict(), done
+
+    first = on_ranks(before[0], begin, DataRanks())
+    by_step = list(zip(*(steps for steps, _, _ in first), strict=True))
+    if after is not None:
+        states = [state for _, state, _ in first]
+
+        def go_on(ranks):
+            data = train_data(make(), ranks, after[1])
+            own = states[ranks.data_rank if before[0] == after[0] else 0]
+            return steps_of(data, data.resume_epoch(epoch, own, first[0][2], states))[0]
+
+        by_step += itertools.zip_longest(*on_ranks(after[0], go_on, DataRanks()), fillvalue=[])
+    return list(itertools.chain(*itertools.chain(*by_step)))
+
+
+@pytest.mark.parametrize("layout", [(1, 0), (2, 0), (2, 2), (3, 1)])
+def test_shards_are_dealt_to_ranks_and_workers(layout):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert sorted(read(stream, layout)) == list(range(SIZE))
+        shuffled = [read(lambda: stream(shuffled=True), layout, epoch=epoch) for epoch in (0, 1)]
+    assert [sorted(epoch) for epoch in shuffled] == [list(range(SIZE))] * 2
+    assert shuffled[0] != shuffled[1]
+
+
+@pytest.mark.filterwarnings("ignore:IterableDataset is dealt batch by batch")
+@pytest.mark.parametrize("layout", [(2, 0), (2, 2), (1, 2)])
+def test_one_shard_is_dealt_batch_by_batch(layout):
+    found = read(lambda: stream(1), layout)
+    assert sorted(found) == list(range(SIZE))
+    if layout[0] == 2:
+        assert found == list(range(SIZE))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((1, 0), (1, 0)), ((2, 2), (2, 2)), ((2, 0), (3, 0)), ((1, 2), (2, 0)), ((3, 0), (1, 2))]
+)
+def test_a_stream_goes_on_without_loss(before, after):
+    for stop in (1, 3):
+        found = read(stream, before, after, stop)
+        assert sorted(found) == list(range(SIZE))
+        assert before != after or found == read(stream, before)
+
+
+@pytest.mark.filterwarnings("ignore:StreamedMixture is dealt batch by batch")
+def test_a_stream_is_mixed_with_a_data_set():
+    rows = datasets.Dataset.from_dict({"number": list(range(1000, 1020))})
+
+    def make():
+        return Mixture({"rows": (rows, 0.5), "stream": (stream(), 0.5)}, stop=60)
+
+    expected = read(make, (1, 0))
+    assert sorted(number for number in expected if number >= 1000)[::30] == [1000]
+    assert read(make, (2, 2)) == read(make, (3, 0), (1, 2), 2) == expected
+
+
+def test_a_stream_that_the_user_has_divided_stays_as_it_is():
+    from datasets.distributed import split_dataset_by_node
+
+    def run(ranks):
+        data = train_data(split_dataset_by_node(stream(), ranks.data_rank, ranks.data_size), ranks, 0)
+        data.begin_epoch(0)
+        return list(itertools.chain(*steps_of(data, 0)[0]))
+
+    found = on_ranks(2, run, DataRanks())
+    assert sorted(itertools.chain(*found)) == list(range(SIZE))

@@ -1,0 +1,157 @@
+"""TurnDataset: a stream of which each rank and worker reads all, and keeps every n-th batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import chain, islice
+from typing import Any, Final, Protocol, runtime_checkable
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from ...strategies.torch_tensors import hide_worker_info
+from .numbers import Numbers
+from .probe import NUM_PROBED, Division, fingerprint
+from .stated import saves
+
+_MASK: Final = 0x7FFF_FFFF_FFFF_FFFF
+
+
+@runtime_checkable
+class Skipping(Protocol):
+    """A stream that is the same wherever it is read, and yields chosen samples without reading the others."""
+
+    def samples_from(self, start: int, wanted: Callable[[int], bool]) -> Iterator[tuple[int, Any]]:
+        """Yield those samples of an epoch, with their positions, from one position on, that are `wanted`."""
+
+    def look(self) -> Sequence[Any]:
+        """Return the first samples of what it reads, which all ranks must have alike; it is left as it was."""
+
+
+class TurnDataset(IterableDataset[Any]):
+    """One reader's samples of a stream: every n-th block of as many as a batch has.
+
+    Blocks are dealt to ranks, and those of a rank to its workers, in the order in which their loaders ask for batches.
+    So what has been read at the end of a step is all that came before one position of the stream, on any number of
+    ranks and workers.
+
+    Args:
+        dataset: the user's stream.
+        block: samples in a batch.
+        rank: this data rank.
+        num_ranks: how many there are.
+        numbers: how random numbers are seeded.
+        is_alike: the stream is known to be the same wherever it is read if it does not know of workers.
+    """
+
+    def __init__(
+        self, dataset: Iterable[Any], block: int, rank: int, num_ranks: int, numbers: Numbers, *, is_alike: bool
+    ) -> None:
+        self.dataset: Any = dataset
+        self._block, self._rank, self._num_ranks, self._numbers = block, rank, num_ranks, numbers
+        self._is_alike = is_alike
+        self.division = Division(ranks=num_ranks > 1, workers=True)
+        # workers that outlive an epoch keep their copies of this object, and see changes of this alone
+        self._place = torch.zeros(3, dtype=torch.int64).share_memory_()
+        self._state: Mapping[str, Any] = {}
+        self._begun: tuple[AbstractContextManager[None], Iterator[Any]] | None = None
+        self.worker, self._read, self._num_ahead = 0, 0, 0
+        self._info: tuple[int, int] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the user's stream, for a ``worker_init_fn`` or a loader that asks for it."""
+        if name == "dataset" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out an iterator that was begun in this process."""
+        return {**self.__dict__, "_begun": None}
+
+    def seek(self, epoch: int, seed: int, start: int, state: Mapping[str, Any]) -> None:
+        """Let the next iteration read an epoch, from a position in samples on.
+
+        Args:
+            epoch: told to a stream with ``set_epoch``.
+            seed: that of the epoch.
+            start: the position.
+            state: what `state_dict` returned there or before; empty to read what comes before again.
+        """
+        self._place.copy_(torch.tensor([epoch, seed & _MASK, start]))
+        self._state = state
+
+    def look_ahead(self, seed: int) -> int:
+        """Return the fingerprint of the first samples, in this process; the next iteration yields them, too."""
+        context = self._numbers.stream(seed & _MASK)
+        with context:
+            iterator = iter(self.dataset)
+            first = list(islice(iterator, NUM_PROBED))
+        self._begun = context, chain(first, iterator)
+        return fingerprint(first)
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, seed, start = self._place.tolist()
+        wanted = self._wanted(start)
+        self._read = int(self._state["samples"]) if "stream" in self._state else 0
+        last = None
+        for position, sample in self._samples(epoch, seed, start, wanted):
+            block = (position - start) // self._block
+            if block != last:  # what collate_fn draws depends on the place of its batch alone
+                self._numbers.seed(self._numbers.mix(seed, position))
+                last = block
+            self._read = position + 1
+            yield sample
+
+    def _wanted(self, start: int) -> Callable[[int], bool]:
+        if self._info is None:
+            info = get_worker_info()
+            self._info = (0, 1) if info is None else (info.id, info.num_workers)
+            self.worker = self._info[0]
+            if self._is_alike and info is not None:
+                hide_worker_info()  # Hugging Face's streams would divide their shards among workers
+        worker, num_workers = self._info if self.division.workers else (0, 1)
+        rank, num_ranks = (self._rank, self._num_ranks) if self.division.ranks else (0, 1)
+        size, turns = self._block, num_ranks * num_workers
+        turn = worker * num_ranks + rank
+        if turns == 1:
+            return start.__le__
+        return lambda position: position >= start and (position - start) // size % turns == turn
+
+    def _samples(self, epoch: int, seed: int, start: int, wanted: Callable[[int], bool]) -> Iterator[tuple[int, Any]]:
+        dataset, state = self.dataset, self._state
+        begun, self._begun, self._state = self._begun, None, {}
+        self._num_ahead = 0
+        if begun is not None and "stream" not in state:
+            context, samples = begun
+            self._num_ahead = NUM_PROBED
+        else:
+            tell = getattr(dataset, "set_epoch", None)
+            if callable(tell):
+                tell(epoch)
+            context = self._numbers.stream(seed)
+            if "stream" in state:
+                dataset.load_state_dict(state["stream"])
+            if isinstance(dataset, Skipping):
+                yield from dataset.samples_from(start, wanted)
+                return
+            with context:
+                samples = iter(dataset)
+        position = self._read
+        while True:
+            with context:
+                sample = next(samples, samples)
+            if sample is samples:
+                return
+            if wanted(position):
+                yield position, sample
+            position += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where this reader is, with the state of the stream if it has one."""
+        state: dict[str, Any] = {"samples": self._read}
+        if self.division.workers and self._read >= self._num_ahead and saves(self.dataset):
+            state["stream"] = self.dataset.state_dict()
+        return state
