@@ -128,8 +128,8 @@ class Model(TrainModule):
         config.use_cache = False
         self.model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
 
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        loss: torch.Tensor = self.model(input_ids=batch, labels=batch).loss
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.model(input_ids=batch[0], labels=batch[0]).loss
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -147,7 +147,8 @@ def plan_of(row: Row) -> PlannedLayout:
         "selective": ActivationCheckpointing(mode="selective"),
         "other": ActivationCheckpointing(modules=lambda name, _: name.rpartition(".")[2] in map(str, range(0, 200, 2))),
     }
-    data = torch.utils.data.DataLoader(torch.zeros(row.batch, row.length, dtype=torch.long), batch_size=row.batch)
+    tokens = torch.utils.data.TensorDataset(torch.zeros(row.batch, row.length, dtype=torch.long))
+    data = torch.utils.data.DataLoader(tokens, batch_size=row.batch)
 
     def fit(strategy: ProfilingStrategy, callback: Any) -> None:
         trainer = Trainer(

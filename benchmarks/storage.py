@@ -24,16 +24,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Callback, ModelCheckpoint, Trainer, TrainModule
-from echelon.common.storage import as_path
+from echelon.common.storage import StorePath
 from echelon.common.storage.store import IN_FLIGHT, PART
 from echelon.trainer import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "storage"))
-from proxy import faulty_proxy
-from server import environment, make_bucket, s3_server
+from proxy import faulty_proxy  # type: ignore[import-not-found]
+from server import environment, make_bucket, s3_server  # type: ignore[import-not-found]
 
 BUCKET = "s3://benchmark"
 QUIET: dict[str, Any] = {
@@ -53,11 +53,12 @@ class Wide(TrainModule):
         self.stored = nn.ParameterList(nn.Parameter(torch.zeros(1 << 18)) for _ in range(max(1, round(megabytes))))
         self.layer = nn.Linear(512, 512)
 
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Compute for some milliseconds."""
+        (hidden,) = batch
         for _ in range(8):
-            batch = self.layer(batch).tanh()
-        return batch.square().mean() + sum(part[0] for part in self.stored)
+            hidden = self.layer(hidden).tanh()
+        return hidden.square().mean() + sum(part[0] for part in self.stored)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return an optimizer without state: the checkpoint has the size of the parameters."""
@@ -77,7 +78,7 @@ class Clock(Callback):
 
 def plain_upload(content: bytes, repeats: int) -> float:
     """Return the bytes in a second of the client's own upload."""
-    path = as_path(f"{BUCKET}/plain")
+    path = StorePath(f"{BUCKET}/plain")
     seconds = []
     for _ in range(repeats):
         began = time.monotonic()
@@ -89,7 +90,7 @@ def plain_upload(content: bytes, repeats: int) -> float:
 
 def save(megabytes: float, repeats: int) -> float:
     """Return the bytes in a second of a save, until it is committed."""
-    path = as_path(f"{BUCKET}/saved/a.ckpt")
+    path = StorePath(f"{BUCKET}/saved/a.ckpt")
     state = {"model": {f"{number}": torch.zeros(1 << 18) for number in range(max(1, round(megabytes)))}}
     seconds = []
     for _ in range(repeats):
@@ -103,7 +104,7 @@ def save(megabytes: float, repeats: int) -> float:
 
 def steps_beside(megabytes: float, steps: int, address: str) -> dict[str, float]:
     """Return the median and the longest step beside an upload, relative to the median without checkpoints."""
-    batches = DataLoader(torch.randn(64 * 16, 512), batch_size=64)
+    batches = DataLoader(TensorDataset(torch.randn(64 * 16, 512)), batch_size=64)
 
     def run(*callbacks: Callback) -> list[float]:
         clock = Clock()
@@ -112,7 +113,7 @@ def steps_beside(megabytes: float, steps: int, address: str) -> dict[str, float]
         return clock.times
 
     alone = run()
-    folder, committed = as_path(f"{BUCKET}/beside"), threading.Event()
+    folder, committed = StorePath(f"{BUCKET}/beside"), threading.Event()
     ended: list[float] = []
     name = "saved.ckpt"
 
@@ -158,8 +159,8 @@ class _OnlyFirst(Callback):
 
 def resume(megabytes: float, server: str) -> float:
     """Return the bytes that two ranks of fsdp read to resume, relative to those of the checkpoint."""
-    folder = as_path(f"{BUCKET}/resumed")
-    batches = DataLoader(torch.randn(64, 512), batch_size=16)
+    folder = StorePath(f"{BUCKET}/resumed")
+    batches = DataLoader(TensorDataset(torch.randn(64, 512)), batch_size=16)
     settings = {**QUIET, "strategy": "fsdp", "devices": 2}
 
     def run(steps: int, ckpt_path: str | None) -> None:
@@ -170,7 +171,7 @@ def resume(megabytes: float, server: str) -> float:
     size = sum(folder.find().values())
     with faulty_proxy(server) as proxy:
         os.environ.update(environment(proxy.address))
-        as_path(BUCKET).store.fs  # noqa: B018 - a client of its own for this process, at the same address as the ranks'
+        StorePath(BUCKET).store.fs  # noqa: B018 - a client of its own for this process, at the same address as the ranks'
         run(1, str(checkpoint.newest_valid(folder)))  # nothing is left to train, and so nothing is saved
         read = sum(request.received for request in proxy.requests if request.method == "GET")
     os.environ.update(environment(server))

@@ -20,7 +20,7 @@ from ..strategies.state.schema import check
 from .callback import Callback
 from .helpers.checkpoint_name import EXTENSION, CheckpointName, free_name
 from .helpers.folder_lock import FolderLock
-from .helpers.kept_checkpoints import STATE, KeptCheckpoints, check_kept, is_own_checkpoint, own_names
+from .helpers.kept_checkpoints import STATE, KeptCheckpoints, check_kept, is_own_checkpoint, is_there, own_names
 from .helpers.loggers import tell
 from .helpers.monitored import Mode, MonitoredMetric, chosen_mode, describe_logged
 from .helpers.save_schedule import IntervalClock, SaveSchedule
@@ -247,7 +247,7 @@ class ModelCheckpoint(Callback):
         """Lock rank 0's folder, and forget checkpoints that are gone or of another run. Collective."""
         if self.save_top_k != 0 or self.save_last or self.save_on_exception:
             trainer.strategy.ranks.all.on_first_rank(lambda: self._lock.take_for(trainer, as_path(self.dirpath)))
-        best = self._saved_best if self._saved_best and _is_there(self._saved_best) else ""
+        best = self._saved_best if self._saved_best and is_there(self._saved_best) else ""
         kept = self._kept.of_this_run(trainer, self.dirpath)
         self._kept, self._saved_best = trainer.strategy.ranks.all.broadcast((kept, best))
         # a kill may have come between a save and its link, or before the save deleted what it replaces
@@ -320,7 +320,7 @@ class ModelCheckpoint(Callback):
     def teardown(self, trainer: Run, module: nn.Module, stage: str) -> None:
         """Forget the last save if writing it failed; ranks other than 0 learn that at the next `fit`."""
         name, before = self._unconfirmed
-        if name and trainer.is_global_zero and not _is_there(self._path(name)):  # a failing disk means no
+        if name and trainer.is_global_zero and not is_there(self._path(name)):  # a failing disk means no
             self._kept = before
         self._unconfirmed = ("", KeptCheckpoints())
         self._lock.release()
@@ -397,10 +397,3 @@ class ModelCheckpoint(Callback):
             is_named = named is not None and path.resolve() == named.resolve()
             if name not in self._kept.names and not is_named and is_own_checkpoint(trainer, self.dirpath, name):
                 trainer.remove_checkpoint(path)
-
-
-def _is_there(path: str) -> bool:
-    try:
-        return as_path(path).exists()
-    except OSError:  # a failing disk, or a store that does not answer, means no
-        return False

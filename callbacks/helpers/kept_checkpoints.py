@@ -103,3 +103,11 @@ def own_names(names: Iterable[str]) -> list[str]:
         for name, path in paths.items()
         if path.suffix == EXTENSION and not path.is_absolute() and ".." not in path.parts
     ]
+
+
+def is_there(path: str) -> bool:
+    """Return whether something is at a path or URL; a failing disk, or a store that does not answer, means no."""
+    try:
+        return as_path(path).exists()
+    except OSError:
+        return False

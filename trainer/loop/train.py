@@ -68,9 +68,8 @@ def train(session: Session, step: Step, *, left_in_eval: Sequence[str] = (), aft
         after_first: is called after the first step, whose optimizers have their state by then.
     """
     state, progress, timetable, hooks = session.state, session.progress, session.timetable, session.hooks
-    writer = session.writer
-    interruption, is_alone, replicas = session.interruption, not session.meetings.is_needed, session.replicas
-    streams = session.streams
+    writer, streams, replicas = session.writer, session.streams, session.replicas
+    interruption, is_alone = session.interruption, not session.meetings.is_needed
     watch, kept, untrained = EndlessEpoch(session), KeptResults(session), Untrained(session)
     looks, is_first, saved_size = kept.looks, True, state.global_batch_size
     checks = _checks_after_first(session, after_first)
@@ -127,9 +126,7 @@ def train(session: Session, step: Step, *, left_in_eval: Sequence[str] = (), aft
                 is_partial = True
                 _leave_epoch(session)
                 break
-        if not is_partial:
-            untrained.look()
-        _end_epoch(session, is_partial=is_partial, validates=goes_on)
+        _end_epoch(session, untrained, is_partial=is_partial, validates=goes_on)
         kept.look_at_epoch()
         if not is_partial:
             hooks.call("on_train_step_end")
@@ -225,9 +222,10 @@ def _log_step(session: Session) -> None:
     note_logged(session)
 
 
-def _end_epoch(session: Session, *, is_partial: bool, validates: bool) -> None:
+def _end_epoch(session: Session, untrained: Untrained, *, is_partial: bool, validates: bool) -> None:
     """Do everything due at the end of an epoch; if it was cut short, only report."""
     if not is_partial:
+        untrained.look()
         _warn_if_unlogged(session)
     state, metrics = session.state, session.metrics
     if not is_partial:
