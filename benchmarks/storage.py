@@ -78,7 +78,7 @@ class Clock(Callback):
 
 def plain_upload(content: bytes, repeats: int) -> float:
     """Return the bytes in a second of the client's own upload."""
-    path = StorePath(f"{BUCKET}/plain")
+    path = StorePath.parse(f"{BUCKET}/plain")
     seconds = []
     for _ in range(repeats):
         began = time.monotonic()
@@ -90,7 +90,7 @@ def plain_upload(content: bytes, repeats: int) -> float:
 
 def save(megabytes: float, repeats: int) -> float:
     """Return the bytes in a second of a save, until it is committed."""
-    path = StorePath(f"{BUCKET}/saved/a.ckpt")
+    path = StorePath.parse(f"{BUCKET}/saved/a.ckpt")
     state = {"model": {f"{number}": torch.zeros(1 << 18) for number in range(max(1, round(megabytes)))}}
     seconds = []
     for _ in range(repeats):
@@ -113,7 +113,7 @@ def steps_beside(megabytes: float, steps: int, address: str) -> dict[str, float]
         return clock.times
 
     alone = run()
-    folder, committed = StorePath(f"{BUCKET}/beside"), threading.Event()
+    folder, committed = StorePath.parse(f"{BUCKET}/beside"), threading.Event()
     ended: list[float] = []
     name = "saved.ckpt"
 
@@ -159,7 +159,7 @@ class _OnlyFirst(Callback):
 
 def resume(megabytes: float, server: str) -> float:
     """Return the bytes that two ranks of fsdp read to resume, relative to those of the checkpoint."""
-    folder = StorePath(f"{BUCKET}/resumed")
+    folder = StorePath.parse(f"{BUCKET}/resumed")
     batches = DataLoader(TensorDataset(torch.randn(64, 512)), batch_size=16)
     settings = {**QUIET, "strategy": "fsdp", "devices": 2}
 
@@ -171,7 +171,7 @@ def resume(megabytes: float, server: str) -> float:
     size = sum(folder.find().values())
     with faulty_proxy(server) as proxy:
         os.environ.update(environment(proxy.address))
-        StorePath(BUCKET).store.fs  # noqa: B018 - a client of its own for this process, at the same address as the ranks'
+        StorePath.parse(BUCKET).store.fs  # noqa: B018 - a client of its own for this process, at the same address as the ranks'
         run(1, str(checkpoint.newest_valid(folder)))  # nothing is left to train, and so nothing is saved
         read = sum(request.received for request in proxy.requests if request.method == "GET")
     os.environ.update(environment(server))
