@@ -23,7 +23,7 @@ _DELETED_AT_ONCE: Final = 500
 
 
 class Located(Protocol):
-    """An object or a folder, as a `Located` names it."""
+    """An object or a folder, as a `StorePath` names it."""
 
     @property
     def scheme(self) -> str:
