@@ -141,7 +141,8 @@ class DealtLoader:
     def warn_of_cost(self) -> None:
         """Say once what reading all of a stream on each rank costs."""
         turns, dataset = self._dataset, self._loader.dataset
-        if self._has_warned or not isinstance(turns, TurnDataset) or getattr(dataset, "is_cheap_to_skip", False):
+        is_told = self._has_warned or self._rank > 0
+        if is_told or not isinstance(turns, TurnDataset) or getattr(dataset, "is_cheap_to_skip", False):
             return
         self._has_warned = True
         readers = (self._num_ranks if turns.division.ranks else 1) * (
