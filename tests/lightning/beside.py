@@ -18,7 +18,7 @@ def frameworks() -> dict[str, Any]:
     """Return the names that programs use, by framework; Lightning only where it is installed."""
     import echelon
 
-    own = SimpleNamespace(**{name: getattr(echelon, name) for name in echelon.__all__})
+    own = SimpleNamespace(**{name: getattr(echelon, name) for name in echelon.__all__}, __name__="echelon")
     own.LightningModule, own.LightningDataModule = echelon.TrainModule, echelon.DataModule
     found = {"echelon": own}
     try:
