@@ -20,7 +20,7 @@ SAID = {
     "pooling": ("do not pool over the sequence",),
     "files in another order": ("Ranks 0 and 1 have different samples under the same indices",),
     "fewer samples": ("16", "14"),
-    "a whole stream": ("Ranks 0 and 1 got the same first batch from DataLoader of Stream",),
+    "a whole stream": ("Stream is dealt batch by batch: each of 2 readers",),
     "an object in a callback": ("Keeping", "seen"),
 }
 """What runs say: their errors, or their warnings."""

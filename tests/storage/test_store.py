@@ -142,7 +142,7 @@ def test_a_process_of_a_process_reads_too(bucket, method):
     child = context.Process(target=_read_in_child, args=(path, queue))
     child.start()
     try:
-        assert queue.get(timeout=60) == b"read"
+        assert queue.get(timeout=240) == b"read"
     finally:
         child.kill()
         child.join()
@@ -161,7 +161,7 @@ def test_a_silent_endpoint_ends_within_the_limit(use_s3):
         silent.listen()
         use_s3(f"http://127.0.0.1:{silent.getsockname()[1]}")
         began = time.monotonic()
-        with pytest.raises(ConfigError, match="within 10 s"):
+        with pytest.raises(ConfigError, match="within 8 s"):
             check_store(as_path("s3://bucket/runs"))
         assert time.monotonic() - began < 15
 

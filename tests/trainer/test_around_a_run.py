@@ -43,7 +43,8 @@ OF_WHOLE_MODULES = ("module.deepcopy", "module.pickle", "deepcopy", "pickle")
 """What torch refuses for a module that is sharded, and for what holds it: it says to use the state_dict."""
 
 OF_THE_USER = {
-    *("training_step", "validation_step", "test_step", "predict_step", "example_input_array", "strict_loading"),
+    *("training_step", "validation_step", "test_step", "predict_step", "example_input_array", "tokens_of"),
+    "strict_loading",
     *("configure_model", "configure_sharding", "configure_optimizers", "configure_callbacks", "optimizer_step"),
     *("configure_gradient_clipping", "automatic_optimization", "attach", "attach_optimizers", "load_from_checkpoint"),
     *(

@@ -432,7 +432,7 @@ def test_a_resume_with_nothing_left_to_train_says_so(tmp_path: Path, caplog: pyt
     with caplog.at_level("WARNING", "echelon"):
         quiet(max_epochs=1).fit(Regression(), loader(), ckpt_path=tmp_path / "done.ckpt")
     [said] = [record.getMessage() for record in caplog.records if "Nothing is left" in record.getMessage()]
-    assert "epoch 1 and global_step 4, with max_epochs=1 and max_steps=-1; raise them to continue" in said
+    assert "epoch 1 and global_step 4, with max_epochs=1 and max_steps=-1; raise them, or the limit" in said
 
 
 def test_an_evaluation_step_that_needs_the_index_of_its_loader_gets_it() -> None:

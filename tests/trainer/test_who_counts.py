@@ -260,9 +260,7 @@ def test_an_iterable_that_deals_by_data_rank_is_read_once(num_ranks, size):
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_an_iterable_that_deals_by_rank_is_an_error_in_the_first_step(num_ranks):
-    text = (
-        r"Ranks 0 and 1 hold parts of one replica, .* got float64\[2, 2\].* hash .* and .*by trainer.strategy.data_rank"
-    )
+    text = r"Ranks 0 and 1 hold parts of one replica, whose loaders must give both the same batches"
     run_ranks(functools.partial(refuse_an_iterable, "rank", text), num_ranks)
 
 

@@ -64,7 +64,7 @@ class _Dealt:
         length = length_of(self._loader)
         if length is None:
             return None
-        self.deal.settle(seed)
+        self.deal.settle(0, seed)
         if self.deal.is_by_shards:
             return None
         if self.deal.is_addressed:
@@ -74,7 +74,7 @@ class _Dealt:
 
     def __call__(self, stop: int | None, seed: int) -> Iterator[EvaluationBatch]:
         rank, size = self._ranks.data_rank, self._ranks.data_size
-        self.deal.settle(seed)
+        self.deal.settle(0, seed)
         numbers = RngStream(seed)
         with numbers:
             batches = self.deal.batches(0, seed, 0, {})

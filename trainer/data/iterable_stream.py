@@ -83,7 +83,7 @@ class IterableStream:
         deal, self._is_settled = self._deal, True
         if deal is None:
             return
-        deal.settle(derive(self._seed, self._epoch))
+        deal.settle(self._epoch, derive(self._seed, self._epoch))
         if deal.is_addressed:
             self.num_streams = 1
             self._stride, self._offset = deal.block * self._ranks.data_size, deal.block * self._ranks.data_rank

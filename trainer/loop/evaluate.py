@@ -64,7 +64,7 @@ def sanity_check(session: Session) -> None:
 def evaluate(session: Session, stage: EvaluationStage, limit: float = math.inf) -> Results:
     """Run every batch of the evaluation loaders through the stage's step, and reduce the logged values."""
     name = _STEP_NAMES[stage]
-    module, metrics, data = session.module, session.metrics, session.evaluation_data
+    module, hooks, metrics, data = session.module, session.hooks, session.metrics, session.evaluation_data
     assert data is not None
     training_batch_idx = session.progress.batch_idx
     with session.progress.in_stage(stage):
@@ -76,32 +76,23 @@ def evaluate(session: Session, stage: EvaluationStage, limit: float = math.inf) 
         with _in_eval_mode(module):
             _call_own(module, f"on_{name}_model_eval")
             with without_grad:
-                values = _run_epoch(session, stage, limit)
+                hooks.call(f"on_{name}_start")
+                hooks.call(f"on_{name}_epoch_start")
+                for dataloader_idx in range(len(data.loaders)):
+                    _evaluate_loader(session, name, dataloader_idx, limit)
+                if session.predictions is not None:
+                    session.predictions = _gathered(session.strategy, session.predictions)
+                values = metrics.end_batches()
+                hooks.call(f"on_{name}_epoch_end")
+                values += metrics.end_hooks()
+                if stage not in ("sanity_check", "predict"):
+                    session.log({line.reported: value for line, value in values})
+                hooks.call(f"on_{name}_end")
         _call_own(module, f"on_{name}_model_train")
         metrics.clear_stage()
         metrics.enter(logs_into)
     session.progress.go_to(training_batch_idx)
     return [_of_loader(values, index) for index in range(len(data.loaders))]
-
-
-def _run_epoch(session: Session, stage: EvaluationStage, limit: float) -> list[tuple[Line, Tensor]]:
-    """Run every batch of every loader, with the hooks of the stage; return the values that were logged."""
-    name = _STEP_NAMES[stage]
-    hooks, metrics, data = session.hooks, session.metrics, session.evaluation_data
-    assert data is not None
-    hooks.call(f"on_{name}_start")
-    hooks.call(f"on_{name}_epoch_start")
-    for dataloader_idx in range(len(data.loaders)):
-        _evaluate_loader(session, name, dataloader_idx, limit)
-    if session.predictions is not None:
-        session.predictions = _gathered(session.strategy, session.predictions)
-    values = metrics.end_batches()
-    hooks.call(f"on_{name}_epoch_end")
-    values += metrics.end_hooks()
-    if stage not in ("sanity_check", "predict"):
-        session.log({line.reported: value for line, value in values})
-    hooks.call(f"on_{name}_end")
-    return values
 
 
 def _call_own(module: nn.Module, name: str) -> None:

@@ -63,11 +63,12 @@ class DealtLoader:
 
     # --- how it is dealt ---------------------------------------------------------------------------------------------
 
-    def settle(self, seed: int) -> None:
+    def settle(self, epoch: int, seed: int) -> None:
         """Find out how the stream is to be dealt, unless that is known. Collective with several ranks.
 
         Args:
-            seed: the same on all ranks.
+            epoch: that of the run, which a stream is told before it is asked.
+            seed: that of the epoch, the same on all ranks.
         """
         if self._dataset is not None:
             return
@@ -80,7 +81,7 @@ class DealtLoader:
             if isinstance(dataset, Skipping) and self._num_ranks > 1:
                 self._check_alike(dataset, seed)
             if not is_alike and (self._num_ranks > 1 or self._num_workers > 1):
-                turns.division = self._ask(turns, seed)
+                turns.division = self._ask(turns, epoch, seed)
             self._dataset = turns
         self._clone = with_dataset(self._loader, self._dataset)
 
@@ -98,12 +99,12 @@ class DealtLoader:
                 "Give it undivided, and shuffled by a seed or the global generators."
             )
 
-    def _ask(self, turns: TurnDataset, seed: int) -> Division:
+    def _ask(self, turns: TurnDataset, epoch: int, seed: int) -> Division:
         if self._num_workers:
             begin_worker = WorkerBeginning(self._loader.worker_init_fn)
             own = fingerprints_of_workers(self._loader, self._numbers, seed, begin_worker)
         else:
-            own = [turns.look_ahead(seed)]
+            own = [turns.look_ahead(epoch, seed)]
         rows: Sequence[Sequence[float]] = [[float(each) for each in own]]
         if self._num_ranks > 1:
             assert self._gather is not None, "several data ranks need a way to agree"

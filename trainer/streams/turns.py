@@ -55,7 +55,7 @@ class TurnDataset(IterableDataset[Any]):
         # workers that outlive an epoch keep their copies of this object, and see changes of this alone
         self._place = torch.zeros(3, dtype=torch.int64).share_memory_()
         self._state: Mapping[str, Any] = {}
-        self._begun: tuple[AbstractContextManager[None], Iterator[Any]] | None = None
+        self._begun: tuple[tuple[int, int], AbstractContextManager[None], Iterator[Any]] | None = None
         self.worker, self._read, self._num_ahead = 0, 0, 0
         self._info: tuple[int, int] | None = None
 
@@ -81,13 +81,14 @@ class TurnDataset(IterableDataset[Any]):
         self._place.copy_(torch.tensor([epoch, seed & _MASK, start]))
         self._state = state
 
-    def look_ahead(self, seed: int) -> int:
-        """Return the fingerprint of the first samples, in this process; the next iteration yields them, too."""
+    def look_ahead(self, epoch: int, seed: int) -> int:
+        """Return the fingerprint of an epoch's first samples here; a next iteration of it yields them, too."""
         context = self._numbers.stream(seed & _MASK)
+        self._tell(epoch)
         with context:
             iterator = iter(self.dataset)
             first = list(islice(iterator, NUM_PROBED))
-        self._begun = context, chain(first, iterator)
+        self._begun = (epoch, seed & _MASK), context, chain(first, iterator)
         return fingerprint(first)
 
     # --- reading -----------------------------------------------------------------------------------------------------
@@ -124,13 +125,11 @@ class TurnDataset(IterableDataset[Any]):
         dataset, state = self.dataset, self._state
         begun, self._begun, self._state = self._begun, None, {}
         self._num_ahead = 0
-        if begun is not None and "stream" not in state:
-            context, samples = begun
+        if begun is not None and begun[0] == (epoch, seed) and "stream" not in state:
+            _, context, samples = begun
             self._num_ahead = NUM_PROBED
         else:
-            tell = getattr(dataset, "set_epoch", None)
-            if callable(tell):
-                tell(epoch)
+            self._tell(epoch)
             context = self._numbers.stream(seed)
             if "stream" in state:
                 dataset.load_state_dict(state["stream"])
@@ -148,6 +147,11 @@ class TurnDataset(IterableDataset[Any]):
             if wanted(position):
                 yield position, sample
             position += 1
+
+    def _tell(self, epoch: int) -> None:
+        tell = getattr(self.dataset, "set_epoch", None)
+        if callable(tell):
+            tell(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where this reader is, with the state of the stream if it has one."""

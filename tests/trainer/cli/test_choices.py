@@ -181,7 +181,8 @@ def test_bash_completes_commands_options_and_keys(folder, capsys):
     assert done.returncode == 0 and not done.stderr, done.stderr
     commands, settings, options, files, checkpoints = done.stdout.splitlines()
     assert commands == "predict" and options == "--output" and files == "run.yaml"
-    assert settings.split() == ["trainer.max_epochs=", "trainer.max_steps=", "trainer.max_time="]
+    limits = ("epochs", "steps", "time", "samples", "tokens")
+    assert settings.split() == [f"trainer.max_{limit}=" for limit in limits]
     assert checkpoints.split() == ["ckpt_path=", "ckpt_path=last", "ckpt_path=best"]
 
 

@@ -126,7 +126,6 @@ REFUSED = {
     "one process for all": ("single", {}, "runs in one process"),
     "a global batch smaller than the ranks": ("ddp", {"global_batch_size": 64}, "is less than one sample for each"),
     "a rank without a sample under a collective forward": ("fsdp", {}, "none in the first step"),
-    "sequences that ranks cannot share": (parallel(cp=128), {}, "64"),
     "two open degrees": (parallel(tp="auto"), {}, "At most one degree can be 'auto'"),
 }
 

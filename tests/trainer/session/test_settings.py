@@ -52,7 +52,7 @@ from echelon import (
         ({"gradient_clip_algorithm": "nrm"}, ["gradient_clip_algorithm='nrm'", "'norm' or 'value'"]),
         ({"val_check_interval": 0}, ["val_check_interval must be above 0, got 0", "fraction of an epoch up to 1.0"]),
         ({"val_check_interval": 1.5}, ["val_check_interval=1.5", "batches as an int"]),
-        ({"val_check_interval": "10 min"}, ["val_check_interval", "'DD:HH:MM:SS', got '10 min'"]),
+        ({"val_check_interval": "10 min"}, ["val_check_interval='10 min'", "a duration 'DD:HH:MM:SS' nor a number"]),
         ({"overfit_batches": 1.5}, ["overfit_batches=1.5", "batches as an int"]),
         ({"overfit_batches": None}, ["overfit_batches=None", "must be int or float"]),
         ({"min_epochs": 5, "max_epochs": 2}, ["min_epochs=5 is above max_epochs=2", "raise max_epochs"]),
