@@ -316,11 +316,11 @@ def test_a_rank_goes_on_with_a_stream_of_its_own_and_other_ranks_as_near_as_can_
         data.begin_epoch(0)
         begun = read(data, itertools.islice(data.windows(0), 2))
         again = train_data(DataLoader(Stream(10 * ranks.data_rank, 8), 2), ranks)
-        with pytest.warns(UserWarning, match="cannot skip to a position"):
-            rest = read(again, again.windows(again.resume_epoch(0, begun[1].state, 2)))
+        rest = read(again, again.windows(again.resume_epoch(0, begun[1].state, 2)))
         return [step.samples for step in begun + rest], begun[1].state
 
-    (first, states), (second, _) = on_ranks(2, run)
+    with pytest.warns(UserWarning, match="cannot skip to a position"):  # around the threads, which share what is caught
+        (first, states), (second, _) = on_ranks(2, run)
     assert first == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert second == [[10, 11], [12, 13], [14, 15], [16, 17]]
     alone = train_data(DataLoader(Stream(0, 20), 2), DataRanks())
