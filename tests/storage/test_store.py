@@ -131,7 +131,7 @@ def _read_in_child(path, queue):
     queue.put(path.read_bytes())
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork"])
 def test_a_process_of_a_process_reads_too(bucket, method):
     import multiprocessing
 
