@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -127,6 +127,10 @@ class CutSteps:
                 "Attention under context parallelism can be recomputed only by Trainer(activation_checkpointing=...); "
                 "do not use torch.utils.checkpoint or a model's gradient_checkpointing_enable()."
             )
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Return the context of steps in which this rank logs without the others; see `PartLogs.alone`."""
+        return self._logs.alone()
 
     def skip_check(self, step_name: str) -> None:
         """Do without the first check of a kind of step, which other ranks have made."""

@@ -28,6 +28,16 @@ class PartLogs:
         self._merge = merge
         self.weighted_by_tokens: set[str] = set()
         """The names whose ``batch_size`` counts tokens of a part, as the check of a first step has found."""
+        self._is_alone = False
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep the means of this part, without asking the other ranks, one of which may fail inside."""
+        self._is_alone = True
+        try:
+            yield
+        finally:
+            self._is_alone = False
 
     @contextmanager
     def of_part(self, module: nn.Module, share: float | None) -> Iterator[None]:
@@ -42,12 +52,15 @@ class PartLogs:
             yield
 
     def merged(self, mean: Tensor, count: Tensor) -> Tensor:
-        """Return the mean over the targets of all parts. Collective."""
+        """Return the mean over the targets of all parts. Collective, unless this rank is `alone`."""
+        if self._is_alone:
+            return mean
         dtype = widest_float(mean.device)
         own, number = mean.detach().reshape(()).to(dtype), count.detach().reshape(()).to(dtype)
         total, number = self._merge(torch.stack([torch.where(number > 0, own * number, 0.0), number]))
-        whole: Tensor = total / number
-        return whole.to(mean.dtype)
+        whole: Tensor = (total / number).to(mean.dtype)
+        whole.of_part = mean.detach()  # type: ignore[attr-defined] # which a comparison of this rank alone goes by
+        return whole
 
 
 class _Weighed:

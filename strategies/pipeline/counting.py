@@ -91,8 +91,8 @@ class Observed:
         self.outputs[index] = map_tensors(lambda tensor: gathered(tensor).detach().clone(), output)
 
     def note(self, index: int, stage: int, name: str, value: Any) -> None:
-        """Note a number that a step logs; metric objects are not compared."""
-        number = number_of(value)
+        """Note a number that a step logs, of this rank's part of a sequence; metric objects are not compared."""
+        number = number_of(getattr(value, "of_part", value) if isinstance(value, Tensor) else value)
         if number is not None:
             self.logged.append((index, stage, str(name), number))
 

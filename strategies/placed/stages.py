@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -95,7 +95,7 @@ class PlacedStages(PlacedShards):
         around = StepContext(
             evaluates_alone=self._cuts.degrees.dp_shard == 1,  # otherwise each evaluation gathers from data ranks
             has_cut_layers=self._cuts.degrees.tp > 1,
-            comparing=lambda: self._sharded.runs.writes.ignored(),  # noqa: PLW0108 - it is sharded later
+            comparing=self._comparing,
         )
         sequences, ranks = self._cuts.sequences, self._cuts.sequence_ranks
         if sequences is not None and ranks is not None:
@@ -109,6 +109,13 @@ class PlacedStages(PlacedShards):
                 sends=True, is_true_on_any=_any_of(self.ranks.peers), together=self.ranks.all, lent=self._cuts.lent
             )
         return around
+
+    @contextmanager
+    def _comparing(self) -> Iterator[None]:
+        """Surround runs of whole steps, which leave no trace, and in which one rank alone may fail."""
+        sequences = self._cuts.sequences
+        with self._sharded.runs.writes.ignored(), nullcontext() if sequences is None else sequences.alone():
+            yield
 
     # --- steps -------------------------------------------------------------------------------------------------------
 

@@ -91,6 +91,17 @@ class Both(OwnPlaces, Calls):
     """Wrong in both."""
 
 
+class RefusingPart(Model):
+    """Raises on one of the ranks that share a sequence, if the loss and the first block are there: in whole runs."""
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        self.blocks[0].calls = 0
+        loss = super().loss(tokens)
+        if self.blocks[0].calls and self.trainer.strategy.has_loss and not self.places(tokens.shape[1])[0]:
+            raise DataError("This part of a sequence is refused.")
+        return loss
+
+
 IN_PARTS, IN_STAGES = "different results from parts of a sequence", "computes something else in stages"
 CASES = {
     "right": (Model, (8,) * 8, ""),
@@ -99,6 +110,7 @@ CASES = {
     "wrong in both": (Both, (8,) * 8, IN_PARTS),
     "longer in the third step": (Model, (8, 12, 8, 8, 8, 24, 8, 8), IN_PARTS),
     "of another length in the second step": (Model, (8, 8, 8, 7), ""),
+    "refused on one rank": (RefusingPart, (8,) * 8, "This part of a sequence is refused"),
 }
 
 
