@@ -113,11 +113,8 @@ class Mirror:
 
     def _bring(self, name: str, size: int) -> None:
         path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{os.getpid()}{_SUFFIX}")
-        with temporary.open("wb") as file:
-            for begin in range(0, 0 if self._matches(name) else size, PART):
-                file.write(self.home.store.read_range(self.home / name, begin, min(begin + PART, size)))
+        self.home.store.copy_to(self.home / name, temporary, 0 if self._matches(name) else size)
         os.replace(temporary, path)
         self._copied[name] = _Copied(_version(path.stat()), size)
 

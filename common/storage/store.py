@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
 from .filesystem import filesystem, forget_filesystem
@@ -73,6 +74,13 @@ class Store:
             return content
 
         return self._do("Reading", path, request) if begin < end else b""
+
+    def copy_to(self, path: Located, file: Path, size: int) -> None:
+        """Write the first `size` bytes of an object to a local file, which is made with its folders, or replaced."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("wb") as target:
+            for begin in range(0, size, PART):
+                target.write(self.read_range(path, begin, min(begin + PART, size)))
 
     def write(self, path: Located, data: bytes) -> None:
         """Write an object, which appears whole and replaces an older one."""

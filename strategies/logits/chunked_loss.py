@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...common.errors import DataError, ModuleError
+from ..targets.cross_entropy_call import CrossEntropyCall
 from ..targets.in_place_of_logits import Columns
 from ..tensor_parallel.loss import losses_of_columns
 from ..torch_internals import is_without_memory
@@ -35,13 +36,6 @@ class CrossEntropy:
     label_smoothing: float = 0.0
     class_weight: Tensor | None = None
     changes: tuple[Change, ...] = ()
-
-    def count(self, target: Tensor) -> Tensor:
-        """Return what the mean is the sum divided by: the number of targets, or the sum of their classes' weights."""
-        counts = target != self.ignore_index
-        if self.class_weight is None:
-            return counts.sum()
-        return (self.class_weight[target.where(counts, 0)] * counts).sum()
 
 
 def total_loss(
@@ -180,26 +174,12 @@ class _Job:
         return slice(0, self.num_classes) if self.columns is None else slice(self.columns.start, self.columns.stop)
 
     def _total(self, logits: Tensor, target: Tensor) -> Tensor:
-        options = self.loss
+        options = {"ignore_index": self.loss.ignore_index, "label_smoothing": self.loss.label_smoothing}
+        weight = _to(self.loss.class_weight, logits.dtype)
+        call = CrossEntropyCall.of((logits, target, weight), {**options, "reduction": "sum"})
         if self.columns is None:
-            return F.cross_entropy(
-                logits,
-                target,
-                _to(options.class_weight, logits.dtype),
-                ignore_index=options.ignore_index,
-                label_smoothing=options.label_smoothing,
-                reduction="sum",
-            )
-        is_ignored = target == options.ignore_index
-        losses, _ = losses_of_columns(
-            logits,
-            target.masked_fill(is_ignored, 0),
-            _to(options.class_weight, logits.dtype),
-            options.label_smoothing,
-            self.columns.group,
-            self.num_classes,
-        )
-        return losses.masked_fill(is_ignored, 0.0).sum()
+            return call.result()
+        return losses_of_columns(logits, call, self.columns.group, self.num_classes).sum()
 
     def _plain_losses(self, logits: Tensor, target: Tensor, *, needs_gradient: bool) -> tuple[Tensor, Tensor | None]:
         """Compute both with a single tensor of the chunk's size."""

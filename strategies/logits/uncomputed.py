@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -11,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...common.errors import ModuleError
+from ..targets.cross_entropy_call import CrossEntropyCall
 from .chunked_loss import Change, CrossEntropy
 
-_SIGNATURE: Final = inspect.signature(F.cross_entropy)
 _OF_SHAPE: Final = frozenset(("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"))
 _SAME: Final = frozenset(("contiguous", "clone"))
 _TO_DTYPE: Final = {
@@ -132,9 +131,7 @@ class UncomputedLogits:
         """Return what a function of torch returns for them."""
         if function is not F.cross_entropy:
             return self._call(function.__name__, args, kwargs)
-        call = _SIGNATURE.bind(*args, **kwargs)
-        call.apply_defaults()
-        return self._cross_entropy(**call.arguments)
+        return self._cross_entropy(CrossEntropyCall.of(args, kwargs))
 
     def __getitem__(self, index: Any) -> UncomputedLogits:
         parts = list(index) if isinstance(index, tuple) else [index]
@@ -282,22 +279,12 @@ class UncomputedLogits:
 
     # --- their loss --------------------------------------------------------------------------------------------------
 
-    def _cross_entropy(
-        self,
-        *,
-        input: Any,
-        target: Any,
-        weight: Tensor | None,
-        size_average: bool | None,
-        ignore_index: int,
-        reduce: bool | None,
-        reduction: str,
-        label_smoothing: float,
-    ) -> Tensor:
-        if input is not self or size_average is not None or reduce is not None or reduction != "mean":
-            raise self.refusal(f"cross_entropy with reduction={reduction!r}")
+    def _cross_entropy(self, call: CrossEntropyCall) -> Tensor:
+        target = call.target
         if target.is_floating_point():
             raise self.refusal("cross_entropy with probabilities as targets")
+        if call.input is not self or not call.is_of_classes or call.reduction != "mean":
+            raise self.refusal(f"cross_entropy with reduction={call.reduction!r}")
         if target.shape != self._place.shape:
             raise ModuleError(
                 f"{self._owner} computes a cross-entropy of logits of shape {tuple(self.shape)} and labels of shape "
@@ -305,11 +292,10 @@ class UncomputedLogits:
             )
         if self._place.numel() > self._tokens.numel():
             raise self.refusal("a repetition of tokens")
-        whole = target.new_full((self._tokens.numel(),), ignore_index)
+        whole = target.new_full((self._tokens.numel(),), call.ignore_index)
         whole[self._place.reshape(-1)] = target.reshape(-1)
-        loss = CrossEntropy(ignore_index, label_smoothing, weight, self._changes)
-        total = self._compute(loss, whole)
-        count = loss.count(target).to(total.device)  # a hook may have moved the input of the head
+        total = self._compute(CrossEntropy(call.ignore_index, call.label_smoothing, call.weight, self._changes), whole)
+        count = call.weights().sum().to(total.device)  # a hook may have moved the input of the head
         mean: Tensor = total / torch.where(count > 0, count, 1)
         self._on_loss(mean, total, count)
         return mean

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
-from typing import Any, Final
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..torch_internals import is_without_memory
-
-_SIGNATURE: Final = inspect.signature(F.cross_entropy)
+from .cross_entropy_call import CrossEntropyCall
 
 
 class NotedMeans(TorchFunctionMode):
@@ -31,11 +29,7 @@ class NotedMeans(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is F.cross_entropy and not is_without_memory(result):
-            call = _SIGNATURE.bind(*args, **(kwargs or {}))
-            call.apply_defaults()
-            target, weight, ignored = (call.arguments[name] for name in ("target", "weight", "ignore_index"))
-            if call.arguments["reduction"] == "mean" and not target.is_floating_point():
-                counts = target != ignored
-                own = counts.double() if weight is None else weight.double()[target.where(counts, 0)] * counts
-                self._found.append((result, own.sum()))
+            call = CrossEntropyCall.of(args, kwargs or {})
+            if call.reduction == "mean" and call.is_of_classes:
+                self._found.append((result, call.weights().double().sum()))
         return result

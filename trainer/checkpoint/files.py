@@ -199,6 +199,22 @@ class FilePiece:
             return hashlib.new(HASH_NAME, view).hexdigest()
 
 
+def pieces_of(file: MappedFile, records: Mapping[str, FileRecord]) -> dict[str, FilePiece]:
+    """Return the files of a checkpoint in one file, which lie in it one after the other, as its manifest lists them.
+
+    Raises:
+        CheckpointError: if it is too short for them.
+    """
+    pieces: dict[str, FilePiece] = {}
+    end = 0
+    for name, record in records.items():
+        pieces[name] = FilePiece(file, end, record.size)
+        end += record.size
+    if end > file.size:
+        raise CheckpointError(f"{file.path} has {file.size} bytes, not {end} or more; use another checkpoint.")
+    return pieces
+
+
 def is_one_file(path: AnyPath, held: int | None) -> bool:
     """Return whether a checkpoint, which may be `held` open, is a file and not a folder.
 

@@ -12,7 +12,7 @@ from ...common.storage import AnyPath, FetchedFile, StorePath, as_path
 from ...common.storage.store import in_parallel
 from ...strategies.state.lazy_tensor import OUTLINE, Block, StoredTensor
 from ...strategies.state.safetensors_dtypes import MALFORMED
-from .files import FilePiece, FileRecord, MappedFile, digests, explain, is_one_file, while_it_stays
+from .files import FilePiece, FileRecord, MappedFile, digests, explain, is_one_file, pieces_of, while_it_stays
 from .in_store.links import followed
 from .in_store.local_copy import local_copy
 from .manifest import MANIFEST, STATE, TENSORS, Manifest, read_manifest, read_object
@@ -241,14 +241,8 @@ def _pieces_of(path: AnyPath, manifest: Manifest, constant: Collection[str], hel
         files = {is_private: MappedFile(path, is_private=is_private, held=held) for is_private in (False, True)}
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {explain(error)}.") from error
-    pieces: dict[str, FilePiece] = {}
-    end = 0
-    for name, record in manifest.files.items():
-        pieces[name] = FilePiece(files[name not in constant], end, record.size)
-        end += record.size
-    if end > files[True].size:
-        raise CheckpointError(f"{path} has {files[True].size} bytes, not {end} or more; use another checkpoint.")
-    return pieces
+    pieces = {is_private: pieces_of(file, manifest.files) for is_private, file in files.items()}
+    return {name: pieces[name not in constant][name] for name in manifest.files}
 
 
 def _tensors_in(piece: FilePiece, entries: Any) -> dict[str, Block]:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from ...common.errors import CheckpointError, EchelonError
 from ...common.storage import AnyPath, StorePath, as_path
 from ..checkpoint.atomic_folder import unfinished
-from ..checkpoint.files import FilePiece, MappedFile, explain, is_one_file, while_it_stays
+from ..checkpoint.files import MappedFile, explain, is_one_file, pieces_of, while_it_stays
 from ..checkpoint.finding import FoundCheckpoint, list_checkpoints
 from ..checkpoint.in_store.store_folder import begun_in
 from ..checkpoint.manifest import MANIFEST, STATE, is_checkpoint, read_manifest, read_object
@@ -113,9 +113,7 @@ def _values_of(path: AnyPath, parts: Sequence[str]) -> dict[str, Any]:
             raise CheckpointError(f"{local / MANIFEST} does not list {STATE}; use another checkpoint.")
         if not is_one_file(local, held):
             return read_object(MappedFile(local / STATE, held=held))
-        names = list(files)
-        begin = sum(files[name].size for name in names[: names.index(STATE)])
-        return read_object(FilePiece(MappedFile(local, is_private=False, held=held), begin, files[STATE].size))
+        return read_object(pieces_of(MappedFile(local, is_private=False, held=held), files)[STATE])
 
     try:
         return while_it_stays(local, read)

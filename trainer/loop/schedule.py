@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
+from ...common.durations import Amount
 from ...common.errors import ConfigError
 from ..data.train_data import TrainData
 from ..session.progress import LoaderKind
@@ -19,7 +20,7 @@ def plan_epoch(session: Session) -> None:
     note_logged(session)
     timetable.validates_inside = validates(session) and validates_in_this_epoch(session)
     interval = settings.val_check_interval
-    timetable.validation_amount = amount_seen(session)
+    _plan_amount(session)
     if not isinstance(interval, int | float):
         interval = math.inf
     elif isinstance(interval, float):
@@ -37,6 +38,7 @@ def note_logged(session: Session) -> None:
 def note_validated(session: Session) -> None:
     """Note that the run has validated at this step. Collective: every rank calls it."""
     session.timetable.validated_at = session.state.global_step
+    _plan_amount(session)
     if session.settings.validation_seconds is not None:
         (seconds,) = session.strategy.ranks.all.all_reduce([session.interruption.elapsed()], "max")
         session.timetable.validated_seconds = seconds
@@ -106,11 +108,15 @@ def counts_tokens(session: Session) -> bool:
     return settings.max_tokens is not None or settings.accumulate_tokens is not None or is_validated or asks
 
 
-def amount_seen(session: Session) -> int:
-    """Return the samples or tokens that validations count."""
+def _amount_seen(session: Session, amount: Amount) -> int:
+    return session.state.tokens_seen if amount.unit == "tokens" else session.state.samples_seen
+
+
+def _plan_amount(session: Session) -> None:
+    """Note after how many samples or tokens the next validation is due: at the next multiple of its interval."""
     amount = session.settings.validation_amount
-    is_by_tokens = amount is not None and amount.unit == "tokens"
-    return session.state.tokens_seen if is_by_tokens else session.state.samples_seen
+    if amount is not None:
+        session.timetable.next_amount = (_amount_seen(session, amount) // amount.number + 1) * amount.number
 
 
 def _steps_by_samples(session: Session, data: TrainData) -> float:
@@ -136,8 +142,7 @@ def is_validation_due(session: Session, num_micro_batches: int) -> bool:
         return session.interruption.agreed() - session.timetable.validated_seconds >= seconds
     amount = session.settings.validation_amount
     if amount is not None:
-        seen, session.timetable.validation_amount = session.timetable.validation_amount, amount_seen(session)
-        return session.timetable.validation_amount // amount.number > seen // amount.number
+        return _amount_seen(session, amount) >= session.timetable.next_amount
     state, data, interval = session.state, session.train_data, session.timetable.validation_interval
     assert data is not None
     now: float | Fraction = state.batches_in_epoch

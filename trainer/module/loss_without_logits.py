@@ -12,6 +12,7 @@ from ...common.errors import ModuleError
 from ...strategies.logits.chunked_loss import Change, CrossEntropy, total_loss
 from ...strategies.logits.head_call import check_head, check_weight, loss_of_head
 from ...strategies.logits.model_call import total_of_model
+from ...strategies.targets.cross_entropy_call import weights_of_targets
 from .loss import Loss
 
 
@@ -86,7 +87,7 @@ def linear_cross_entropy(
             raise ModuleError(f"bias is for a head that is a tensor, got one beside a {type(head).__name__}; omit it.")
         check_head(head, "linear_cross_entropy")
         total = loss_of_head(head, hidden, loss, target)
-    return Loss(total, loss.count(target))
+    return Loss(total, weights_of_targets(target, ignore_index, None).sum())
 
 
 def language_model_loss(model: nn.Module, **batch: Any) -> Loss:

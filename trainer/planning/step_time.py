@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 
-from ...callbacks.helpers.peak_flops import peak_flops_by_name
+from ...strategies.devices.data_sheets import data_sheet
 from ...strategies.estimate.step_work import StepWork
 
 _HIDDEN: Final = frozenset(("dp_shard", "dp_replicate", "host"))
@@ -22,49 +21,6 @@ _OF_LINKS: Final = 0.8
 """The share of a link's bandwidth that rings of NCCL reach (nccl-tests: 230 of 300 GB/s on A100)."""
 _PER_OPERATOR: Final = 5e-6
 """Seconds in which a program starts an operator; a step that starts many small ones takes as long as that."""
-
-
-class _Kind(NamedTuple):
-    """What is published of a kind of device, by words in its name."""
-
-    words: frozenset[str]
-    memory: float
-    """TB/s."""
-    link: float
-    """GB/s to each other device of its node, in one direction."""
-    matmul: float
-    attention: float
-
-
-def _kind(words: str, memory: float, link: float, matmul: float, attention: float) -> _Kind:
-    return _Kind(frozenset(words.split()), memory, link, matmul, attention)
-
-
-# Memory and links: the data sheets named in peak_flops.py. Products of matrices in bf16, of the peak: "Maximum
-# Achievable Matmul FLOPS" in Stas Bekman's Machine Learning Engineering (A100, H100, B200, MI300X; 0.8 for others).
-# Attention: the abstracts of FlashAttention-2 (arXiv:2307.08691: 50 to 73% on A100) and of FlashAttention-3
-# (arXiv:2407.08608: 35% with FlashAttention-2 on H100), for others that of the nearest. The first entry whose words are
-# all in the name is used.
-_KINDS: Final = (
-    _kind("B200", 8.0, 900, 0.776, 0.35),
-    _kind("H200 NVL", 4.8, 450, 0.80, 0.35),
-    _kind("H200", 4.8, 450, 0.80, 0.35),
-    _kind("H100 PCIE", 2.0, 64, 0.80, 0.35),
-    _kind("H100 NVL", 3.9, 300, 0.80, 0.35),
-    _kind("H100", 3.35, 450, 0.80, 0.35),
-    _kind("A100", 2.0, 300, 0.86, 0.6),
-    _kind("A40", 0.696, 32, 0.8, 0.6),
-    _kind("A30", 0.933, 32, 0.8, 0.6),
-    _kind("A10", 0.6, 32, 0.8, 0.6),
-    _kind("L40S", 0.864, 32, 0.8, 0.6),
-    _kind("L40", 0.864, 32, 0.8, 0.6),
-    _kind("L4", 0.3, 32, 0.8, 0.6),
-    _kind("RTX 4090", 1.008, 32, 0.8, 0.6),
-    _kind("RTX 3090", 0.936, 32, 0.8, 0.6),
-    _kind("V100", 0.9, 150, 0.8, 0.35),
-    _kind("T4", 0.32, 16, 0.8, 0.35),
-    _kind("MI300X", 5.3, 448, 0.60, 0.35),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,17 +69,16 @@ class StepTime:
 
 def speed_of(name: str, dtype: torch.dtype) -> DeviceSpeed | None:
     """Return the speed of the device that torch calls `name`; None if it is unknown, also for this `dtype` only."""
-    peak = peak_flops_by_name(name, dtype, uses_tf32=False)
-    words = set(re.split(r"[^A-Z0-9]+", name.upper()))
-    kind = next((kind for kind in _KINDS if kind.words <= words), None)
-    if peak is None or kind is None:
+    sheet = data_sheet(name)
+    peak = None if sheet is None else sheet.peak_flops(dtype, uses_tf32=False)
+    if sheet is None or peak is None:
         return None
     return DeviceSpeed(
         peak_flops=peak,
-        memory_bandwidth=kind.memory * 1e12,
-        link_bandwidth=kind.link * 1e9,
-        matmul_share=kind.matmul,
-        attention_share=kind.attention,
+        memory_bandwidth=sheet.memory * 1e12,
+        link_bandwidth=sheet.link * 1e9,
+        matmul_share=sheet.matmul_share,
+        attention_share=sheet.attention_share,
     )
 
 

@@ -64,8 +64,8 @@ class Timetable:
     """Whether the epoch has validations before its end."""
     validation_interval: float = 1
     """Micro-batches between the validations inside an epoch."""
-    validation_amount: int = 0
-    """Samples or tokens that had been seen when it was last asked whether a validation is due."""
+    next_amount: float = math.inf
+    """Samples or tokens after which the next validation is due, where validations count them."""
     validated_at: int = -1
     """The global step of the newest validation."""
     validated_seconds: float = 0.0

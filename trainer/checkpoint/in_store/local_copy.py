@@ -23,7 +23,9 @@ def local_copy(path: StorePath) -> Path:
     size = path.store.size(path)
     if size is None:
         raise FileNotFoundError(f"{path} does not exist")
-    return _copied(path, size, _new_folder() / path.name)
+    file = _new_folder() / path.name
+    path.store.copy_to(path, file, size)
+    return file
 
 
 def local_folder(path: StorePath) -> Path:
@@ -38,7 +40,7 @@ def local_folder(path: StorePath) -> Path:
         raise FileNotFoundError(f"{path} does not exist")
     folder = _new_folder()
     for one, size in found.items():
-        _copied(one, size, folder / one.relative_to(path))
+        path.store.copy_to(one, folder / one.relative_to(path), size)
     return folder
 
 
@@ -51,14 +53,6 @@ def copy_out(path: StorePath) -> Iterator[Path]:
             while block := source.read(PART):
                 upload.write(block)
             upload.finish()
-
-
-def _copied(path: StorePath, size: int, file: Path) -> Path:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("wb") as target:
-        for begin in range(0, size, PART):
-            target.write(path.store.read_range(path, begin, min(begin + PART, size)))
-    return file
 
 
 def _new_folder() -> Path:
