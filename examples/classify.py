@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import AutoConfig, AutoModelForImageClassification, ViTConfig, ViTForImageClassification
+from transformers import AutoConfig, AutoModelForImageClassification
 
 import echelon
 
-BASE = ViTConfig(
-    image_size=8, patch_size=2, num_channels=1, hidden_size=64, num_hidden_layers=3, num_attention_heads=4,
+BASE = AutoConfig.for_model(
+    "vit", image_size=8, patch_size=2, num_channels=1, hidden_size=64, num_hidden_layers=3, num_attention_heads=4,
     intermediate_size=128, num_labels=5,
 )  # fmt: skip
 
@@ -38,7 +38,7 @@ class Classifier(echelon.TrainModule):
     def __init__(self, folder=None, lr=3e-3):
         super().__init__()
         self.lr = lr
-        self.model: Any = ViTForImageClassification(BASE)
+        self.model: Any = AutoModelForImageClassification.from_config(BASE)
         if folder is not None:
             config = AutoConfig.from_pretrained(folder, num_labels=5)
             model = AutoModelForImageClassification.from_config(config)

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 
@@ -50,6 +50,10 @@ class EngineProcesses:
 
     # --- processes ---------------------------------------------------------------------------------------------------
 
+    @overload
+    def launch(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T: ...
+    @overload
+    def launch(self, function: None = None, /) -> None: ...
     def launch(self, function: Callable[..., T] | None = None, /, *args: Any, **kwargs: Any) -> T | None:
         """Start the processes, run ``function(engine, *args, **kwargs)`` in each, and return rank 0's result.
 

@@ -340,8 +340,8 @@ class TrainModule(Optimization, Exporting, ModuleHooks, DataHooks, Hyperparamete
         return next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
     @property
-    def logger(self) -> Logger | None:
-        """The first logger, if there is one."""
+    def logger(self) -> Any:
+        """The first logger, a `Logger`; None if there is none."""
         return next(iter(self.loggers), None)
 
     @property
