@@ -21,7 +21,6 @@ most 3 us a sample over torch's loop.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import logging
@@ -220,16 +219,11 @@ def print_kind(kind: str, sample_us: int, rows: Rows) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Measure and print a table, or JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Size.arguments(__doc__, contests=5, steps=10, warmup=3)
     parser.add_argument("--kind", choices=KINDS, help="by default all")
     parser.add_argument("--sample-us", type=int, choices=(0, 100), help="what a sample costs; by default both")
-    parser.add_argument("--steps", type=int, default=10, help="timed batches of a turn")
-    parser.add_argument("--warmup", type=int, default=3, help="batches before them in each turn")
-    parser.add_argument("--rounds", type=int, default=10, help="turns of each contender in a contest")
-    parser.add_argument("--contests", type=int, default=5, help="how often all start again")
-    parser.add_argument("--json", action="store_true", help="print JSON, with every turn")
     options = parser.parse_args(argv)
-    size = Size(options.contests, options.rounds, options.steps, options.warmup)
+    size = Size.of(options)
     torch.set_num_threads(1)
     stay_on_core()
     results = []

@@ -14,27 +14,17 @@ import importlib.util
 import json
 import logging
 import os
-import sys
-import tempfile
-import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from ranks import BY_HAND, Batch, Case, Entry, Text, contest, example, join, rows_of
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
-from turns import Size, Times, Turns, compete, print_rows, stay_on_core, summarise, times_of
+from torch.utils.data import DataLoader
+from turns import Size, Times, print_rows, stay_on_core, times_of
 
 from echelon import Trainer, TrainModule
 from echelon.testing import run_ranks
-
-Batch = tuple[Tensor, Tensor]
-BY_HAND = "by hand"
-EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def mlp() -> nn.Module:
@@ -48,69 +38,22 @@ def resnet() -> nn.Module:
 
 
 def gpt() -> nn.Module:
-    """Return the model of examples/gpt.py."""
-    if str(EXAMPLES) not in sys.path:
-        sys.path.insert(0, str(EXAMPLES))
-    return importlib.import_module("gpt").GPT(context=64, width=64, depth=2, heads=2)
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model, its data, and how many of its steps make a turn of about a quarter of a second."""
-
-    build: Callable[[], nn.Module]
-    shape: tuple[int, ...]
-    batch_size: int
-    steps: int
-
-    def data(self, num_samples: int) -> TensorDataset:
-        """Return samples: images with one label each, or for the GPT, bytes with one target each."""
-        generator = torch.Generator().manual_seed(0)
-        if self.build is gpt:
-            x = torch.randint(256, (num_samples, *self.shape), generator=generator)
-            return TensorDataset(x, x.roll(-1, 1))
-        labels = torch.randint(10, (num_samples,), generator=generator)
-        return TensorDataset(torch.randn(num_samples, *self.shape, generator=generator), labels)
+    net: nn.Module = example("gpt").GPT(context=64, width=64, depth=2, heads=2)
+    return net
 
 
 CASES = {
     "mlp": Case(mlp, (784,), 32, 25),
     "resnet": Case(resnet, (3, 32, 32), 8, 6),
-    "gpt": Case(gpt, (64,), 16, 15),
+    "gpt": Text(gpt, (64,), 16, 15),
 }
-
-
-class Entry:
-    """A contender's data and model, and the place where it waits for its turns."""
-
-    def __init__(self, case: Case, dataset: TensorDataset, turns: Turns, folder: str) -> None:
-        self.case, self.dataset, self.turns, self.folder = case, dataset, turns, folder
-
-    def model(self) -> nn.Module:
-        """Return the model with the initial weights of every contender."""
-        torch.manual_seed(0)
-        return self.case.build()
-
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Run the forward, in this contender's turn."""
-        self.turns.mark()
-        x, y = batch
-        return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
 
 
 def train_by_hand(entry: Entry) -> None:
     """Train as torch's DDP tutorial does."""
     from torch.nn.parallel import DistributedDataParallel
 
-    sampler: DistributedSampler[Any] = DistributedSampler(entry.dataset, shuffle=True)
-    model = DistributedDataParallel(entry.model(), gradient_as_bucket_view=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    sampler.set_epoch(0)
-    for batch in DataLoader(entry.dataset, entry.case.batch_size, sampler=sampler):
-        optimizer.zero_grad()
-        loss = entry.loss(model, batch)
-        loss.backward()
-        optimizer.step()
+    entry.train(DistributedDataParallel(entry.model(), gradient_as_bucket_view=True))
 
 
 def trained_by(base: type[nn.Module], trainer: Callable[..., Any], **settings: Any) -> Callable[[Entry], None]:
@@ -154,34 +97,6 @@ def contenders(*, with_lightning: bool) -> dict[str, Callable[[Entry], None]]:
     return found
 
 
-def join() -> int:
-    """Join the other processes, with one thread and without output; return how many there are."""
-    import torch.distributed as dist
-
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
-    return dist.get_world_size()
-
-
-def contest(
-    case: Case, trained: Mapping[str, Callable[[Entry], Any]], size: Size, num_shares: int
-) -> dict[str, list[Turns]]:
-    """Let contenders train in turns on the same samples, divided among `num_shares` ranks; return the turns of each."""
-    import torch.distributed as dist
-
-    dataset = case.data(size.num_steps * case.batch_size * num_shares)
-    with tempfile.TemporaryDirectory() as folder:
-
-        def enter(train: Callable[[Entry], Any]) -> Callable[[Turns], Any]:
-            return lambda turns: train(Entry(case, dataset, turns, folder))
-
-        found = compete({name: enter(train) for name, train in trained.items()}, size)
-        dist.barrier()
-    return found
-
-
 def measure(case: str, size: Size, with_lightning: bool) -> Times:
     """Return the microseconds of a step of each contender, by contest and turn; runs in each of the processes."""
     num_ranks = join()
@@ -191,14 +106,9 @@ def measure(case: str, size: Size, with_lightning: bool) -> Times:
 
 def main(argv: list[str] | None = None) -> None:
     """Measure and print a table for each model, or JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Size.arguments(__doc__, contests=8, steps=None, warmup=2)
     parser.add_argument("--models", nargs="+", choices=tuple(CASES), default=list(CASES))
-    parser.add_argument("--steps", type=int, help="timed steps of a turn; by default as many as take 0.25 s")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before them in each turn")
-    parser.add_argument("--rounds", type=int, default=10, help="turns of each contender in a contest")
-    parser.add_argument("--contests", type=int, default=8, help="how often all begin again")
     parser.add_argument("--lightning", action=argparse.BooleanOptionalAction, help="by default, if it is installed")
-    parser.add_argument("--json", action="store_true", help="print JSON, with every round")
     options = parser.parse_args(argv)
     has_lightning = bool(importlib.util.find_spec("lightning")) if options.lightning is None else options.lightning
     launches = [False, True] if has_lightning else [False]
@@ -206,10 +116,10 @@ def main(argv: list[str] | None = None) -> None:
     for model in options.models:
         rows = results[model] = {}
         for with_lightning in launches:
-            size = Size(options.contests, options.rounds, options.steps or CASES[model].steps, options.warmup)
+            size = Size.of(options, CASES[model].steps)
             times = run_ranks(measure, 2, model, size, with_lightning, timeout=3600)[0]  # the ranks wait for each other
-            for name, row in summarise(times, BY_HAND).items():
-                rows.setdefault(name, {**row, "rounds": times[name]})
+            for name, row in rows_of(times).items():
+                rows.setdefault(name, row)
         if not options.json:
             print_rows(model, rows)
             print(flush=True)

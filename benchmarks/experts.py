@@ -10,26 +10,18 @@ most, relative to a quarter of the whole.
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import json
-import sys
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from ddp import BY_HAND, EXAMPLES, Entry, contest, join
-from fsdp import Module, Text, bytes_held, times_and_memory
+from ranks import Entry, Module, Text, against_a_script, bytes_held, example, join, rows_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
-from torch.utils.data.distributed import DistributedSampler
-from turns import Size, Times, print_rows, summarise
+from turns import Size, Times, print_rows
 
-from echelon import ParallelStrategy, Trainer
+from echelon import ParallelStrategy
 from echelon.testing import run_ranks
 
 NUM_RANKS, EP, NUM_EXPERTS, TOP_K = 4, 2, 8, 2
@@ -37,10 +29,7 @@ NUM_RANKS, EP, NUM_EXPERTS, TOP_K = 4, 2, 8, 2
 
 def mixture() -> nn.Module:
     """Return a GPT of 3.7 million parameters, most of them in experts."""
-    if str(EXAMPLES) not in sys.path:
-        sys.path.insert(0, str(EXAMPLES))
-    kind: Any = importlib.import_module("moe").MixtureGPT
-    net: nn.Module = kind(context=64, width=128, depth=4, head_width=32, num_experts=NUM_EXPERTS)
+    net: nn.Module = example("moe").MixtureGPT(context=64, width=128, depth=4, head_width=32, num_experts=NUM_EXPERTS)
     return net
 
 
@@ -100,7 +89,6 @@ def train_by_hand(entry: Entry) -> None:
     from torch.distributed.tensor import Shard
 
     mesh = init_device_mesh("cpu", (NUM_RANKS // EP, EP), mesh_dim_names=("shard", "ep"))
-    sampler: DistributedSampler[Any] = DistributedSampler(entry.dataset, shuffle=True)
     model: Any = entry.model()
     for block in model.blocks:
         block.experts = DealtByHand(block.experts, mesh["ep"].get_group())
@@ -110,17 +98,11 @@ def train_by_hand(entry: Entry) -> None:
         experts.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
         fully_shard(block)
     fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    sampler.set_epoch(0)
-    for batch in DataLoader(entry.dataset, entry.case.batch_size, sampler=sampler):
-        optimizer.zero_grad()
-        loss = entry.loss(model, batch)
-        loss.backward()
-        optimizer.step()
+    entry.train(model)
 
 
 class Mixture(Module):
-    """The module of benchmarks/fsdp.py, which counts the bytes of the experts of its rank."""
+    """A module that counts the bytes of the experts of its rank."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:  # the gradients of the first step still exist
@@ -136,48 +118,23 @@ class _Part:
         self.state = {p: optimizer.state[p] for p in part.parameters() if p in optimizer.state}
 
 
-def train_by_echelon(entry: Entry, *, barebones: bool) -> int:
-    """Train with a Trainer; return the bytes that this rank held of experts."""
-    data = DataLoader(entry.dataset, entry.case.batch_size, shuffle=True)
-    strategy = ParallelStrategy(dp_shard=NUM_RANKS, ep=EP)
-    trainer = Trainer(
-        max_epochs=1, accelerator="cpu", strategy=strategy, default_root_dir=entry.folder, barebones=barebones
-    )
-    module = Mixture(entry)
-    trainer.fit(module, data)
-    return module.bytes_held
-
-
 def measure(size: Size) -> tuple[Times, int]:
     """Return the microseconds of a step of each contender, by contest and turn, and the bytes held of experts."""
-    trained: dict[str, Callable[[Entry], Any]] = {
-        BY_HAND: train_by_hand,
-        "echelon": partial(train_by_echelon, barebones=False),
-        "echelon barebones": partial(train_by_echelon, barebones=True),
-    }
-    return times_and_memory(contest(CASE, trained, size, join()))
+    strategy = ParallelStrategy(dp_shard=NUM_RANKS, ep=EP)
+    return against_a_script(CASE, train_by_hand, Mixture, size, join(), strategy=strategy)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Measure and print a table, or JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=CASE.steps, help="timed steps of a turn")
-    parser.add_argument("--warmup", type=int, default=1, help="steps before them in each turn")
-    parser.add_argument("--rounds", type=int, default=10, help="turns of each contender in a contest")
-    parser.add_argument("--contests", type=int, default=8, help="how often all begin again")
-    parser.add_argument("--json", action="store_true", help="print JSON, with every round")
-    options = parser.parse_args(argv)
-    size = Size(options.contests, options.rounds, options.steps, options.warmup)
-    ranks = run_ranks(measure, NUM_RANKS, size, timeout=3600)
-    times = ranks[0][0]  # the ranks wait for each other
-    rows = summarise(times, BY_HAND)
+    options = Size.arguments(__doc__, contests=8, steps=CASE.steps, warmup=1).parse_args(argv)
+    ranks = run_ranks(measure, NUM_RANKS, Size.of(options), timeout=3600)
+    rows = rows_of(ranks[0][0])  # the ranks wait for each other
     net: Any = mixture()
     parameters = sum(p.numel() for block in net.blocks for p in block.experts.stack.parameters())
     held, quarter = max(rank[1] for rank in ranks), 16 * parameters / NUM_RANKS
     if options.json:
-        rounds = {name: {**row, "rounds": times[name]} for name, row in rows.items()}
         memory = {"held": held, "share": quarter, "ratio": held / quarter}
-        print(json.dumps({"torch": torch.__version__, "contenders": rounds, "memory": memory}, indent=2))
+        print(json.dumps({"torch": torch.__version__, "contenders": rows, "memory": memory}, indent=2))
         return
     print(f"{parameters / 1e6:.1f} million parameters in experts, {NUM_RANKS} processes")
     print_rows("", rows)

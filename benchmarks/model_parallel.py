@@ -10,22 +10,16 @@ the most, relative to the plan's figure. "activations" is what forward keeps for
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import json
 import os
-import sys
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from ddp import BY_HAND, EXAMPLES, Entry, contest, join
-from fsdp import Module, Text, times_and_memory
+from ranks import Entry, Module, Text, against_a_script, be_silent, example, join, rows_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torch.utils.data.distributed import DistributedSampler
-from turns import Size, Times, Turns, print_rows, summarise
+from turns import Size, Times, Turns, print_rows
 
 from echelon import MemoryReport, ParallelStrategy, Trainer
 from echelon.testing import run_ranks
@@ -39,9 +33,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        if str(EXAMPLES) not in sys.path:
-            sys.path.append(str(EXAMPLES))  # after this folder, which also has an fsdp.py
-        block: Any = importlib.import_module("parallel").Block
+        block = example("parallel").Block
         self.token, self.head = nn.Embedding(256, 256), nn.Linear(256, 256)
         self.blocks = nn.ModuleList(block(256, 64) for _ in range(4))
 
@@ -70,40 +62,14 @@ def train_by_hand(entry: Entry, *, num_shards: int) -> None:
     for block in model.blocks:
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    sampler: DistributedSampler[Any] = DistributedSampler(
-        entry.dataset, num_shards, mesh.get_local_rank("dp"), shuffle=True
-    )
-    for batch in DataLoader(entry.dataset, entry.case.batch_size, sampler=sampler):
-        optimizer.zero_grad()
-        loss = entry.loss(model, batch)
-        loss.backward()
-        optimizer.step()
-
-
-def train_by_echelon(entry: Entry, *, barebones: bool) -> int:
-    """Train with a Trainer; return the bytes that this rank held."""
-    trainer = Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        strategy=ParallelStrategy(tp=2),
-        default_root_dir=entry.folder,
-        barebones=barebones,
-    )
-    module = Module(entry)
-    trainer.fit(module, DataLoader(entry.dataset, entry.case.batch_size, shuffle=True))
-    return module.bytes_held
+    entry.train(model, num_shards, mesh.get_local_rank("dp"))
 
 
 def measure(num_shards: int, size: Size) -> tuple[Times, int]:
     """Return the microseconds of a step of each contender, by contest and turn, and the bytes held by this rank."""
-    trained: dict[str, Callable[[Entry], Any]] = {
-        BY_HAND: partial(train_by_hand, num_shards=num_shards),
-        "echelon": partial(train_by_echelon, barebones=False),
-        "echelon barebones": partial(train_by_echelon, barebones=True),
-    }
     join()
-    return times_and_memory(contest(CASE, trained, size, num_shards))
+    by_hand = partial(train_by_hand, num_shards=num_shards)
+    return against_a_script(CASE, by_hand, Module, size, num_shards, strategy=ParallelStrategy(tp=2))
 
 
 def planned_bytes(num_shards: int) -> int:
@@ -125,7 +91,7 @@ class Alone(Module):
 
 def kept_activations() -> float:
     """Return the bytes that forward keeps for backward on this rank, in a run over all processes."""
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+    be_silent()
     report = MemoryReport()
     number = int(os.environ.get("WORLD_SIZE", "1"))
     trainer = Trainer(
@@ -145,18 +111,11 @@ def kept_activations() -> float:
 
 def main(argv: list[str] | None = None) -> None:
     """Measure and print tables, or JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=CASE.steps, help="timed steps of a turn")
-    parser.add_argument("--warmup", type=int, default=1, help="steps before them in each turn")
-    parser.add_argument("--rounds", type=int, default=10, help="turns of each contender in a contest")
-    parser.add_argument("--contests", type=int, default=8, help="how often all begin again")
-    parser.add_argument("--json", action="store_true", help="print JSON, with every round")
-    options = parser.parse_args(argv)
-    size = Size(options.contests, options.rounds, options.steps, options.warmup)
+    options = Size.arguments(__doc__, contests=8, steps=CASE.steps, warmup=1).parse_args(argv)
     results: dict[str, Any] = {"torch": torch.__version__}
     for layout, number in LAYOUTS.items():
-        ranks = run_ranks(measure, number, number // 2, size, timeout=3600)
-        rows = summarise(ranks[0][0], BY_HAND)  # the ranks wait for each other
+        ranks = run_ranks(measure, number, number // 2, Size.of(options), timeout=3600)
+        rows = rows_of(ranks[0][0])  # the ranks wait for each other
         held, planned = max(rank[1] for rank in ranks), planned_bytes(number // 2)
         results[layout] = {"contenders": rows, "memory": {"held": held, "plan": planned, "ratio": held / planned}}
         if not options.json:

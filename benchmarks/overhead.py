@@ -28,7 +28,6 @@ steps take 100 ms on one core has about 10 million parameters; for larger ones, 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import fcntl
 import importlib.util
@@ -324,22 +323,17 @@ def print_kind(kind: Kind, rows: Rows) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Measure and print a table, or JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Size.arguments(__doc__, contests=8, steps=25, warmup=10, rounds=40)
     parser.add_argument("--loader", choices=LOADERS, help="by default all")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="by default both")
     parser.add_argument("--step-us", type=int, choices=(100, 300), help="by default both")
-    parser.add_argument("--steps", type=int, default=25, help="timed steps of a turn")
-    parser.add_argument("--warmup", type=int, default=10, help="steps before them in each turn")
-    parser.add_argument("--rounds", type=int, default=40, help="turns of each contender in a contest")
-    parser.add_argument("--contests", type=int, default=8, help="how often all start again")
     parser.add_argument("--clock", choices=("cpu", "wall"), default="cpu", help="the time that counts")
-    parser.add_argument("--json", action="store_true", help="print JSON, with every turn")
     parser.add_argument("--replicas", action="store_true", help="measure only what it costs to compare replicas")
     options = parser.parse_args(argv)
     if options.replicas:
         measure_replicas()
         return
-    size = Size(options.contests, options.rounds, options.steps, options.warmup)
+    size = Size.of(options)
     kinds = [
         Kind(loader, optimizer, step_us)
         for loader in ([options.loader] if options.loader else LOADERS)

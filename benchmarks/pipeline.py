@@ -10,24 +10,17 @@ gradients and optimizer state that a rank holds, relative to the share of its st
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import json
-import sys
 import tempfile
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
-from ddp import BY_HAND, EXAMPLES, Batch, Entry, contest, join
-from fsdp import Module, Text, bytes_held, times_and_memory
+from ranks import Batch, Entry, Module, Text, against_a_script, bytes_held, example, join, rows_of
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from turns import Size, Times, print_rows, summarise
+from turns import Size, Times, print_rows
 
 from echelon import ParallelStrategy, Timeline, Trainer, TrainModule
 from echelon.strategies.pipeline.partition import make_partition
@@ -47,9 +40,7 @@ class Net(nn.Module):
 
     def __init__(self, stage: int | None = None) -> None:
         super().__init__()
-        if str(EXAMPLES) not in sys.path:
-            sys.path.append(str(EXAMPLES))  # after this folder, which also has an fsdp.py
-        block: Any = importlib.import_module("parallel").Block
+        block = example("parallel").Block
         self.token: nn.Module = nn.Embedding(256, 224)
         self.blocks = nn.ModuleList(block(224, 56) for _ in range(DEPTH))
         self.head: nn.Module = nn.Linear(224, 256)
@@ -112,34 +103,12 @@ class PipelinedModule(Module):
             self.entry.turns.mark()
 
 
-def trainer_in(folder: str | None, **settings: Any) -> Trainer:
-    """Return a trainer on two stages."""
-    return Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        strategy=ParallelStrategy(pp=NUM_STAGES, schedule=settings.pop("schedule", "1f1b")),
-        default_root_dir=folder,
-        **settings,
-    )
-
-
-def train_by_echelon(entry: Entry, *, barebones: bool) -> int:
-    """Train with a Trainer; return the bytes that this rank held."""
-    trainer = trainer_in(entry.folder, barebones=barebones, accumulate_grad_batches=MICRO_BATCHES)
-    module = PipelinedModule(entry)
-    trainer.fit(module, DataLoader(entry.dataset, CASE.batch_size // MICRO_BATCHES, shuffle=True))
-    return module.bytes_held
-
-
 def measure(size: Size) -> tuple[Times, int]:
     """Return the microseconds of a step of each contender, by contest and turn, and the bytes held by this rank."""
     join()
-    trained: dict[str, Callable[[Entry], Any]] = {
-        BY_HAND: train_by_hand,
-        "echelon": partial(train_by_echelon, barebones=False),
-        "echelon barebones": partial(train_by_echelon, barebones=True),
-    }
-    return times_and_memory(contest(CASE, trained, size, 1))
+    settings = {"strategy": ParallelStrategy(pp=NUM_STAGES), "accumulate_grad_batches": MICRO_BATCHES}
+    batch_size = CASE.batch_size // MICRO_BATCHES
+    return against_a_script(CASE, train_by_hand, PipelinedModule, size, 1, batch_size, **settings)
 
 
 def bytes_of_stages() -> list[int]:
@@ -174,9 +143,10 @@ def idle_shares(numbers: list[int], runs: int) -> dict[int, list[float]]:
             for number in numbers:
                 timeline = Timeline(Path(folder, "timeline.png"), step=3)
                 quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
-                trainer = trainer_in(
-                    None,
-                    schedule="gpipe",
+                trainer = Trainer(
+                    max_epochs=1,
+                    accelerator="cpu",
+                    strategy=ParallelStrategy(pp=NUM_STAGES, schedule="gpipe"),
                     accumulate_grad_batches=number,
                     callbacks=timeline,
                     enable_model_summary=False,
@@ -190,17 +160,11 @@ def idle_shares(numbers: list[int], runs: int) -> dict[int, list[float]]:
 
 def main(argv: list[str] | None = None) -> None:
     """Measure and print tables, or JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=CASE.steps, help="timed steps of a turn")
-    parser.add_argument("--warmup", type=int, default=1, help="steps before them in each turn")
-    parser.add_argument("--rounds", type=int, default=10, help="turns of each contender in a contest")
-    parser.add_argument("--contests", type=int, default=6, help="how often all begin again")
+    parser = Size.arguments(__doc__, contests=6, steps=CASE.steps, warmup=1)
     parser.add_argument("--idle-runs", type=int, default=5, help="runs for each number of micro-batches")
-    parser.add_argument("--json", action="store_true", help="print JSON, with every round")
     options = parser.parse_args(argv)
-    size = Size(options.contests, options.rounds, options.steps, options.warmup)
-    ranks = run_ranks(measure, NUM_STAGES, size, timeout=3600)
-    rows = summarise(ranks[0][0], BY_HAND)  # the ranks wait for each other
+    ranks = run_ranks(measure, NUM_STAGES, Size.of(options), timeout=3600)
+    rows = rows_of(ranks[0][0])  # the ranks wait for each other
     held = [rank[1] for rank in ranks]
     ratios = [own / share for own, share in zip(held, bytes_of_stages(), strict=True)]
     numbers = [4, 8, 16]

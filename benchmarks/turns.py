@@ -8,6 +8,7 @@ or slower for its whole life; so there are several contests, in each of which al
 
 from __future__ import annotations
 
+import argparse
 import os
 import threading
 import time
@@ -31,6 +32,28 @@ class Size:
     rounds: int
     steps: int
     warmup: int
+
+    @staticmethod
+    def arguments(
+        description: str | None, *, contests: int, steps: int | None, warmup: int, rounds: int = 10
+    ) -> argparse.ArgumentParser:
+        """Return a parser with the options that say how long contests are, and ``--json``.
+
+        Without a default for `steps`, a benchmark knows it for each of its cases.
+        """
+        parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        own = "timed steps of a turn" + ("; by default as many as take 0.25 s" if steps is None else "")
+        parser.add_argument("--steps", type=int, default=steps, help=own)
+        parser.add_argument("--warmup", type=int, default=warmup, help="steps before them in each turn")
+        parser.add_argument("--rounds", type=int, default=rounds, help="turns of each contender in a contest")
+        parser.add_argument("--contests", type=int, default=contests, help="how often all begin again")
+        parser.add_argument("--json", action="store_true", help="print JSON, with every round")
+        return parser
+
+    @classmethod
+    def of(cls, options: argparse.Namespace, steps: int | None = None) -> Size:
+        """Return what was asked for; `steps` where no number was given."""
+        return cls(options.contests, options.rounds, options.steps or steps, options.warmup)
 
     @property
     def num_steps(self) -> int:

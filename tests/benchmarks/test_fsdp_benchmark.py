@@ -1,4 +1,4 @@
-"""benchmarks/fsdp.py runs, at a size too small to time, and counts what a rank holds to the byte."""
+"""benchmarks/fsdp.py and experts.py run, at a size too small to time, and count what a rank holds to the byte."""
 
 import json
 from pathlib import Path
@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 from programs import run_program
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "fsdp.py"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def test_a_rank_holds_a_quarter_of_the_whole(tmp_path):
+@pytest.mark.parametrize("script", ["fsdp.py", "experts.py"])
+def test_a_rank_holds_a_quarter_of_the_whole(script, tmp_path):
     size = ("--steps", "1", "--warmup", "1", "--rounds", "1", "--contests", "1", "--json")
-    done = run_program(SCRIPT, *size, folder=tmp_path)
+    done = run_program(BENCHMARKS / script, *size, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout[done.stdout.index("{") :])
     assert list(result["contenders"]) == ["by hand", "echelon", "echelon barebones"]
