@@ -142,15 +142,16 @@ def idle_shares(numbers: list[int], runs: int) -> dict[int, list[float]]:
         for _ in range(runs):
             for number in numbers:
                 timeline = Timeline(Path(folder, "timeline.png"), step=3)
-                quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
                 trainer = Trainer(
                     max_epochs=1,
                     accelerator="cpu",
                     strategy=ParallelStrategy(pp=NUM_STAGES, schedule="gpipe"),
                     accumulate_grad_batches=number,
                     callbacks=timeline,
+                    logger=False,
+                    enable_checkpointing=False,
+                    enable_progress_bar=False,
                     enable_model_summary=False,
-                    **quiet,
                 )
                 trainer.fit(Alone(), DataLoader(CASE.data(3 * 4 * number), 4))
                 assert timeline.idle_share is not None

@@ -77,9 +77,9 @@ class Entry:
         x, y = batch
         return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
 
-    def train(self, model: nn.Module, *shares: int) -> None:
-        """Train as tutorials do; `shares` are the number of ranks with samples of their own, and which this is."""
-        sampler: DistributedSampler[Any] = DistributedSampler(self.dataset, *shares, shuffle=True)
+    def train(self, model: nn.Module, num_shares: int | None = None, share: int | None = None) -> None:
+        """Train as tutorials do; by default each rank has samples of its own."""
+        sampler: DistributedSampler[Any] = DistributedSampler(self.dataset, num_shares, share, shuffle=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         sampler.set_epoch(0)
         for batch in DataLoader(self.dataset, self.case.batch_size, sampler=sampler):

@@ -51,7 +51,7 @@ class Size:
         return parser
 
     @classmethod
-    def of(cls, options: argparse.Namespace, steps: int | None = None) -> Size:
+    def of(cls, options: argparse.Namespace, steps: int = 0) -> Size:
         """Return what was asked for; `steps` where no number was given."""
         return cls(options.contests, options.rounds, options.steps or steps, options.warmup)
 
