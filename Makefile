@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: demo test test-fast test-failed test-gpu test-libraries test-versions fuzz soak tour docs lint types typed pyright bench bench-all release clean
+.PHONY: demo test test-fast test-failed sweep test-gpu test-libraries test-versions fuzz soak tour docs lint types typed pyright bench bench-all release clean
 .PRECIOUS: .torch-%/.installed
 
 demo: $(call installed,examples)
@@ -31,6 +31,10 @@ test-fast: $(call installed,test)
 # the tests that failed in the last run, one at a time
 test-failed: $(call installed,test)
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests --last-failed --last-failed-no-failures none
+
+# all cases of the tables of which `make test` takes some
+sweep: $(call installed,test)
+	ECHELON_SWEEP=1 OMP_NUM_THREADS=1 $(BIN)/pytest tests -m sweep --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
 fuzz: $(call installed,test)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz.py 20000

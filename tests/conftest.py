@@ -99,11 +99,12 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish(session):
     """Have the fork server of this session import once what ranks of its tests would each import.
 
-    It starts with what the first test needs, and each rank of a later one imports the rest: torchmetrics in 3 s.
+    It starts with what the first test needs, and each rank of a later one imports the rest. A session of few files
+    starts it with that alone.
     """
-    paths = dict.fromkeys(item.path for item in session.items)
-    if any("torchmetrics" in path.read_text() for path in paths if is_slow(path)):
-        multiprocessing.set_forkserver_preload(["pytest", "torchmetrics"])  # that is not installed: it does without
+    slow = [path for path in dict.fromkeys(item.path for item in session.items) if is_slow(path)]
+    if len(slow) > 20 or any(re.search("torchmetrics|transformers", path.read_text()) for path in slow):
+        multiprocessing.set_forkserver_preload(["imported_for_ranks"])
 
 
 @pytest.fixture(autouse=True)

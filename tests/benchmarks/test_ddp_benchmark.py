@@ -5,16 +5,19 @@ from pathlib import Path
 
 import pytest
 from programs import run_program
+from sweep import IS_SWEEP
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "ddp.py"
+SIZE = ("--steps", "2", "--warmup", "1", "--rounds", "1", "--contests", "1", "--no-lightning", "--json")
+MODELS = ["mlp", "resnet", "gpt"] if IS_SWEEP else ["mlp"]
 
 
-def test_ddp_trains_every_model_by_hand_and_by_echelon(tmp_path):
-    words = ("--steps", "2", "--warmup", "1", "--rounds", "1", "--contests", "1", "--no-lightning", "--json")
-    done = run_program(SCRIPT, *words, folder=tmp_path)
+@pytest.mark.sweep
+def test_ddp_trains_models_by_hand_and_by_echelon(tmp_path):
+    done = run_program(SCRIPT, "--models", *MODELS, *SIZE, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     models = json.loads(done.stdout)["models"]
-    assert list(models) == ["mlp", "resnet", "gpt"]
+    assert list(models) == MODELS
     for rows in models.values():
         assert list(rows) == ["by hand", "echelon", "echelon barebones"]
         for row in rows.values():

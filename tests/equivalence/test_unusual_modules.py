@@ -5,6 +5,8 @@ import torch
 from once import once
 from unusual_modules import LAYOUTS, alone, ends_of
 
+pytestmark = pytest.mark.sweep
+
 BY_TITLE = {layout.title: layout for layout in LAYOUTS}
 CELLS = [(layout.title, kind) for layout in LAYOUTS for kind in layout.kinds]
 SHARDED = ("fsdp x 2", "tp x 2", "cp x 2", "pp x 2", "hsdp 2 x 2", "tp 2 x fsdp 2", "pp 2 x fsdp 2")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from matrix import whole_state
 from residual import PLAN, Block
+from sweep import dealt
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.data import DataLoader, TensorDataset
@@ -48,8 +49,10 @@ class Layout:
 
     @property
     def kinds(self) -> list[str]:
-        """The modules that are tried."""
-        return [kind for kind in MODULES if kind not in self.leaves_out]
+        """The modules that are tried: all on two processes; on more, where much is as on two, a share of them each."""
+        large = [layout.title for layout in LAYOUTS if layout.processes > 2]
+        share = [kind for kind, title in dealt(list(MODULES), large, (0,)) if title == self.title]
+        return [kind for kind in (share if self.title in large else MODULES) if kind not in self.leaves_out]
 
 
 FAIL_ON_ONE_STAGE = frozenset(("early exit", "gradient penalty", "a penalty on weights"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -13,7 +14,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
@@ -24,8 +25,8 @@ from forked_server import MARK, fork_in_advance, show
 
 from echelon.strategies.launch.fork_server import blank_main, preload
 
-_PLAIN: list[int] = []
-"""The process of the fork server that has imported nothing for other tests."""
+_PLAIN: dict[str, Any] = {}
+"""The state of the fork server of programs, and the process that has started it."""
 _TESTS = str(Path(__file__).parents[1])
 
 
@@ -70,13 +71,12 @@ class ForkedProgram:
         errors: Path | None = None,
         namespace: str | None = None,
     ) -> None:
-        _have_a_plain_server()
         self.args = words
         path = [entry for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
         path += [entry for entry in sys.path if not entry.startswith(_TESTS)]
         streams = (Path(os.devnull), output, errors or output)
         program = _Program([str(word) for word in words], folder, dict(environ), path, streams, namespace)
-        with blank_main():
+        with _plain_server(), blank_main():
             self._process = multiprocessing.get_context("forkserver").Process(target=program.run)
             self._process.start()
         self.pid: int = self._process.pid  # type: ignore[assignment]
@@ -159,17 +159,28 @@ class WatchedProgram(ForkedProgram):
         self._place.cleanup()
 
 
-def _have_a_plain_server() -> None:
-    """Have a fork server that has imported nothing for another test: a program would see it, and what it logs.
+@contextlib.contextmanager
+def _plain_server() -> Iterator[None]:
+    """Have multiprocessing use another fork server inside the block, which has imported nothing for tests.
 
-    A server imports what the first function that is sent to it needs: transformers, say, which in a program makes
-    torchao log two lines to standard error as soon as something asks transformers for a name.
+    A program would see it, and what it logs: transformers, say, makes torchao log two lines to standard error as soon
+    as something asks transformers for a name. The server of this process's own ranks, which have use for that, stays.
     """
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
-    if server._forkserver_pid not in (None, *_PLAIN):
-        server._stop()
-    preload(())
-    _PLAIN[:] = [server._forkserver_pid]
+    of_ranks = _state(server)
+    if _PLAIN.get("process") != os.getpid():  # after a fork, it is another's
+        _PLAIN.update(process=os.getpid(), state=_state(forkserver.ForkServer()))
+    vars(server).update(_PLAIN["state"])
+    try:
+        preload(())
+        yield
+    finally:
+        _PLAIN["state"] = _state(server)
+        vars(server).update(of_ranks)
+
+
+def _state(server: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(server).items() if name != "_lock"}
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,16 @@ from programs import run_program
 
 from echelon.strategies.launch.fork_server import preload
 
-CODE = "import sys; print('wave' in sys.modules)"
+CODE = "import os, sys; print('wave' in sys.modules, os.getppid())"
 
 
 def test_a_program_does_not_see_what_the_fork_server_has_imported_for_others(tmp_path):
     forkserver._forkserver._stop()
     preload(("wave",))
-    first = forkserver._forkserver._forkserver_pid
-    assert run_program("-c", CODE, folder=tmp_path).stdout == "False\n"
-    plain = forkserver._forkserver._forkserver_pid
-    assert plain != first
-    assert run_program("-c", CODE, folder=tmp_path).stdout == "False\n"
-    assert forkserver._forkserver._forkserver_pid == plain  # one restart is enough
+    of_ranks = forkserver._forkserver._forkserver_pid
+    told = [run_program("-c", CODE, folder=tmp_path).stdout.split() for _ in range(2)]
+    assert [is_there for is_there, _ in told] == ["False", "False"]
+    assert told[0] == told[1]  # one server is enough
+    assert int(told[0][1]) != of_ranks
+    preload(())
+    assert forkserver._forkserver._forkserver_pid == of_ranks  # it has stayed

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from as_rank import calm_down, double_trainer, world_size
+from once import once
+from sweep import IS_SWEEP
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -173,18 +175,23 @@ def alone() -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def found(request: Any) -> dict[str, Any]:
-    found: dict[str, Any] = run_ranks(train_all, request.param, request.param, timeout=400)[0]
-    return found
+CELLS = [("causal", 4), ("documents", 4), ("llama packed", 4), *((name, 2) for name in PROGRAMS)]
+if IS_SWEEP:
+    CELLS = [(name, cp) for cp in (4, 2) for name in PROGRAMS]
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    """Return what the programs of a number of ranks have found; they start once."""
+    of = {number: tuple(name for name, cp in CELLS if cp == number) for number in (2, 4)}
+    return once(lambda cp: run_ranks(train_all, cp, cp, of[cp], timeout=400)[0])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_sequences_of_any_length_train_as_in_one_process(
-    name: str, found: dict[str, Any], alone: dict[str, Any]
-) -> None:
-    metrics, weights, predictions = found[name]
+@pytest.mark.sweep
+@pytest.mark.parametrize(("name", "cp"), CELLS)
+def test_sequences_of_any_length_train_as_in_one_process(name: str, cp: int, found: Any, alone: dict[str, Any]) -> None:
+    metrics, weights, predictions = found(cp)[name]
     expected, expected_weights, expected_predictions = alone[name]
     assert metrics.keys() == expected.keys()
     for key, value in expected.items():

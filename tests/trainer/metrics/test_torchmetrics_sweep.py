@@ -11,6 +11,7 @@ import pytest
 import torch
 from as_rank import calm_down
 from small import quiet
+from sweep import dealt
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics_table import BY_BATCH, Entry, public_classes, table, taken
@@ -28,6 +29,8 @@ LAYOUTS: dict[str, tuple[int, Any]] = {
     "fsdp 3": (3, lambda: "fsdp"),
     "dp_shard 2 x tp 2": (4, lambda: ParallelStrategy(dp_shard=2, tp=2, tp_plan={"up": "colwise", "down": "rowwise"})),
 }
+CELLS = dealt(list(LAYOUTS), NUMBERS, (0,))
+"""Layouts and numbers of samples."""
 ENTRIES, REASONS = table()
 
 
@@ -84,9 +87,8 @@ def measure_all(processes: int, numbers: Mapping[int, Collection[str]]) -> dict[
     calm_down()
     return {
         (title, number): measure(title, number, numbers[number])
-        for title, (size, _) in LAYOUTS.items()
-        if size == processes
-        for number in NUMBERS
+        for title, number in CELLS
+        if LAYOUTS[title][0] == processes
     }
 
 
@@ -126,9 +128,9 @@ def differs(found: Any, right: Any, *, is_ordered: bool) -> bool:
     return False
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("number", NUMBERS)
-@pytest.mark.parametrize("title", LAYOUTS)
+@pytest.mark.parametrize(("title", "number"), CELLS)
 def test_every_metric_has_the_value_of_all_samples_in_one_go(title: str, number: int, found_by: Any) -> None:
     wrong = {}
     for rank, found in enumerate(found_by(title)):

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from programs import run_program
 from small import Regression, loader, quiet, samples
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 from tour import Mistake, Tour
 
 from echelon import CollectiveError, ConfigError, DataError, DDPStrategy, Loss, ModuleError, ProcessError, RunError
+from echelon.testing import run_ranks
 
 tour = Tour()
 
@@ -167,9 +167,9 @@ def gathered_tensors_of_two_sizes() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _fork_server(tmp_path_factory: pytest.TempPathFactory) -> None:
+def _fork_server() -> None:
     """Start what forks processes, whose import of torch is not the time of an answer."""
-    run_program("-c", "pass", folder=tmp_path_factory.mktemp("fork_server"))
+    run_ranks(int, 1)
 
 
 @pytest.mark.timeout(60, func_only=True)
