@@ -77,8 +77,12 @@ def _end(session: Session) -> None:
     """Send what is left, also of a run that found another folder taken, and so writes elsewhere than it had thought."""
     mirrored = {mirror.folder for mirror in session.held.mirrors}
     late = [_mirror(session, *place) for place in _spooled(session).items() if place[0] not in mirrored]
-    for mirror in (*session.held.mirrors, *late):
-        mirror.close(_TO_END_INTERRUPTED if session.interruption.is_requested else _TO_END)
+    interruption = session.interruption
+    with interruption.listening(lambda: session.saves.last):
+        for mirror in (*session.held.mirrors, *late):
+            mirror.close(lambda: _TO_END if interruption.received is None else _TO_END_INTERRUPTED)
+    if interruption.received is not None and not interruption.is_requested:
+        interruption.signal = interruption.received  # only now: the run ends as it asks for, after the last copies
 
 
 def _mirror(session: Session, folder: Path, home: StorePath) -> Mirror:

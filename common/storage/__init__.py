@@ -3,6 +3,7 @@
 from .fetched_file import FetchedFile
 from .mirror import Mirror
 from .paths import AnyPath, StorePath, any_path, as_path, is_url
+from .pending import Pending
 from .probe import check_store
 from .spool import home_of, spool_folder
 from .store import Listed, Store, store_of
@@ -13,6 +14,7 @@ __all__ = [
     "FetchedFile",
     "Listed",
     "Mirror",
+    "Pending",
     "Store",
     "StorePath",
     "Upload",

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -23,14 +24,15 @@ class Fault:
     """Trouble that a request gets.
 
     ``status``: an answer of S3 with this number, and the server never sees the request. ``reset``: so, but the
-    connection is reset. ``lost``: the server has done what was asked, and then the connection is reset. ``stall``: no
-    answer for `seconds`. ``truncate``: half the body of the answer, then the connection is closed. ``slow``: an answer
-    in pieces over `seconds`.
+    connection is reset. ``lost``: the server has done what was asked, and then the connection is reset. ``stall``:
+    no answer for `seconds`, or until `until` is set, and then the request goes on to the server. ``truncate``: half
+    the body of the answer, then the connection is closed. ``slow``: an answer in pieces over `seconds`.
     """
 
     kind: Kind
     status: int = 503
     seconds: float = 3600.0
+    until: threading.Event | None = None
 
 
 @dataclass
@@ -181,7 +183,9 @@ async def _passes(fault: Fault, request: Request, writer: asyncio.StreamWriter) 
     if fault.kind == "reset":
         _reset(writer)
     if fault.kind == "stall":
-        await asyncio.sleep(fault.seconds)
+        end = time.monotonic() + fault.seconds
+        while time.monotonic() < end and not (fault.until is not None and fault.until.is_set()):
+            await asyncio.sleep(0.02)
     return fault.kind != "reset"
 
 

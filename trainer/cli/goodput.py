@@ -16,6 +16,7 @@ from ...callbacks.goodput.spans import Goodput, account, clock, goodput_of
 from ...common.console import say
 from ...common.errors import ConfigError, RunError
 from ...common.table import boxed
+from ...common.units import in_units
 from .goodput_figure import draw
 from .output import draw_for_command
 
@@ -92,6 +93,11 @@ def render(goodput: Goodput) -> str:
     ]
     causes = [f"Round {one.round}: {one.cause}" for one in goodput.rounds if one.cause]
     lines += [textwrap.fill(cause, 80, subsequent_indent="    ") for cause in causes]
+    for one in goodput.rounds:
+        if one.upload is not None:
+            left, size = in_units(one.upload.left), in_units(one.upload.size)
+            text = f"Round {one.round}: {left} of {size} of the checkpoint of step {one.upload.step} were still to be "
+            lines.append(textwrap.fill(f"{text}uploaded by rank 0 at its last record.", 80, subsequent_indent="    "))
     if goodput.num_skipped:
         lines.append(f"Skipped {goodput.num_skipped} lines that are incomplete, damaged or not from a ledger.")
     return "\n".join(lines)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ....common.storage import StorePath, Upload
+from ....common.storage import Pending, StorePath, Upload
 from ....common.storage.store import PART
 
 
@@ -45,11 +45,11 @@ def local_folder(path: StorePath) -> Path:
 
 
 @contextmanager
-def copy_out(path: StorePath) -> Iterator[Path]:
+def copy_out(path: StorePath, pending: Pending | None = None) -> Iterator[Path]:
     """Yield the name of a new local file, whose content becomes an object when the block ends without an error."""
     with tempfile.TemporaryDirectory(prefix="echelon-copy-") as folder:
         yield (file := Path(folder, path.name))
-        with file.open("rb") as source, Upload(path, file.stat().st_size) as upload:
+        with file.open("rb") as source, Upload(path, file.stat().st_size, pending) as upload:
             while block := source.read(PART):
                 upload.write(block)
             upload.finish()

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ....common.errors import CheckpointError
-from ....common.storage import StorePath
+from ....common.storage import Pending, StorePath
 from ....common.storage.store import in_parallel
 from ..manifest import MANIFEST, is_checkpoint, manifest_from, with_folder
 from .links import link_target
@@ -21,14 +21,14 @@ from .local_copy import copy_out
 
 
 @contextmanager
-def committed_to_store(path: StorePath, *, is_file: bool) -> Iterator[StorePath | Path]:
+def committed_to_store(path: StorePath, *, is_file: bool, pending: Pending | None = None) -> Iterator[StorePath | Path]:
     """Yield a folder to write to, and make it the checkpoint `path` when the block ends without an error.
 
     With `is_file`, yield the name of a new local file instead, whose content becomes the object.
     """
     before = _replaceable(path)
     if is_file:
-        with copy_out(path) as file:
+        with copy_out(path, pending) as file:
             yield file
         _delete_folder(path)
         return
