@@ -26,10 +26,10 @@ from .goodput.ledger import (
     EndRecord,
     LedgerFile,
     LedgerRecord,
+    LeftUpload,
     PeriodRecord,
     StartRecord,
     Status,
-    Upload,
     micros,
     read_ledger,
     take_over,
@@ -90,7 +90,7 @@ class GoodputMonitor(Callback):
         self._first = self._last = 0
         self._status: Status = "success"
         self._cause = ""
-        self._upload: Upload | None = None
+        self._upload: LeftUpload | None = None
 
     # --- begin -------------------------------------------------------------------------------------------------------
 
@@ -264,7 +264,7 @@ class GoodputMonitor(Callback):
         self._parts["checkpoint"] += saved - self._saved
         self._activity, self._since, self._saved = activity, now, saved
         pending = cast(Recoverable, trainer).pending_upload
-        self._upload = None if pending is None else Upload(pending.step, pending.left, pending.size)
+        self._upload = None if pending is None else LeftUpload(pending.step, pending.left, pending.size)
 
     def _flush(self, now: float) -> None:
         """Write the time since the last line, and the steps completed in it."""

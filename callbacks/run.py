@@ -243,10 +243,6 @@ class Run(Protocol):
         None without one, and for ``last`` and ``last.ckpt``: such a run continues its own checkpoints.
         """
 
-    @property
-    def saves_single_files(self) -> bool:
-        """Whether a checkpoint is one file if `save_checkpoint` is not told otherwise."""
-
     def save_checkpoint(
         self, path: str | AnyPath, weights_only: bool = False, *, wait: bool = True, single_file: bool | None = None
     ) -> None:

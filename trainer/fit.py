@@ -117,8 +117,8 @@ def _train(session: Session, step: Step, left_in_eval: Sequence[str]) -> None:
 
 def _finish_saves(session: Session) -> None:
     """Wait until all checkpoints are committed; a signal that comes meanwhile does not cut them off. Collective."""
-    if not session.writer.is_done_within(_SILENT) and session.saves.upload is not None:
-        tell_upload(session, session.saves.upload)
+    if not session.writer.is_done_within(_SILENT) and session.writer.upload is not None:
+        tell_upload(session, session.writer.upload)
     session.writer.close()
     interruption = session.interruption
     if session.meetings.is_needed and not interruption.is_requested:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from ..callbacks.callback import Callback
-from ..callbacks.helpers.loggers import run_folder, tell
+from ..callbacks.helpers.loggers import local_folder, run_folder, tell
 from ..callbacks.run import Logger
 from ..common.storage import Mirror, StorePath, check_store, home_of, is_url
 from .checks import check_current_folder, check_writable
@@ -93,5 +93,7 @@ def _spooled(session: Session) -> dict[Path, StorePath]:
     """Return the local folders of a run that belong to a URL, with that."""
     root = session.run.default_root_dir
     folders = [Path(session.run.log_dir), *(run_folder(logger, root) for logger in session.loggers)]
+    if session.profiler.dirpath is not None:
+        folders.append(local_folder(session.profiler.dirpath))
     homes = {folder: home_of(folder) for folder in folders}
     return {folder: home for folder, home in homes.items() if isinstance(home, StorePath)}

@@ -15,7 +15,6 @@ from ..callbacks.callback import Callback
 from ..callbacks.run import Logger, Run, Stage
 from ..common.console import say
 from ..common.errors import RunError
-from ..common.storage import Pending
 from ..common.table import render_table
 from ..strategies import Strategy
 from .attributes import TrainerAttributes, refuse, takes_no_others
@@ -277,10 +276,6 @@ class Trainer(TrainerArguments, TrainerAttributes, Checkpoints, Trials):
     @property
     def checkpoint_seconds(self) -> float:
         return self._ran.saves.seconds
-
-    @property
-    def pending_upload(self) -> Pending | None:
-        return self._ran.saves.upload
 
     @property
     def is_taking_snapshot(self) -> bool:

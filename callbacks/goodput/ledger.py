@@ -67,7 +67,7 @@ class StartRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Upload:
+class LeftUpload:
     """The upload of a checkpoint to a store that was under way when a period ended."""
 
     step: int
@@ -87,7 +87,7 @@ class PeriodRecord:
     first: int
     last: int
     parts: Mapping[str, int] = field(default_factory=dict)
-    upload: Upload | None = None
+    upload: LeftUpload | None = None
 
     def to_fields(self) -> dict[str, Any]:
         """Return the fields of the line."""
@@ -105,7 +105,7 @@ class PeriodRecord:
         if last < first:
             raise ValueError(f"from={first} must not be above to={last}; skip this line.")
         found = fields.get("upload")
-        upload = None if found is None else Upload(*(_count(found[name]) for name in ("step", "left", "size")))
+        upload = None if found is None else LeftUpload(*(_count(found[name]) for name in ("step", "left", "size")))
         return cls(_time(fields["time"]), _time(fields["seconds"]), first, last, parts, upload)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...strategies.resilience.rounds import RoundEnd
-from .ledger import CATEGORIES, PARTS, Category, EndRecord, Ledger, LedgerRound, Upload, micros
+from .ledger import CATEGORIES, PARTS, Category, EndRecord, Ledger, LedgerRound, LeftUpload, micros
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class RoundAccount:
     """How it ended, in a few words."""
     cause: str
     """Why it ended, if known."""
-    upload: Upload | None = None
+    upload: LeftUpload | None = None
     """What was being uploaded when it wrote its last record."""
 
 

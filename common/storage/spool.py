@@ -25,8 +25,7 @@ def spool_folder(url: StorePath) -> Path:
         ConfigError: if it cannot be made.
     """
     try:
-        base = Path(tempfile.gettempdir()) / f"echelon-spool-{_user()}"
-        folder = base / f"{hashlib.sha256(str(url).encode()).hexdigest()[:16]}"
+        folder = spool_base() / f"{hashlib.sha256(str(url).encode()).hexdigest()[:16]}"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         note = folder / _HOME
         if _read(note) != str(url):  # absent, or left empty by a full disk
@@ -37,6 +36,11 @@ def spool_folder(url: StorePath) -> Path:
             f"temporary folder ({error}); set TMPDIR to a folder with some room that may be written."
         ) from error
     return folder
+
+
+def spool_base() -> Path:
+    """Return the folder of all spool folders of this user on this machine, which may not exist yet."""
+    return Path(tempfile.gettempdir()) / f"echelon-spool-{_user()}"
 
 
 def home_of(path: str | AnyPath) -> AnyPath:

@@ -40,8 +40,8 @@ class Writer:
     """Whether `wait_for_copy` may have to wait; an attribute, since it is read at every step."""
     has_failed = False
     """Whether `raise_if_failed` will raise; an attribute for the same reason."""
-    pending: Pending | None = None
-    """The newest upload of this process to a store, which may be over."""
+    upload: Pending | None = None
+    """The newest upload of this process to a store, which may be over; None if the newest save is on a disk."""
 
     def __init__(self, group: SavingGroup | None = None) -> None:
         self._group = group
@@ -152,10 +152,11 @@ class AsyncWriter(Writer):
         self._copied.clear()
         self.also_wait(self._copied.wait)
         staged_state = replace(encoded, blocks=staged)
+        self.upload = None
         if isinstance(path, StorePath):
             size = sum(block.tensor.nbytes for blocks in staged.values() for block in blocks.values())
             staged_state = replace(staged_state, pending=Pending(str(path), size))
-            self.pending = staged_state.pending
+            self.upload = staged_state.pending
         self._submit(functools.partial(self._copy_and_write, path, staged_state, later, mark(later)))
 
     def point(self, link: AnyPath, path: AnyPath) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 
@@ -16,6 +16,14 @@ from ...common.units import in_units
 from ..session.session import Session
 
 
+class SavesFiles(Protocol):
+    """The trainer, as far as it says in which form it saves."""
+
+    @property
+    def saves_single_files(self) -> bool:
+        """Whether a checkpoint is one file if `save_checkpoint` is not told otherwise."""
+
+
 def check_room(session: Session, parts: Mapping[str, Any]) -> None:
     """Check that the temporary folder has room for the tensors of a state, where a run stages it there.
 
@@ -23,7 +31,7 @@ def check_room(session: Session, parts: Mapping[str, Any]) -> None:
         ConfigError: on the first rank, which writes the file, if it has not.
     """
     savers = [one for one in session.callbacks if isinstance(one, ModelCheckpoint) and is_url(one.dirpath)]
-    default = session.run.saves_single_files
+    default = cast(SavesFiles, session.run).saves_single_files
     if session.strategy.rank != 0 or not any(default if one.single_file is None else one.single_file for one in savers):
         return
     try:

@@ -10,7 +10,7 @@ from time import monotonic
 from typing import Any, Literal
 
 from ...callbacks.run import Stage
-from ...common.storage import AnyPath, Pending
+from ...common.storage import AnyPath
 from ..data.micro_batch import MicroBatch
 
 LoaderKind = Literal["train", "validate"]
@@ -92,23 +92,11 @@ class Saves:
     """The time for which training has waited for checkpoints and snapshots."""
     is_taking_snapshot: bool = False
     """Whether the state is being taken for a snapshot in memory."""
-    _upload: Pending | None = None
     _known_folders: set[AnyPath] = field(default_factory=set)
 
     def note(self, path: AnyPath | None) -> None:
         """Note the newest checkpoint that training can be resumed from."""
         self.last = path
-
-    def note_upload(self, upload: Pending | None, step: int) -> None:
-        """Note what is being sent to a store since a save at a step; None if that is on a disk."""
-        if upload is not None and upload is not self._upload:
-            upload.step = step
-        self._upload = upload
-
-    @property
-    def upload(self) -> Pending | None:
-        """What this process is sending to a store; None if nothing is under way."""
-        return None if self._upload is None or self._upload.is_over else self._upload
 
     def is_first_in(self, folder: AnyPath) -> bool:
         """Return whether this run has not asked this for a folder before."""

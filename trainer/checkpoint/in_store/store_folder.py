@@ -13,11 +13,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ....common.errors import CheckpointError
-from ....common.storage import Pending, StorePath
+from ....common.storage import Pending, StorePath, copy_out
 from ....common.storage.store import in_parallel
 from ..manifest import MANIFEST, is_checkpoint, manifest_from, with_folder
 from .links import link_target
-from .local_copy import copy_out
 
 
 @contextmanager
