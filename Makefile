@@ -46,6 +46,7 @@ soak: $(call installed,test)
 	rm -rf build/soak && mkdir -p build/soak
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/kill_anywhere.py build/soak/one_process 100
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/kill_strategies.py build/soak --kills 30
+	OMP_NUM_THREADS=1 $(BIN)/python tests/storage/kills.py build/soak/store 100
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/soak.py --minutes 15
 	OMP_NUM_THREADS=1 $(BIN)/python tests/elastic/soak_nodes.py --minutes 30
 

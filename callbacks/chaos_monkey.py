@@ -15,6 +15,7 @@ from typing import Any, Final, cast
 from torch import nn
 
 from ..common.errors import ConfigError
+from ..common.local_path import local_path
 from ..strategies.resilience.fault_marks import FileMarks, Marks
 from ..strategies.resilience.faults import Action, Chaos, FaultEvent, Point
 from .callback import Callback
@@ -52,7 +53,7 @@ class ChaosMonkey(Callback):
         lose: Callable[[], None] | None = None,
     ) -> None:
         self._chaos, self._round = chaos, round
-        self._marks: Marks = FileMarks(Path(marks)) if isinstance(marks, str | Path) else marks
+        self._marks: Marks = FileMarks(local_path("marks", marks)) if isinstance(marks, str | Path) else marks
         self._agent: dict[Action, Callable[[], None] | None] = {"leave": leave, "lose": lose}
         random_actions = () if chaos.at_random is None else chaos.at_random.actions
         for action in (*(event.action for event in chaos.events), *random_actions):

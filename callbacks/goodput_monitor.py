@@ -26,6 +26,7 @@ from .goodput.ledger import (
     EndRecord,
     LedgerFile,
     LedgerRecord,
+    LeftUpload,
     PeriodRecord,
     StartRecord,
     Status,
@@ -89,6 +90,7 @@ class GoodputMonitor(Callback):
         self._first = self._last = 0
         self._status: Status = "success"
         self._cause = ""
+        self._upload: LeftUpload | None = None
 
     # --- begin -------------------------------------------------------------------------------------------------------
 
@@ -261,6 +263,8 @@ class GoodputMonitor(Callback):
             self._parts[self._activity] += now - self._since - (saved - self._saved)
         self._parts["checkpoint"] += saved - self._saved
         self._activity, self._since, self._saved = activity, now, saved
+        pending = cast(Recoverable, trainer).pending_upload
+        self._upload = None if pending is None else LeftUpload(pending.step, pending.left, pending.size)
 
     def _flush(self, now: float) -> None:
         """Write the time since the last line, and the steps completed in it."""
@@ -271,7 +275,7 @@ class GoodputMonitor(Callback):
         if self._is_starting:  # the first step counts, too: it compiles and warms up
             parts["start_up"] = max(0, duration - sum(parts.values()))
             self._is_starting = self._last == self._first
-        period = PeriodRecord(end, duration, self._first, self._last, parts)
+        period = PeriodRecord(end, duration, self._first, self._last, parts, self._upload)
         self._first = self._last
         self._write(period)
         if self._totals:

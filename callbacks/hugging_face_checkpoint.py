@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..common.errors import ConfigError
-from ..common.local_path import local_path
+from ..common.storage import AnyPath, StorePath, any_path, as_path, home_of, node_copy
 from ..strategies.pretrained.adapters import base_of, is_adapted
 from ..strategies.pretrained.find_folder import check_dtype
 from ..strategies.pretrained.save_folder import parse_size
@@ -33,7 +33,7 @@ class HuggingFaceCheckpoint(Callback):
     optimizer state: runs resume from a `ModelCheckpoint`.
 
     Args:
-        dirpath: the folder of the folders; by default ``<log_dir>/huggingface``.
+        dirpath: the folder of the folders, here or a URL in a store; by default ``<log_dir>/huggingface``.
         every_n_train_steps: write every n optimizer steps as well.
         every_n_epochs: write every n epochs as well.
         part: the name of the model in the module; by default, the one model of transformers, diffusers, timm or peft
@@ -80,7 +80,7 @@ class HuggingFaceCheckpoint(Callback):
             )
         if push_to_hub is not None and not isinstance(push_to_hub, str):
             raise ConfigError(f"push_to_hub must be the id of a repository such as 'me/model', got {push_to_hub!r}.")
-        self.dirpath = None if dirpath is None else str(local_path("dirpath", dirpath))
+        self.dirpath = None if dirpath is None else str(any_path("dirpath", dirpath))
         self.every_n_train_steps, self.every_n_epochs = every_n_train_steps, every_n_epochs
         self.part, self.push_to_hub = part, push_to_hub
         self.settings = FolderSettings(check_dtype(dtype), parse_size(max_shard_size), merge_adapters, tokenizer)
@@ -133,8 +133,8 @@ class HuggingFaceCheckpoint(Callback):
 
     def save(self, trainer: Run, module: nn.Module) -> None:
         """Write the model now, unless this step's has been written. Collective: every rank calls it."""
-        folder = self.dirpath or trainer.strategy.ranks.all.broadcast(str(Path(trainer.log_dir) / "huggingface"))
-        path = Path(folder) / f"step={trainer.global_step}"
+        folder = self.dirpath or trainer.strategy.ranks.all.broadcast(str(home_of(trainer.log_dir) / "huggingface"))
+        path = as_path(folder) / f"step={trainer.global_step}"
         if str(path) == self._written:
             return
         save_model(path, module, self.part, trainer.strategy.placed, self.settings)
@@ -142,13 +142,15 @@ class HuggingFaceCheckpoint(Callback):
         if self.push_to_hub is not None and trainer.is_global_zero:
             self._push(path)
 
-    def _push(self, path: Path) -> None:
+    def _push(self, path: AnyPath) -> None:
         try:
             from huggingface_hub import HfApi
 
+            here = node_copy(path) if isinstance(path, StorePath) else path
+
             api = HfApi()
             api.create_repo(self.push_to_hub, exist_ok=True)
-            api.upload_folder(repo_id=self.push_to_hub, folder_path=path, commit_message=path.name)
+            api.upload_folder(repo_id=self.push_to_hub, folder_path=here, commit_message=path.name)
         except Exception as error:  # noqa: BLE001 - whatever the network does, training goes on
             warnings.warn(
                 f"{path} was not uploaded to {self.push_to_hub} ({type(error).__name__}: {str(error)[:200]}); it is "

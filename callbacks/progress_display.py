@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import monotonic
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 from torch import nn
 
@@ -15,7 +15,7 @@ from ..common.console import Console, current_console, outlives_output_errors
 from ..common.errors import ConfigError
 from .callback import Callback
 from .helpers.bars import Bar, FewLines, LineBar, Postfix, Stays
-from .run import Run
+from .run import Recoverable, Run
 
 Kind = Literal["train", "sanity_check", "validate", "test", "predict"]
 
@@ -68,6 +68,9 @@ class ProgressDisplay(Callback):
     def get_metrics(self, trainer: Run, module: nn.Module) -> dict[str, float | str]:
         """Return the numbers and texts shown behind the bar; override it to add or remove some."""
         metrics: dict[str, float | str] = dict(trainer.progress_bar_metrics)
+        upload = cast(Recoverable, trainer).pending_upload
+        if upload is not None:
+            metrics["upload"] = f"({upload})"
         if trainer.loggers:
             version = trainer.loggers[0].version
             if version not in ("", None):  # last: a narrow terminal cuts the end off

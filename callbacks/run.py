@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..common.storage import AnyPath
+from ..common.storage import AnyPath, Pending
 from ..strategies import Strategy
 
 Stage = Literal["sanity_check", "train", "validate", "test", "predict"]
@@ -272,6 +272,10 @@ class Recoverable(Protocol):
     @property
     def checkpoint_seconds(self) -> float:
         """The seconds for which training has waited for `save_checkpoint` and `take_snapshot` in this run."""
+
+    @property
+    def pending_upload(self) -> Pending | None:
+        """The checkpoint that this rank is sending to a store while training goes on; None if there is none."""
 
     @property
     def is_taking_snapshot(self) -> bool:

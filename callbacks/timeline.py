@@ -11,7 +11,7 @@ from torch import nn
 
 from ..common.console import say
 from ..common.errors import ConfigError, RunError
-from ..common.local_path import local_path
+from ..common.storage import any_path, written
 from ..strategies import Strategy
 from ..strategies.pipeline.timeline import WindowRecorder, WindowTimeline
 from .callback import Callback
@@ -32,7 +32,7 @@ class Timeline(Callback):
     The hooks run on every rank; `on_train_step_end` communicates after the recorded step.
 
     Args:
-        path: the PNG file; by default ``timeline.png`` in the folder of the run.
+        path: the PNG file, or its URL; by default ``timeline.png`` in the folder of the run.
         step: the optimizer step of the fit to record, from 1. The first one allocates, and runs in a different order.
 
     Raises:
@@ -51,7 +51,7 @@ class Timeline(Callback):
         if isinstance(step, bool) or not isinstance(step, int) or step < 1:
             raise ConfigError(f"step must be an optimizer step from 1, got {step!r}.")
         need_matplotlib()
-        self._path = None if path is None else local_path("path", path)
+        self._path = None if path is None else any_path("path", path)
         self._step = step
         self._steps_left = 0
         self._recorder: WindowRecorder | None = None
@@ -125,10 +125,11 @@ class Timeline(Callback):
         path = self._path or Path(trainer.log_dir, "timeline.png")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            draw_timeline(window, path)
+            with written(path) as file:
+                draw_timeline(window, file)
+                tell(trainer.loggers, "log_image", "timeline", [str(file)], trainer.global_step)
         except (OSError, RunError) as error:
             warnings.warn(f"Timeline cannot be drawn ({error}); training continues.", stacklevel=2)
             return
         self.file = str(path)
-        tell(trainer.loggers, "log_image", "timeline", [str(path)], trainer.global_step)
         say(f"Timeline of step {trainer.global_step}: {path}")

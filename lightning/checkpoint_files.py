@@ -16,6 +16,7 @@ from typing import IO, Any, TypeAlias, TypeGuard
 import torch
 
 from ..common.errors import CheckpointError
+from ..common.storage import AnyPath, StorePath, any_path, as_path, at_hand
 from ..strategies.state.regular_file import open_regular
 from ..strategies.state.schema import shown
 from ..trainer import checkpoint
@@ -26,7 +27,7 @@ from ..trainer.module.load import as_hooks_see
 
 __all__ = ["CheckpointFiles", "get_filesystem", "load_checkpoint"]
 
-Source: TypeAlias = str | Path | IO[bytes]
+Source: TypeAlias = str | AnyPath | IO[bytes]
 """A file: its path, or an open one, such as a ``BytesIO``."""
 
 
@@ -44,7 +45,7 @@ class CheckpointFiles:
 
     def open(self, path: str | Path, mode: str = "rb", **options: Any) -> Any:
         """Open a file as fsspec does, and a checkpoint as bytes in memory that hold only plain values and tensors."""
-        if mode != "rb" or not Path(path).is_dir():
+        if mode != "rb" or not as_path(path).is_dir():
             return self._files.open(path, mode, **options)
         content = BytesIO()
         torch.save(load_checkpoint(path), content)
@@ -76,11 +77,12 @@ def load_checkpoint(path: Source, map_location: Any = None, weights_only: bool |
 # --- others', for our classes ---
 
 
-def is_own_path(source: Source) -> TypeGuard[str | Path]:
+def is_own_path(source: Source) -> TypeGuard[str | AnyPath]:
     """Return whether this is neither an open file nor the path of one that is no checkpoint of Echelon's."""
-    if not isinstance(source, str | os.PathLike):
+    if not isinstance(source, str | os.PathLike | StorePath):
         return False
-    return not Path(source).is_file() or is_checkpoint(Path(source))
+    path = as_path(source)
+    return not path.is_file() or is_checkpoint(path)
 
 
 def read_torch_file(source: Source, *, with_classes: bool = False, is_mapped: bool = False) -> Any:
@@ -95,12 +97,13 @@ def read_torch_file(source: Source, *, with_classes: bool = False, is_mapped: bo
     Raises:
         CheckpointError: for other files, and those with objects other than tensors and plain values.
     """
-    place = "The file" if not isinstance(source, str | os.PathLike) else repr(str(source))
+    place = "The file" if not isinstance(source, str | os.PathLike | StorePath) else repr(str(source))
     try:
-        if isinstance(source, str | os.PathLike):
-            open_regular(Path(source)).close()  # a named pipe would make the reader wait
-        with torch.serialization.safe_globals(_class_names(source) if with_classes else []):
-            return torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped)
+        file = at_hand(as_path(source)) if isinstance(source, str | os.PathLike | StorePath) else source
+        if isinstance(file, Path):
+            open_regular(file).close()  # a named pipe would make the reader wait
+        with torch.serialization.safe_globals(_class_names(file) if with_classes else []):
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=is_mapped)
     except Exception as error:  # a malicious file can make the reader raise anything
         if isinstance(error, OSError):
             raise
@@ -151,11 +154,11 @@ def _with_classes(value: Any, owner: type) -> Any:
     return value
 
 
-def _class_names(source: Source) -> list[Any]:
+def _class_names(source: Path | IO[bytes]) -> list[Any]:
     """Return the classes that a file refers to, as torch takes them: an object that stands for each, and its name."""
     names: list[str] = []
     with suppress(ValueError, RuntimeError):  # not the format of torch.save: torch.load says so
-        begin = None if isinstance(source, str | os.PathLike) else source.tell()
+        begin = None if isinstance(source, Path) else source.tell()
         try:
             names = torch.serialization.get_unsafe_globals_in_checkpoint(source)
         finally:
@@ -182,6 +185,8 @@ def lazy_load(filename: str | Path) -> Any:
         FileNotFoundError: if there is no such file.
         CheckpointError: as `read_torch_file` does.
     """
-    if not Path(filename).is_file():
+    file = any_path("filename", filename)
+    if not file.is_file():
         raise FileNotFoundError(f"{str(filename)!r} must be a file; give the path of one.")
+    filename = at_hand(file)
     return read_torch_file(filename, is_mapped=zipfile.is_zipfile(filename))

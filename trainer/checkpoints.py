@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ..common.errors import CheckpointError, ConfigError
-from ..common.storage import AnyPath, any_path, as_path
+from ..common.storage import AnyPath, Pending, any_path, as_path
 from .checkpoint.manifest import read_manifest
 from .checkpoint.single_file import SingleFile
 from .result import EndedRun, save_ended
@@ -76,6 +76,13 @@ class Checkpoints:
             return not place.is_symlink() and read_manifest(place).lineage == self._runner.session.origin.lineage
         except (CheckpointError, OSError):  # an unreadable checkpoint is not deleted
             return False
+
+    @property
+    def pending_upload(self) -> Pending | None:
+        """The checkpoint that this rank is sending to a store while training goes on; None if there is none."""
+        current = self._runner.current
+        upload = None if current is None or isinstance(current, EndedRun) else current.writer.upload
+        return None if upload is None or upload.is_over else upload
 
     @property
     def named_checkpoint(self) -> AnyPath | None:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from ..callbacks.prediction_writer import BasePredictionWriter
 from ..strategies.module.activation_checkpointing import ActivationCheckpointing, checkpointed
@@ -37,9 +37,12 @@ from .setup import (
     warn_if_endless,
     warn_of_late_parameters,
 )
-from .told_lines import tell_end, tell_start
+from .told_lines import tell_end, tell_start, tell_upload
 
 _log = logging.getLogger(__name__)
+
+_SILENT: Final = 2.0
+"""Seconds for which a fit waits for its last checkpoint without a word."""
 
 
 def fit(session: Session, request: Request) -> None:
@@ -90,8 +93,8 @@ def fit(session: Session, request: Request) -> None:
             is_resumed, saved = saved is not None, None  # closes its files
             with session.progress.in_stage("train"), first_step_of(session.state) if is_resumed else nullcontext():
                 _train(session, step, left_in_eval)
-        note_trained(session.module, session.optimizers)  # some may be unfrozen by now
-        session.writer.close()
+            note_trained(session.module, session.optimizers)  # some may be unfrozen by now
+            _finish_saves(session)
         warn_if_not_finite(session)
         session.hooks.call("on_fit_end")
         tell_end(session)
@@ -110,6 +113,18 @@ def _train(session: Session, step: Step, left_in_eval: Sequence[str]) -> None:
             *(session.resumed_from, session.state.current_epoch, session.state.global_step),
             *(session.settings.last_epoch, session.settings.max_steps),
         )
+
+
+def _finish_saves(session: Session) -> None:
+    """Wait until all checkpoints are committed; a signal that comes meanwhile does not cut them off. Collective."""
+    if not session.writer.is_done_within(_SILENT) and session.writer.upload is not None:
+        tell_upload(session, session.writer.upload)
+    session.writer.close()
+    interruption = session.interruption
+    if session.meetings.is_needed and not interruption.is_requested:
+        received = [float(interruption.received or 0)]
+        (number,) = session.strategy.ranks.all.begin_all_reduce(received, "max")()
+        interruption.signal = int(number) or None
 
 
 def run_evaluation(session: Session, request: Request) -> Results:

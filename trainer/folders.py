@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from ..callbacks.callback import Callback
-from ..callbacks.helpers.loggers import run_folder, tell
+from ..callbacks.helpers.loggers import local_folder, run_folder, tell
 from ..callbacks.run import Logger
 from ..common.storage import Mirror, StorePath, check_store, home_of, is_url
 from .checks import check_current_folder, check_writable
@@ -77,8 +77,12 @@ def _end(session: Session) -> None:
     """Send what is left, also of a run that found another folder taken, and so writes elsewhere than it had thought."""
     mirrored = {mirror.folder for mirror in session.held.mirrors}
     late = [_mirror(session, *place) for place in _spooled(session).items() if place[0] not in mirrored]
-    for mirror in (*session.held.mirrors, *late):
-        mirror.close(_TO_END_INTERRUPTED if session.interruption.is_requested else _TO_END)
+    interruption = session.interruption
+    with interruption.listening(lambda: session.saves.last):
+        for mirror in (*session.held.mirrors, *late):
+            mirror.close(lambda: _TO_END if interruption.received is None else _TO_END_INTERRUPTED)
+    if interruption.received is not None and not interruption.is_requested:
+        interruption.signal = interruption.received  # only now: the run ends as it asks for, after the last copies
 
 
 def _mirror(session: Session, folder: Path, home: StorePath) -> Mirror:
@@ -89,5 +93,7 @@ def _spooled(session: Session) -> dict[Path, StorePath]:
     """Return the local folders of a run that belong to a URL, with that."""
     root = session.run.default_root_dir
     folders = [Path(session.run.log_dir), *(run_folder(logger, root) for logger in session.loggers)]
+    if session.profiler.dirpath is not None:
+        folders.append(local_folder(session.profiler.dirpath))
     homes = {folder: home_of(folder) for folder in folders}
     return {folder: home for folder, home in homes.items() if isinstance(home, StorePath)}

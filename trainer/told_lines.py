@@ -8,6 +8,8 @@ from ..callbacks.early_stopping import EarlyStopping
 from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.progress_display import ProgressDisplay
 from ..common.console import say
+from ..common.storage import Pending
+from ..common.units import in_units
 from .request import Request
 from .session.session import Session
 
@@ -26,6 +28,11 @@ def tell_start(session: Session, request: Request) -> None:
         origin = ""
     device = strategy.device.type if num_processes else strategy.device
     tell(session, f"Training on {device}{num_processes}{origin}.")
+
+
+def tell_upload(session: Session, upload: Pending) -> None:
+    """Tell that training is over, and what of its last checkpoint the fit still waits for."""
+    tell(session, f"Waiting until {in_units(upload.left)} of {in_units(upload.size)} are sent to {upload.path}.")
 
 
 def tell_end(session: Session) -> None:

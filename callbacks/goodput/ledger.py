@@ -67,6 +67,18 @@ class StartRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class LeftUpload:
+    """The upload of a checkpoint to a store that was under way when a period ended."""
+
+    step: int
+    """The `global_step` that it holds."""
+    left: int
+    """The bytes of rank 0 that the store did not have yet."""
+    size: int
+    """All of them."""
+
+
+@dataclass(frozen=True, slots=True)
 class PeriodRecord:
     """A stretch of a round: the steps after `first`, up to `last`, took `duration` until `time`."""
 
@@ -75,12 +87,15 @@ class PeriodRecord:
     first: int
     last: int
     parts: Mapping[str, int] = field(default_factory=dict)
+    upload: LeftUpload | None = None
 
     def to_fields(self) -> dict[str, Any]:
         """Return the fields of the line."""
         parts = {name: _seconds(part) for name, part in self.parts.items() if part}
         steps = {"from": self.first, "to": self.last}
-        return {"kind": "steps", "time": _seconds(self.time), "seconds": _seconds(self.duration), **steps, **parts}
+        upload = {} if self.upload is None else {"upload": asdict(self.upload)}
+        times = {"time": _seconds(self.time), "seconds": _seconds(self.duration)}
+        return {"kind": "steps", **times, **steps, **parts, **upload}
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
@@ -89,7 +104,9 @@ class PeriodRecord:
         first, last = _count(fields["from"]), _count(fields["to"])
         if last < first:
             raise ValueError(f"from={first} must not be above to={last}; skip this line.")
-        return cls(_time(fields["time"]), _time(fields["seconds"]), first, last, parts)
+        found = fields.get("upload")
+        upload = None if found is None else LeftUpload(*(_count(found[name]) for name in ("step", "left", "size")))
+        return cls(_time(fields["time"]), _time(fields["seconds"]), first, last, parts, upload)
 
 
 @dataclass(frozen=True, slots=True)

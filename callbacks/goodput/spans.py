@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...strategies.resilience.rounds import RoundEnd
-from .ledger import CATEGORIES, PARTS, Category, EndRecord, Ledger, LedgerRound, micros
+from .ledger import CATEGORIES, PARTS, Category, EndRecord, Ledger, LedgerRound, LeftUpload, micros
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,8 @@ class RoundAccount:
     """How it ended, in a few words."""
     cause: str
     """Why it ended, if known."""
+    upload: LeftUpload | None = None
+    """What was being uploaded when it wrote its last record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +258,7 @@ def _of_round(rounds: Sequence[LedgerRound], index: int, spans: Sequence[Span], 
         micros=_sum(spans),
         end=end,
         cause=cause,
+        upload=rounds[index].periods[-1].upload if rounds[index].periods else None,
     )
 
 

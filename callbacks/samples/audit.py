@@ -14,6 +14,7 @@ import torch
 
 from ...common.errors import DataError
 from ...common.sample_order import Source
+from ...common.storage import AnyPath, as_path
 from .file import FOLDER, CountedTurns, Header, SampleRecord, read_header, read_records
 
 _ALL: Final = -1
@@ -96,13 +97,13 @@ class Audit:
         return not self.faults and all(epoch.is_exact for epoch in self.epochs)
 
 
-def samples_folder(run: str | Path) -> Path:
+def samples_folder(run: str | AnyPath) -> AnyPath:
     """Return the folder of a run's ledger, given the run's folder or the ledger's.
 
     Raises:
         DataError: if there is no ledger.
     """
-    for folder in (Path(run, FOLDER), Path(run)):
+    for folder in (as_path(run) / FOLDER, as_path(run)):
         if next(folder.glob("attempt_*.samples"), None) is not None:
             return folder
     raise DataError(

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -23,6 +23,8 @@ EVERY: Final = 30.0
 """Seconds between two looks for changed files; what was written since the last one is lost if the machine is."""
 _SHARE: Final = 20
 """An upload that took a second is not repeated for this many: a file that grows is sent whole each time."""
+_BETWEEN: Final = 0.25
+"""Seconds between two looks at how long the end may take."""
 _STATE: Final = ".mirrored.json"
 _SUFFIX: Final = ".tmp"
 
@@ -133,15 +135,21 @@ class Mirror:
         """Look for changed files soon, without waiting for it: a checkpoint has just been written."""
         self._wakes.set()
 
-    def close(self, seconds: float) -> None:
-        """Send what has changed, within a number of seconds, and end the thread; a warning names what was not sent."""
+    def close(self, limit: Callable[[], float]) -> None:
+        """Send what has changed, and end the thread; a warning names what was not sent.
+
+        Args:
+            limit: returns the seconds that this may take, which may become fewer while it waits.
+        """
         if self._thread is None:
             self.start()
         self._is_ending = True
         self._wakes.set()
         thread, self._thread = self._thread, None
         assert thread is not None
-        thread.join(seconds)
+        began = time.monotonic()
+        while thread.is_alive() and time.monotonic() < began + limit():
+            thread.join(_BETWEEN)  # a signal handler that changes the limit does not end a longer one
         left = [name for name, version in self._files() if not self._has(name, version)]
         if left:
             warnings.warn(

@@ -21,10 +21,11 @@ _FINAL: Final = (
 """Errors that the same request would get again."""
 _REFUSED: Final = re.compile(
     r"AccessDenied|Forbidden|Unauthorized|InvalidAccessKeyId|SignatureDoesNotMatch|NoCredentials|"
-    r"Unable to locate credentials|Invalid bucket name|PermanentRedirect|authentic",
+    r"Unable to locate credentials|RequestTimeTooSkewed|Invalid bucket name|PermanentRedirect|authentic",
     re.IGNORECASE,
 )
-_EXPIRED: Final = re.compile(r"expired|InvalidToken|TokenRefresh", re.IGNORECASE)
+_EXPIRED: Final = re.compile(r"expired|InvalidToken|TokenRefresh|Bad Request", re.IGNORECASE)
+"""S3 says no more than ``400 Bad Request`` where an answer has no body, as one about the size of an object."""
 _SECRET: Final = re.compile(
     r"(?i)((?:secret|token|password|signature|credential|accesskeyid|access_key)[\w-]*[\"']?\s*[=:]\s*[\"']?)[^\s&\"',}]+"
 )
@@ -61,7 +62,7 @@ class Retry:
                 raise
             except Exception as error:  # noqa: BLE001 - each client has errors of its own, which have no common base
                 is_expired = _EXPIRED.search(_text(error)) is not None
-                if _is_refused(error) and not (is_expired and renew is not None and number < 3):
+                if _is_refused(error) and not (is_expired and renew is not None):  # who renews them may be late
                     raise _refused(what, error) from None
                 if is_expired and renew is not None:
                     renew()
@@ -91,9 +92,13 @@ def _text(error: BaseException) -> str:
 
 def _refused(what: str, error: BaseException) -> StoreError:
     return StoreError(
-        f"{what} is not permitted ({_text(error)}); check the credentials of this process (environment variables, "
-        "config file or role), and that they may list, read, write and delete there."
+        f"{what} is not permitted ({_text(error)}); {_remedy(error)}check the credentials of this process "
+        "(environment variables, config file or role), and that they may list, read, write and delete there."
     )
+
+
+def _remedy(error: BaseException) -> str:
+    return "set the clock of this machine, and " if "Skewed" in str(error) else ""
 
 
 def _given_up(what: str, error: BaseException, tries: int, seconds: float) -> StoreError:

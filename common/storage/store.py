@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,6 +21,8 @@ IN_FLIGHT: Final = 4
 """Requests of one process at a time."""
 _WITH_BUCKETS: Final = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "oci"})
 _DELETED_AT_ONCE: Final = 500
+_VERSIONS: Final = ("ETag", "etag", "generation", "md5Hash", "LastModified", "last_modified", "mtime", "created")
+"""What stores and their clients call the tag of an object's content, or the time of its last change."""
 
 
 class Located(Protocol):
@@ -164,6 +166,21 @@ class Store:
         except FileNotFoundError:
             return {}
 
+    def versions(self, folder: Located) -> dict[str, str]:
+        """Return what a store says of the content of all objects below a folder: their sizes and tags or times.
+
+        The text is empty for an object of which nothing but the size is known.
+        """
+
+        def request(fs: Any) -> dict[str, str]:
+            found = fs.find(folder.key, detail=True)
+            return {name: _version(info) for name, info in found.items() if name != folder.key}
+
+        try:
+            return self._do("Listing", folder, request)
+        except FileNotFoundError:
+            return {}
+
     def delete(self, paths: Iterable[Located]) -> None:
         """Delete objects; those that are not there do not matter."""
         self._delete([path.key for path in paths])
@@ -205,6 +222,11 @@ def in_parallel(work: Callable[[T], object], items: Sequence[T], threads: int = 
 def store_of(scheme: str) -> Store:
     """Return the store of a scheme."""
     return Store(scheme)
+
+
+def _version(info: Mapping[str, Any]) -> str:
+    known = [str(info[name]) for name in _VERSIONS if info.get(name)]
+    return " ".join([str(info.get("size")), *known]) if known else ""
 
 
 def _is_inside(info: dict[str, Any], folder: Located) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from types import TracebackType
@@ -11,6 +12,7 @@ from typing import Any, Final, Self
 from ..errors import StoreError
 from .filesystem import forget_filesystem
 from .paths import StorePath
+from .pending import Pending
 from .store import IN_FLIGHT, PART, Store
 
 _LARGEST_COUNT: Final = 9_000
@@ -26,13 +28,15 @@ class Upload:
     Args:
         path: the object.
         size: its bytes, if known: parts of a very large one are larger.
+        pending: what counts the bytes that the store has confirmed.
     """
 
-    def __init__(self, path: StorePath, size: int = 0) -> None:
+    def __init__(self, path: StorePath, size: int = 0, pending: Pending | None = None) -> None:
         self._path, self._store = path, path.store
         self._part = max(PART, -(-size // _LARGEST_COUNT))
         self._filling = bytearray()
         self._size = 0
+        self._count = (lambda size: None) if pending is None else pending.add
         self._parts: _Parts | None = None
         self._file: Any = None
 
@@ -67,6 +71,7 @@ class Upload:
         """
         if self._parts is None and self._file is None:
             self._store.write(self._path, bytes(self._filling))
+            self._count(self._size)
         else:
             if self._filling:
                 self._send()
@@ -86,20 +91,21 @@ class Upload:
         content, self._filling = bytes(self._filling), bytearray()
         if self._parts is None and self._file is None:
             if hasattr(self._store.fs, "call_s3"):
-                self._parts = _Parts(self._store, self._path)
+                self._parts = _Parts(self._store, self._path, self._count)
             else:
                 self._file = self._store.fs.open(self._path.key, "wb", block_size=self._part)
         if self._parts is not None:
             self._parts.send(content)
         else:
             self._file.write(content)
+            self._count(len(content))
 
 
 class _Parts:
     """The parts of an object of S3."""
 
-    def __init__(self, store: Store, path: StorePath) -> None:
-        self._store, self._path = store, path
+    def __init__(self, store: Store, path: StorePath, count: Callable[[int], None]) -> None:
+        self._store, self._path, self._confirm = store, path, count
         self._where = dict(zip(("Bucket", "Key"), path.key.split("/", 1), strict=True))
         self._id = self._call("create_multipart_upload")["UploadId"]
         self._pool = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="echelon-upload")
@@ -132,6 +138,7 @@ class _Parts:
     def _send(self, number: int, content: bytes) -> None:
         answer = self._call("upload_part", PartNumber=number, UploadId=self._id, Body=content)
         self._tags[number] = answer["ETag"]
+        self._confirm(len(content))
 
     def _call(self, method: str, **arguments: Any) -> Any:
         return self._store.retry.call(

@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 from torch.utils.data import DataLoader, random_split
 
+from ...common.local_path import local_path
 from ...strategies.devices.kinds import available_types
 from ..module import LightningDataModule
 
@@ -45,7 +46,7 @@ class MNISTDataModule(LightningDataModule):
         batch_size: int = 32,
     ) -> None:
         super().__init__()
-        self.data_dir, self.val_split, self.num_workers = data_dir, val_split, num_workers
+        self.data_dir, self.val_split, self.num_workers = str(local_path("data_dir", data_dir)), val_split, num_workers
         self.normalize, self.seed, self.batch_size = normalize, seed, batch_size
 
     @property

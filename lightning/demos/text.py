@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from ...common.local_path import local_path
 from ..module import LightningModule
 
 __all__ = ["LightningTransformer", "Transformer", "WikiText2"]
@@ -76,7 +77,7 @@ class WikiText2(Dataset[tuple[Tensor, Tensor]]):
 
     def __init__(self, data_dir: str | Path = "data", block_size: int = 35, download: bool = True) -> None:
         super().__init__()
-        self.path = Path(data_dir) / "wikitext-2.txt"
+        self.path = local_path("data_dir", data_dir) / "wikitext-2.txt"
         if download:
             self.download(self.path)
         self.data, self.dictionary = _tokens(self.path.read_text(encoding="utf8"))

@@ -15,6 +15,7 @@ from ...callbacks.callback import Callback
 from ...callbacks.helpers.loggers import local_folder
 from ...callbacks.run import Run
 from ...common.errors import ConfigError, RunError
+from ...common.storage import any_path, as_path
 from ...strategies import Strategy
 
 
@@ -73,6 +74,8 @@ class FabricSpikeDetection:
         if window < 1:
             raise ConfigError(f"window must be 1 or more losses, got {window}; give 10, for example.")
         self.mode, self.warmup, self.atol, self.rtol, self.finite_only = mode, warmup, atol, rtol, finite_only
+        if exclude_batches_path is not None:
+            any_path("exclude_batches_path", exclude_batches_path)
         self.exclude_batches_path = exclude_batches_path
         self.last_val = 0.0
         self.bad_batches: list[int] = []
@@ -93,11 +96,11 @@ class FabricSpikeDetection:
         spikes, unfit = strategy.ranks.all.all_reduce([float(is_spike), float(not math.isfinite(value))], "max")
         if spikes:
             self.bad_batches += [batch_idx - 1, batch_idx]
-            file = Path(path) if str(path).endswith(".json") else Path(path, "skip_batches.json")
+            file = as_path(path) if str(path).endswith(".json") else as_path(path) / "skip_batches.json"
             if strategy.rank == 0:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(json.dumps(self.bad_batches, indent=4), encoding="utf-8")
-            raise TrainingSpikeException(batch_idx, file)
+            raise TrainingSpikeException(batch_idx, str(file))
         if self.finite_only or not unfit:
             self._losses.append(value)
             self.last_val = value

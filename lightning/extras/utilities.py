@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...common.errors import ConfigError, RunError
+from ...common.storage import StorePath, any_path, copy_out
 from ...strategies.devices.kinds import available_types
 from ...strategies.torch_internals import tree_map
 from ...trainer.loggers.base import is_installed
@@ -163,7 +164,11 @@ def save_hparams_to_yaml(config_yaml: str | Path, hparams: Any, use_omegaconf: b
     """
     import yaml
 
-    path = Path(config_yaml)
+    path = any_path("config_yaml", config_yaml)
+    if isinstance(path, StorePath):
+        with copy_out(path) as file:
+            save_hparams_to_yaml(file, hparams, use_omegaconf)
+        return
     if not path.parent.is_dir():
         raise ConfigError(f"config_yaml must be in a folder that exists, got {str(path)!r}; create {path.parent}.")
     if use_omegaconf and type(hparams).__module__.partition(".")[0] == "omegaconf":
@@ -190,7 +195,7 @@ def load_hparams_from_yaml(config_yaml: str | Path, use_omegaconf: bool = True) 
     """Return the hyper-parameters in a YAML file of plain values; an empty dict with a warning if there is none."""
     import yaml
 
-    path = Path(config_yaml)
+    path = any_path("config_yaml", config_yaml)
     if not path.is_file():
         warnings.warn(f"There is no file {str(path)!r}; there are no hyper-parameters.", RuntimeWarning, stacklevel=2)
         return {}

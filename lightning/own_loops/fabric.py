@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 
 from ...callbacks.run import Logger
 from ...common.errors import ConfigError, RunError
+from ...common.storage import AnyPath
 from ...strategies import Strategy
 from ...strategies.devices.moves import move_module
 from ...strategies.distributed.nested import map_tensors
@@ -278,7 +278,7 @@ class Fabric(Engine):
 
     # --- files -------------------------------------------------------------------------------------------------------
 
-    def _lose_batch(self, path: str | Path) -> None:
+    def _lose_batch(self, path: str | AnyPath) -> None:
         """Warn where an `Engine` refuses: Lightning saves also after a loop that was left with a batch read."""
         warnings.warn(
             f"fabric.save({str(path)!r}) was called with a batch read that no optimizer step has used; a run that "
@@ -288,7 +288,7 @@ class Fabric(Engine):
 
     def load(
         self,
-        path: str | Path,
+        path: str | AnyPath,
         state: MutableMapping[str, Any] | None = None,
         strict: bool = True,
         *,
@@ -303,7 +303,7 @@ class Fabric(Engine):
         self._connect()
         return load_file(path, state, self._owner, strict=strict)
 
-    def load_raw(self, path: str | Path, obj: Any, strict: bool = True, *, weights_only: bool | None = None) -> None:
+    def load_raw(self, path: str | AnyPath, obj: Any, strict: bool = True, *, weights_only: bool | None = None) -> None:
         """Load a module or an optimizer from a file that ``torch.save`` has written of its state, or a checkpoint."""
         self._connect()
         saved = load_weights(path) if is_own_path(path) else read_torch_file(path)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
 
 from ...common.errors import CheckpointError, ConfigError
+from ...common.storage import AnyPath
 from ...strategies.state.dtensor import is_dtensor
 from ...trainer.engine.saved_objects import Owner, put_back
 from ..checkpoint_files import read_torch_file
 
 
 def load_file(
-    path: str | Path,
+    path: str | AnyPath,
     objects: MutableMapping[str, Any] | None,
     owner: Owner,
     *,

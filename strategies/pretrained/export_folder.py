@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ...common.errors import CheckpointError, did_you_mean
-from ...common.local_path import local_path
-from ...common.storage import AnyPath
+from ...common.storage import AnyPath, any_path
 from .find_folder import find_folder
 from .libraries import model_described_by
 from .save_folder import committed_folder
@@ -19,8 +18,8 @@ from .saved_names import SavedTensors, untied
 
 
 def export_folder(
-    path: AnyPath, weights: Mapping[str, Tensor], destination: Path, base: str | Path, settings: FolderSettings
-) -> Path:
+    path: AnyPath, weights: Mapping[str, Tensor], destination: AnyPath, base: str | AnyPath, settings: FolderSettings
+) -> AnyPath:
     """Write the weights of a checkpoint as a folder that ``from_pretrained`` reads, one tensor in memory at a time.
 
     Args:
@@ -47,7 +46,7 @@ def export_folder(
             )
     own = {name: torch.empty_like(here, dtype=weights[prefix + name].dtype) for name, here in shapes.items()}
     tensors = SavedTensors(model, own, settings.dtype)
-    with committed_folder(local_path("destination", destination)) as new:
+    with committed_folder(any_path("destination", destination)) as new:
         write_folder(new, model, tensors, lambda name: weights[prefix + name].clone(), settings, source=folder)
     return destination
 

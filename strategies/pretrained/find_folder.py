@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from ...common.errors import CheckpointError, ConfigError, MissingDependencyError
-from ...common.local_path import local_path
+from ...common.storage import AnyPath, StorePath, any_path, node_copy
 from ..state.regular_file import read_regular
 from ..state.sources import TensorSource
 from .tensor_file import TensorFile
@@ -29,23 +29,36 @@ _PICKLED: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _WANTED: Final = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 
 
-def find_folder(folder_or_id: str | Path) -> Path:
+def find_folder(folder_or_id: str | AnyPath) -> Path:
     """Return the folder with this path, or that of a model of the hub with this id, which is brought if needed.
+
+    Of a URL it is a copy, which all processes of a node share.
 
     Raises:
         CheckpointError: if there is no such folder, or the hub does not have the model or cannot be reached.
         MissingDependencyError: for an id, without huggingface_hub.
     """
-    path = local_path("folder", folder_or_id)
+    path = any_path("folder", folder_or_id)
+    if isinstance(path, StorePath):
+        return _from_store(path)
     if path.is_dir():
         return path
     if path.exists():
         raise CheckpointError(f"{path} is a file; give the folder that holds it, with its {SINGLE} or {INDEX}.")
-    if isinstance(folder_or_id, Path) or not _ID.fullmatch(folder_or_id):
+    if not isinstance(folder_or_id, str) or not _ID.fullmatch(folder_or_id):
         near = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
         inside = f"; {path.parent} has {', '.join(sorted(near)[:5])}" if near else ""
         raise CheckpointError(f"There is no folder {path}{inside}; give one that save_pretrained has written.")
     return _from_hub(folder_or_id)
+
+
+def _from_store(path: StorePath) -> Path:
+    try:
+        return node_copy(path)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} holds nothing; give the URL of a model's folder.") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); check the store, or give another folder.") from error
 
 
 def _from_hub(name: str) -> Path:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import nn
 
 from ...common.errors import ConfigError
+from ...common.storage import AnyPath
 from ..state.sources import fill_from
 from ..torch_internals import DisableTorchFunction, without_dispatch_modes
 from .conversions import is_of_transformers, under_own_names
@@ -25,7 +25,7 @@ M = TypeVar("M", bound=nn.Module)
 
 def load_pretrained(
     model: M,
-    folder_or_id: str | Path,
+    folder_or_id: str | AnyPath,
     dtype: torch.dtype | str | None = None,
     *,
     resize: str | Iterable[str] = (),
@@ -40,8 +40,9 @@ def load_pretrained(
 
     Args:
         model: the model, built from its config (``AutoModelForCausalLM.from_config(config)``).
-        folder_or_id: a folder with ``model.safetensors``, or several files and their index; or the id of a model on the
-            hub, which huggingface_hub then brings. Of a pipeline of diffusers, give the folder of a part, as ``unet``.
+        folder_or_id: a folder with ``model.safetensors``, or several files and their index; its URL in a store, from
+            which one process of each node copies it; or the id of a model on the hub, which huggingface_hub then
+            brings. Of a pipeline of diffusers, give the folder of a part, as ``unet``.
         dtype: the dtype of the parameters and loaded buffers; by default the one that they were built with, as by
             ``from_config(config, dtype=torch.bfloat16)``.
         resize: patterns (``"*embed_tokens"``) of tensors that have another number of rows than in the folder, as for

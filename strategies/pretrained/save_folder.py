@@ -6,6 +6,7 @@ import json
 import re
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ...common.errors import CheckpointError, ConfigError
 from ...common.flush import flush_to_disk
+from ...common.storage import AnyPath, StorePath, send_folder
 from ..state.safetensors_dtypes import CODES
 from .find_folder import CONFIG, PIPELINE, SINGLE
 from .saved_names import Outline
@@ -22,6 +24,8 @@ from .tensor_file import memory_of
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER: Final = "adapter_model.safetensors"
+_LAST: Final = (CONFIG, ADAPTER_CONFIG, PIPELINE)
+"""The files of which one makes a folder that of a model."""
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B", re.IGNORECASE)
 _FACTORS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BESIDE: Final = (
@@ -44,19 +48,42 @@ def parse_size(size: int | str) -> int:
     return number
 
 
+def _check_replaceable(path: AnyPath) -> None:
+    if path.exists() and not any((path / name).is_file() for name in _LAST):
+        raise CheckpointError(f"{path} exists, and is no model's folder; choose another name, or move it away.")
+
+
 @contextmanager
-def committed_folder(path: Path) -> Iterator[Path]:
+def _sent_folder(path: StorePath) -> Iterator[Path]:
+    try:
+        _check_replaceable(path)
+        with tempfile.TemporaryDirectory(prefix="echelon-model-") as folder:
+            yield Path(folder)
+            send_folder(Path(folder), path, last=_LAST)
+    except OSError as error:
+        raise CheckpointError(
+            f"The folder {path} could not be written ({error}); make room, or choose another one."
+        ) from error
+
+
+@contextmanager
+def committed_folder(path: AnyPath) -> Iterator[Path]:
     """Yield a new folder beside `path`, which appears under that name once the block has ended without an error.
+
+    For one in a store the new folder is a local one; what makes it a model's folder is sent when all else is there.
 
     Raises:
         CheckpointError: if it cannot be written, or if something else than such a folder has the name.
     """
+    if isinstance(path, StorePath):
+        with _sent_folder(path) as folder:
+            yield folder
+        return
     path = path.absolute()
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
     old = temporary.with_suffix(".old")
     try:
-        if path.exists() and not any((path / name).is_file() for name in (CONFIG, ADAPTER_CONFIG, PIPELINE)):
-            raise CheckpointError(f"{path} exists, and is no model's folder; choose another name, or move it away.")
+        _check_replaceable(path)
         temporary.mkdir(parents=True)
         yield temporary
         for entry in (*temporary.rglob("*"), temporary):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...common.errors import CheckpointError, ConfigError
+from ...common.storage import AnyPath
 from ..distributed.ranks import Ranks
 from ..state.dtensor import is_dtensor
 from .adapters import AdapterTensors, MergedTensors, base_of, is_adapted, write_adapter_config
@@ -106,11 +107,11 @@ def _is_in(name: str, outer: str) -> bool:
     return not outer or name.startswith(f"{outer}.")
 
 
-def save_model(path: Path, module: nn.Module, part: str | None, holder: Holder, settings: FolderSettings) -> None:
+def save_model(path: AnyPath, module: nn.Module, part: str | None, holder: Holder, settings: FolderSettings) -> None:
     """Write a model as a folder, on rank 0. Collective: every rank calls it.
 
     Args:
-        path: the folder, which is complete or absent.
+        path: the folder, also one in a store, which is complete or absent.
         module: the module that is trained.
         part: the name of the model in it; None for the one that there is.
         holder: what holds its tensors.

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from urllib.parse import urlsplit
 Kind = Literal["status", "reset", "lost", "stall", "truncate", "slow"]
 
 _AT_ONCE = 1 << 16
-_REASONS = {403: "AccessDenied", 429: "TooManyRequests", 500: "InternalError", 503: "SlowDown"}
+_REASONS = {400: "ExpiredToken", 403: "AccessDenied", 429: "TooManyRequests", 500: "InternalError", 503: "SlowDown"}
 
 
 @dataclass(frozen=True)
@@ -23,14 +24,15 @@ class Fault:
     """Trouble that a request gets.
 
     ``status``: an answer of S3 with this number, and the server never sees the request. ``reset``: so, but the
-    connection is reset. ``lost``: the server has done what was asked, and then the connection is reset. ``stall``: no
-    answer for `seconds`. ``truncate``: half the body of the answer, then the connection is closed. ``slow``: an answer
-    in pieces over `seconds`.
+    connection is reset. ``lost``: the server has done what was asked, and then the connection is reset. ``stall``:
+    no answer for `seconds`, or until `until` is set, and then the request goes on to the server. ``truncate``: half
+    the body of the answer, then the connection is closed. ``slow``: an answer in pieces over `seconds`.
     """
 
     kind: Kind
     status: int = 503
     seconds: float = 3600.0
+    until: threading.Event | None = None
 
 
 @dataclass
@@ -43,6 +45,8 @@ class Request:
     received: int = 0
     status: int = 0
     fault: Fault | None = None
+    key: str = ""
+    """The access key that has signed it."""
 
 
 @dataclass
@@ -62,6 +66,9 @@ class Proxy:
 
     address: str
     requests: list[Request] = field(default_factory=list)
+    keeps_listings: bool = False
+    """Whether a listing is answered as when it was first asked for since this was set, as by a store that lags."""
+    listings: dict[str, bytes] = field(default_factory=dict)
     _rules: list[Rule] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -142,14 +149,19 @@ async def _converse(proxy: Proxy, port: int, reader: asyncio.StreamReader, write
     with suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
         while head := await _head(reader):
             method, target, _ = head[0].split(" ", 2)
-            request = Request(method, target)
-            fault = proxy.take(request)
             headers = _fields(head)
+            key = headers.get("authorization", "").partition("Credential=")[2].partition("/")[0]
+            request = Request(method, target, key=key)
+            fault = proxy.take(request)
             if headers.get("expect", "").lower() == "100-continue":
                 writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             body = await _body(reader, headers)
             request.sent = len(body)
             if fault is not None and not await _passes(fault, request, writer):
+                continue
+            is_kept = proxy.keeps_listings and method == "GET" and "list-type=2" in target
+            if is_kept and target in proxy.listings:
+                writer.write(proxy.listings[target])
                 continue
             lines = [line for line in head if not line.lower().startswith(("expect:", "connection:"))]
             if headers.get("transfer-encoding", "").lower() == "chunked":
@@ -158,6 +170,10 @@ async def _converse(proxy: Proxy, port: int, reader: asyncio.StreamReader, write
             answer = await asyncio.open_connection("127.0.0.1", port)
             try:
                 answer[1].write("\r\n".join([*lines, "Connection: close", "", ""]).encode("latin-1") + body)
+                if is_kept:
+                    proxy.listings[target] = await _whole(answer[0])
+                    writer.write(proxy.listings[target])
+                    continue
                 await _answer(fault, request, answer[0], writer)
             finally:
                 answer[1].close()
@@ -181,7 +197,9 @@ async def _passes(fault: Fault, request: Request, writer: asyncio.StreamWriter) 
     if fault.kind == "reset":
         _reset(writer)
     if fault.kind == "stall":
-        await asyncio.sleep(fault.seconds)
+        end = time.monotonic() + fault.seconds
+        while time.monotonic() < end and not (fault.until is not None and fault.until.is_set()):
+            await asyncio.sleep(0.02)
     return fault.kind != "reset"
 
 
@@ -211,6 +229,13 @@ async def _answer(
     if left == 0 or not is_whole:
         await writer.drain()
         writer.close()
+
+
+async def _whole(answer: asyncio.StreamReader) -> bytes:
+    """Return an answer of the server as one that leaves the connection open."""
+    head, body = await _head(answer), await answer.read()
+    kept = [line for line in head if not line.lower().startswith(("connection:", "content-length:"))]
+    return "\r\n".join([*kept, f"Content-Length: {len(body)}", "", ""]).encode("latin-1") + body
 
 
 async def _head(reader: asyncio.StreamReader) -> list[str]:

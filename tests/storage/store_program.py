@@ -1,6 +1,7 @@
 """The program that test_kills.py kills: it trains from the last checkpoint in a folder, which may be a URL.
 
-Usage: store_program.py CHECKPOINTS OUT; writes OUT/begun once it trains, and leaves its weights in OUT/weights.pt.
+Usage: store_program.py CHECKPOINTS OUT [STEPS]; writes OUT/begun once it trains and OUT/trained when
+that is over, and leaves its weights in OUT/weights.pt.
 """
 
 import sys
@@ -38,6 +39,9 @@ class Tells(Callback):
     def on_train_start(self, trainer, module):
         (self.out / "begun").touch()
 
+    def on_train_end(self, trainer, module):
+        (self.out / "trained").touch()
+
 
 def data():
     """Return a loader of samples."""
@@ -50,13 +54,13 @@ def saver(folder):
     return ModelCheckpoint(folder, monitor="step", mode="max", every_n_train_steps=2, save_last=True, save_top_k=2)
 
 
-def main(folder, out):
+def main(folder, out, steps=STEPS):
     """Train to the end."""
     seed_everything(0)
     module = Net()
     trainer = Trainer(
         accelerator="cpu",
-        max_steps=STEPS,
+        max_steps=steps,
         max_epochs=-1,
         callbacks=[saver(folder), Tells(out)],
         default_root_dir=out,
@@ -69,4 +73,4 @@ def main(folder, out):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:]))

@@ -47,14 +47,14 @@ def test_the_thread_sends_at_intervals_when_woken_and_at_the_end(tmp_path, home)
     mirror.start()
     (tmp_path / "a").write_text("1")
     wait_until(lambda: contents(home) == {"a": b"1"})
-    mirror.close(60)
+    mirror.close(lambda: 60)
     mirror = Mirror(tmp_path, home, every=3600)
     mirror.start()
     (tmp_path / "b").write_text("2")
     mirror.wake()
     wait_until(lambda: "b" in contents(home))
     (tmp_path / "b").write_text("22")
-    mirror.close(60)
+    mirror.close(lambda: 60)
     assert contents(home) == {"a": b"1", "b": b"22"}
 
 
@@ -141,7 +141,7 @@ def test_files_stay_local_while_the_store_refuses_them_and_are_sent_when_it_does
         mirror.send()
     proxy.heal()
     wait_until(lambda: contents(home) == {"a": b"1"})
-    mirror.close(60)
+    mirror.close(lambda: 60)
 
 
 def test_files_that_the_store_does_not_take_at_the_end_are_named(tmp_path, bucket, proxy):
@@ -149,5 +149,5 @@ def test_files_that_the_store_does_not_take_at_the_end_are_named(tmp_path, bucke
     (tmp_path / "a").write_text("1")
     mirror = Mirror(tmp_path, as_path(bucket) / "run")
     with pytest.warns(UserWarning, match=r"1 files of the run, such as 'a'.*copy them from there"):
-        mirror.close(60)
+        mirror.close(lambda: 60)
     shutil.rmtree(tmp_path)

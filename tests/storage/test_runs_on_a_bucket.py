@@ -43,7 +43,7 @@ def test_a_run_saves_to_a_bucket_resumes_there_and_keeps_what_retention_says(buc
     assert not as_path(f"{folder}/.lock").exists()
     assert torch.equal(train(saver(), 8, "last"), expected)
     assert names(folder) == ["epoch=1-step=7.ckpt", "epoch=1-step=8.ckpt"]
-    assert {place.parts[3] for place in as_path(folder).find()} == {*names(folder), "last.ckpt"}
+    assert {place.parts[3] for place in as_path(folder).find()} == {*names(folder), "last.ckpt", ".newest"}
     for path in (f"{folder}/epoch=1-step=7.ckpt", f"{folder}/last.ckpt"):
         assert torch.equal(train([], 9, path), train([], 9))
 

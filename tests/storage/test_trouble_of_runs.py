@@ -155,8 +155,97 @@ def test_no_process_and_no_file_of_a_run_tells_the_credentials(proxy, bucket, tm
     proxy.heal()
     told = [repr(caught.value).encode(), *(line for _, line in seen), *(text.encode() for text in capfd.readouterr())]
     told += [place.read_bytes() for place in as_path(bucket).find()]
-    told += [Path(folder, name).read_bytes() for folder, _, names in os.walk(tmp_path) for name in names]
+    here = [Path(folder, name) for folder, _, names in os.walk(tmp_path) for name in names]
+    told += [file.read_bytes() for file in here if file.is_file()]  # not the sockets of processes
     assert len(told) > 10 and len({pid for pid, _ in seen}) >= 2
     assert any(os.fsencode(sys.executable) in text or b"forkserver" in text for text in told)
     for secret in (KEY, SECRET):
         assert not [text[:200] for text in told if secret.encode() in text]
+
+
+class At(Callback):
+    """Does something at the end of a step."""
+
+    def __init__(self, step, act):
+        self.step, self.act = step, act
+
+    def on_train_step_end(self, trainer, module):
+        if trainer.global_step == self.step:
+            self.act()
+
+
+def train(folder, steps, *callbacks, ckpt_path=None, **settings):
+    saver = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1)
+    trainer = quiet(
+        max_steps=steps, max_epochs=-1, callbacks=[*callbacks, saver], enable_checkpointing=True, **settings
+    )
+    trainer.fit(Regression(), loader(), ckpt_path=ckpt_path)
+    return trainer
+
+
+def steps_in(folder):
+    return [one.path.name.partition("step=")[2].removesuffix(".ckpt") for one in checkpoint.list_checkpoints(folder)]
+
+
+def test_credentials_that_expire_are_read_again_while_the_run_goes_on(proxy, bucket, monkeypatch):
+    newer = "AKIARENEWED000000000"
+
+    def expire():
+        proxy.fail(Fault("status", 400), times=float("inf"), matches=lambda request: request.key == KEY)
+        threading.Timer(1.0, monkeypatch.setenv, ("AWS_ACCESS_KEY_ID", newer)).start()  # by whoever renews them
+
+    train(f"{bucket}/runs", 4, At(2, expire))
+    assert steps_in(f"{bucket}/runs") == ["1", "2", "3", "4"]
+    assert {request.key for request in proxy.requests if request.fault is None} >= {KEY, newer}
+    assert any(request.fault is not None for request in proxy.requests)
+
+
+def test_a_listing_that_lags_does_not_hide_the_last_checkpoint(proxy, bucket):
+    folder, root = f"{bucket}/runs", f"{bucket}/root"
+    as_path(f"{folder}/first.txt").write_text("so that there is a listing")
+    proxy.keeps_listings = True
+    assert checkpoint.list_checkpoints(folder) == []
+    train(folder, 2)
+    assert [entry.name for entry in as_path(folder).store.list(as_path(folder))] == ["first.txt"]
+    assert steps_in(folder)[-1] == "2"
+    assert train(folder, 3, ckpt_path="last").global_step == 3
+    assert checkpoint.newest_valid(folder).name.endswith("step=3.ckpt")
+    runs = [quiet(max_steps=n, default_root_dir=root, logger="csv", enable_checkpointing=True) for n in (1, 2)]
+    for run in runs:
+        run.fit(Regression(), loader())
+    assert [run.logger.version for run in runs] == [0, 1]
+    again = quiet(max_steps=3, default_root_dir=root, logger="csv", enable_checkpointing=True)
+    again.fit(Regression(), loader(), ckpt_path="last")
+    assert (again.logger.version, again.global_step) == (1, 3)
+
+
+def test_the_clock_of_a_machine_and_that_of_the_store_do_not_decide_which_checkpoint_is_the_last(bucket, monkeypatch):
+    folder, now = f"{bucket}/runs", time.time
+    train(folder, 1)
+    monkeypatch.setattr(time, "time", lambda: now() - 10 * 86400)  # another machine, whose clock is behind
+    train(folder, 2, ckpt_path="last")
+    monkeypatch.undo()
+    assert steps_in(folder) == ["1", "2"]
+    # a copy of the first one is the newest object for the store
+    first = as_path(folder) / "epoch=0-step=1.ckpt"
+    for one in first.find():
+        one.write_bytes(one.read_bytes())
+    assert steps_in(folder) == ["1", "2"] and checkpoint.newest_valid(folder).name == "epoch=0-step=2.ckpt"
+
+
+def test_a_clock_that_the_store_refuses_is_named(proxy, bucket):
+    from echelon.common.errors import StoreError
+    from echelon.common.storage.retry import Retry
+
+    def skewed():
+        raise OSError("RequestTimeTooSkewed: The difference between the request time and the current time is too large")
+
+    with pytest.raises(StoreError, match="set the clock of this machine"):
+        Retry().call("Writing x", skewed)
+
+
+def test_answers_that_come_in_drops_are_read_to_the_end(proxy, bucket):
+    folder = as_path(bucket) / "runs"
+    checkpoint.save(folder / "a.ckpt", STATE)
+    proxy.fail(Fault("slow", seconds=1.5), times=float("inf"), matches=lambda request: request.method == "GET")
+    assert loads(folder / "a.ckpt")

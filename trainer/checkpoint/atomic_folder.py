@@ -17,7 +17,7 @@ from typing import Final
 
 from ...common.errors import CheckpointError
 from ...common.flush import flush_to_disk
-from ...common.storage import AnyPath, StorePath, as_path
+from ...common.storage import AnyPath, Pending, StorePath, as_path
 from ...strategies.launch.proc_status import exists, host_id
 from .files import explain
 from .in_store.links import write_link
@@ -31,19 +31,19 @@ _RENAME_EXCHANGE: Final = 2
 
 
 @contextmanager
-def committed(path: AnyPath, *, is_file: bool = False) -> Iterator[AnyPath]:
+def committed(path: AnyPath, *, is_file: bool = False, pending: Pending | None = None) -> Iterator[AnyPath]:
     """Yield a new folder to write to, and make it appear as `path` when the block ends without an error.
 
     A checkpoint or link of that name is replaced in one step. The block must flush everything that it writes to disk.
     In a store, the block must have written a manifest. With `is_file` the block gets the name of a new file, which it
-    must create; it also replaces a file of ``torch.save``, and an empty one.
+    must create; it also replaces a file of ``torch.save``, and an empty one. `pending` counts what a store has of it.
 
     Raises:
         CheckpointError: if it cannot be written, or if `path` is not a checkpoint.
     """
     if isinstance(path, StorePath):
         try:
-            with committed_to_store(path, is_file=is_file) as place:
+            with committed_to_store(path, is_file=is_file, pending=pending) as place:
                 yield place
         except OSError as error:
             raise refused(path, error) from error

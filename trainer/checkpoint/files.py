@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Final, Self, TypeVar
 
 from ...common.errors import CheckpointError, StoreError
-from ...common.storage import AnyPath, FetchedFile, StorePath, Upload
+from ...common.storage import AnyPath, FetchedFile, Pending, StorePath, Upload
 
 HASH_NAME: Final = "sha256"
 # With the processor's SHA instructions, sha256 reaches 1.2 GB/s, blake2b 0.8; and `sha256sum` is everywhere.
@@ -65,10 +65,11 @@ class HashedFile:
     Args:
         path: its path.
         size: its bytes, if known.
+        pending: what counts the bytes that a store has confirmed.
     """
 
-    def __init__(self, path: AnyPath, size: int = 0) -> None:
-        self._target = Upload(path, size) if isinstance(path, StorePath) else _OnDisk(path)
+    def __init__(self, path: AnyPath, size: int = 0, pending: Pending | None = None) -> None:
+        self._target = Upload(path, size, pending) if isinstance(path, StorePath) else _OnDisk(path)
         self._hash = hashlib.new(HASH_NAME)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="echelon-hash")
         self._has_thread = True

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from ...common.errors import CheckpointError, did_you_mean
-from ...common.storage import AnyPath, FetchedFile, StorePath, as_path
+from ...common.storage import AnyPath, FetchedFile, StorePath, as_path, local_copy
 from ...common.storage.store import in_parallel
 from ...strategies.state.lazy_tensor import OUTLINE, Block, StoredTensor
 from ...strategies.state.safetensors_dtypes import MALFORMED
 from .files import FilePiece, FileRecord, MappedFile, digests, explain, is_one_file, pieces_of, while_it_stays
 from .in_store.links import followed
-from .in_store.local_copy import local_copy
 from .manifest import MANIFEST, STATE, TENSORS, Manifest, read_manifest, read_object
 from .safetensors_file import block_of, collect, read_tensors
 from .tags import decode

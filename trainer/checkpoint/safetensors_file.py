@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...common.errors import CheckpointError
-from ...common.storage import AnyPath, FetchedFile
+from ...common.storage import AnyPath, FetchedFile, Pending
 from ...strategies.state.lazy_tensor import Block, StoredTensor, read_from
 from ...strategies.state.safetensors_dtypes import MALFORMED, SAFETENSORS_DTYPES, TensorPlace, place_of, read_header
 from .files import FileRecord, HashedFile, MappedFile
@@ -66,13 +66,18 @@ def lay_out(blocks: Mapping[str, Block], notes: Mapping[str, str] | None = None)
     return FileLayout(len(text).to_bytes(8, "little") + text, places, begin + end)
 
 
-def write_tensors(path: AnyPath, blocks: Mapping[str, Block], notes: Mapping[str, str] | None = None) -> FileRecord:
+def write_tensors(
+    path: AnyPath,
+    blocks: Mapping[str, Block],
+    notes: Mapping[str, str] | None = None,
+    pending: Pending | None = None,
+) -> FileRecord:
     """Write a new safetensors file, tensor by tensor, without a second copy of the state."""
     layout = lay_out(blocks, notes)
     stored = [block.tensor for block in blocks.values() if isinstance(block.tensor, StoredTensor)]
     # stored tensors are read into one shared buffer, since malloc would keep memory that is freed in between
     buffer = torch.empty(max((_size(tensor) for tensor in stored), default=0), dtype=torch.uint8)
-    with HashedFile(path, layout.size) as file:
+    with HashedFile(path, layout.size, pending) as file:
         file.write(layout.header)
         for name in layout.places:
             given = blocks[name].tensor

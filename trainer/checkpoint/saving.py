@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from ...common.errors import CheckpointError
-from ...common.storage import AnyPath, as_path
+from ...common.storage import AnyPath, Pending, as_path
 from ...strategies.cluster.version import VERSION
 from ...strategies.state.lazy_tensor import Block
 from .atomic_folder import committed, working_folder
@@ -58,6 +58,8 @@ class EncodedState:
     origin: Origin = NO_RUN
     single_file: SingleFile | None = None
     """How it is written as one file; None for a folder."""
+    pending: Pending | None = None
+    """What counts the bytes that a store has of it."""
 
     @property
     def is_distributed(self) -> bool:
@@ -167,13 +169,15 @@ def write(path: AnyPath, encoded: EncodedState) -> None:
             finish(folder, encoded, [write_own(folder, encoded)], text)
         return
     tensors = {part: {key: block.tensor for key, block in blocks.items()} for part, blocks in encoded.blocks.items()}
-    with committed(path, is_file=True) as file:
+    with committed(path, is_file=True, pending=encoded.pending) as file:
         assert isinstance(file, Path)
         write_file(file, text, encoded.values, tensors, manifest_of(encoded, {}, {}), encoded.single_file)
 
 
 @contextmanager
-def folder_to_fill(path: AnyPath, *, single_file: SingleFile | None) -> Iterator[AnyPath]:
+def folder_to_fill(
+    path: AnyPath, *, single_file: SingleFile | None, pending: Pending | None = None
+) -> Iterator[AnyPath]:
     """Yield a folder to write to, and commit it as the checkpoint `path`; with `single_file`, as one file.
 
     Other processes may write to it. Of the tensors that they have written, one at a time is read to make one file.
@@ -182,7 +186,7 @@ def folder_to_fill(path: AnyPath, *, single_file: SingleFile | None) -> Iterator
         with committed(path) as folder:
             yield folder
         return
-    with committed(path, is_file=True) as file, working_folder(path) as folder:
+    with committed(path, is_file=True, pending=pending) as file, working_folder(path) as folder:
         yield folder
         stored = read_stored(folder, lazy=read_manifest(folder).parts, verify=False)
         tensors = {
@@ -198,7 +202,7 @@ def write_own(folder: AnyPath, encoded: EncodedState, rank: int = 0, world_size:
     parts: dict[str, list[str]] = {part: [] for part in encoded.blocks}
     for part, name, content in own_files(encoded, rank, world_size):
         parts[part].append(name)
-        files[name] = write_tensors(folder / name, content)
+        files[name] = write_tensors(folder / name, content, pending=encoded.pending)
     return WrittenFiles(files, parts)
 
 

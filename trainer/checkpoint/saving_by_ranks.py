@@ -90,7 +90,8 @@ class SavingGroup:
             write(path, encoded)
             self._post("end")
             return
-        with folder_to_fill(path, single_file=encoded.single_file) as folder, self._telling_first(path):
+        filled = folder_to_fill(path, single_file=encoded.single_file, pending=encoded.pending)
+        with filled as folder, self._telling_first(path):
             if others:
                 self._post("folder", _below(folder, path.absolute().parent))
             written = [write_own(folder, encoded, 0, self.world_size)]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...common.errors import CheckpointError
 from ...common.flush import flush_to_disk
-from ...common.storage import AnyPath, StorePath, as_path
+from ...common.storage import AnyPath, StorePath, as_path, copy_out, local_copy, local_folder
 from ...strategies.distributed.collectives import Collectives
 from ...strategies.state.dtensor import shard_like
 from ...strategies.state.lazy_tensor import Block, StoredTensor
@@ -28,7 +28,6 @@ from ...strategies.state.tied_names import without_unread
 from .encoding import encode
 from .files import MappedFile, explain
 from .in_store.links import followed
-from .in_store.local_copy import copy_out, local_copy, local_folder
 from .loading import load
 from .manifest import LARGEST_JSON, MANIFEST, is_checkpoint, read_manifest
 from .safetensors_file import read_tensors, write_tensors

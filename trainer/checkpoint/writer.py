@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...common.errors import CheckpointError
-from ...common.storage import AnyPath, as_path
+from ...common.storage import AnyPath, Pending, StorePath, as_path
 from ...strategies.distributed.process_group import ProcessGroup
 from ...strategies.state.lazy_tensor import Block
 from .atomic_folder import point
@@ -40,6 +40,8 @@ class Writer:
     """Whether `wait_for_copy` may have to wait; an attribute, since it is read at every step."""
     has_failed = False
     """Whether `raise_if_failed` will raise; an attribute for the same reason."""
+    upload: Pending | None = None
+    """The newest upload of this process to a store, which may be over; None if the newest save is on a disk."""
 
     def __init__(self, group: SavingGroup | None = None) -> None:
         self._group = group
@@ -89,6 +91,10 @@ class Writer:
     def close(self) -> None:
         """Wait until everything is committed; raise the error of a failed write. Saving may continue afterwards."""
 
+    def is_done_within(self, seconds: float) -> bool:
+        """Wait until everything is committed or has failed, at most for a time; return whether it is."""
+        return True
+
     def abandon(self) -> None:
         """Note that the run has failed: `close` waits only a few more seconds for other ranks, which may be dead."""
 
@@ -133,6 +139,7 @@ class AsyncWriter(Writer):
         single_file: SingleFile | None = None,
     ) -> None:
         self.close()
+        path = as_path(path)
         encoded = replace(self._encode(state, mesh), origin=origin, single_file=single_file)
         staged = self._allocate(encoded)
         copies = [
@@ -145,7 +152,12 @@ class AsyncWriter(Writer):
         self._copied.clear()
         self.also_wait(self._copied.wait)
         staged_state = replace(encoded, blocks=staged)
-        self._submit(functools.partial(self._copy_and_write, as_path(path), staged_state, later, mark(later)))
+        self.upload = None
+        if isinstance(path, StorePath):
+            size = sum(block.tensor.nbytes for blocks in staged.values() for block in blocks.values())
+            staged_state = replace(staged_state, pending=Pending(str(path), size))
+            self.upload = staged_state.pending
+        self._submit(functools.partial(self._copy_and_write, path, staged_state, later, mark(later)))
 
     def point(self, link: AnyPath, path: AnyPath) -> None:
         self._submit(functools.partial(_tidy, point, link, path))
@@ -161,6 +173,9 @@ class AsyncWriter(Writer):
         # not Thread.join(): if a signal handler raises in it, CPython 3.11 believes that the thread has ended
         self._is_idle.wait()
         self.raise_if_failed()
+
+    def is_done_within(self, seconds: float) -> bool:
+        return self._is_idle.wait(seconds)
 
     def abandon(self) -> None:
         if self._group is not None:
@@ -182,11 +197,15 @@ class AsyncWriter(Writer):
 
     def _copy_and_write(self, path: AnyPath, encoded: EncodedState, later: Copies, after: Marks) -> None:
         try:
-            copy_all(later, after)
-            later.clear()
+            try:
+                copy_all(later, after)
+                later.clear()
+            finally:
+                self._copied.set()
+            self._write(path, encoded)
         finally:
-            self._copied.set()
-        self._write(path, encoded)
+            if encoded.pending is not None:
+                encoded.pending.is_over = True
 
     def _submit(self, task: Callable[[], object]) -> None:
         with self._lock:

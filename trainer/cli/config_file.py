@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ...common.errors import ConfigError, did_you_mean
+from ...common.storage import AnyPath, any_path, at_hand
 from ...strategies.state.regular_file import read_regular
 from ..module.unresolved import unresolved
 from ..module.yaml_bounds import SIXTIES, check_yaml
@@ -54,7 +55,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    config = _read(Path(path))
+    config = _read(any_path("config", path))
     named = [target for _, target in targets(OmegaConf.to_container(config, resolve=False))]
     for override in overrides:
         _apply(config, override)
@@ -96,7 +97,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
     Raises:
         ConfigError: for an unreadable file, a malformed override, or an unknown key.
     """
-    config = _read(Path(path))
+    config = _read(any_path("config", path))
     for override in overrides:
         _apply(config, override)
     check_keys(config)
@@ -116,16 +117,16 @@ def check_keys(values: Mapping[Any, Any]) -> None:
             raise ConfigError(f"{key}={values[key]!r} is not a key of a config.{did_you_mean(str(key), KEYS)}")
 
 
-def _read(path: Path) -> DictConfig:
+def _read(path: AnyPath) -> DictConfig:
     from omegaconf import DictConfig, OmegaConf
 
     try:
-        text = read_regular(path, _LARGEST).decode("utf-8")
+        text = read_regular(at_hand(path), _LARGEST).decode("utf-8")
         check_yaml(text, str(path))
         config = OmegaConf.create(text) if text.strip() else OmegaConf.create()
     except OSError as error:
         raise ConfigError(
-            f"The config {str(path)!r} cannot be read: {error.strerror}; give the path of a YAML file."
+            f"The config {str(path)!r} cannot be read: {error.strerror or error}; give the path of a YAML file."
         ) from None
     except ConfigError:
         raise

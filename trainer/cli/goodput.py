@@ -8,14 +8,15 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Final
 
 from ...callbacks.goodput.ledger import CATEGORIES, FILE_NAME, Category, read_ledger
 from ...callbacks.goodput.spans import Goodput, account, clock, goodput_of
 from ...common.console import say
 from ...common.errors import ConfigError, RunError
+from ...common.storage import AnyPath, StorePath, any_path, at_hand
 from ...common.table import boxed
+from ...common.units import in_units
 from .goodput_figure import draw
 from .output import draw_for_command
 
@@ -48,25 +49,25 @@ exit codes:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the run, and what to show about it."""
     parser.epilog = _EPILOG
-    parser.add_argument("run", metavar="RUN", type=Path, help="the folder of a run, or one that contains several")
-    parser.add_argument("--png", metavar="FILE", type=Path, help="the figure's file (goodput.png in the run's folder)")
+    parser.add_argument("run", metavar="RUN", help="the folder of a run, or one that contains several")
+    parser.add_argument("--png", metavar="FILE", help="the figure's file (goodput.png in the run's folder)")
     parser.add_argument("--json", action="store_true", help="print JSON instead; draws only with --png")
     parser.add_argument("--since", metavar="ROUND", type=int, default=0, help="leave out the rounds before this one")
 
 
-def find_ledger(run: Path) -> Path:
+def find_ledger(run: AnyPath) -> AnyPath:
     """Return the ledger in a run's folder, or that of the newest run below it.
 
     Raises:
         ConfigError: if there is no ledger.
     """
-    if run.exists() and not run.is_dir():
+    if run.is_file() or (run.exists() and not run.is_dir()):
         return run
     if (run / FILE_NAME).is_file():
         return run / FILE_NAME
     below = [path for pattern in ("*", "*/*") for path in run.glob(f"{pattern}/{FILE_NAME}") if path.is_file()]
     if below:
-        return max(below, key=lambda path: path.stat().st_mtime)
+        return max(below, key=_begun)
     if not run.exists():
         raise ConfigError(f"RUN must be the folder of a run, got {str(run)!r}, which does not exist; try echelon_logs.")
     names = sorted(path.name for path in run.iterdir())
@@ -75,6 +76,14 @@ def find_ledger(run: Path) -> Path:
         f"RUN {str(run)!r} holds no {FILE_NAME}, and neither do the folders below it (found: {content or 'nothing'}); "
         "give the folder of a run whose Trainer has callbacks=[GoodputMonitor()]."
     )
+
+
+def _begun(path: AnyPath) -> float:
+    """Return when the run of a ledger was last written to, or in a store, whose clock is another one, last started."""
+    if not isinstance(path, StorePath):
+        return path.stat().st_mtime
+    rounds = read_ledger(at_hand(path)).rounds
+    return rounds[-1].start.time if rounds else 0.0
 
 
 def render(goodput: Goodput) -> str:
@@ -92,6 +101,11 @@ def render(goodput: Goodput) -> str:
     ]
     causes = [f"Round {one.round}: {one.cause}" for one in goodput.rounds if one.cause]
     lines += [textwrap.fill(cause, 80, subsequent_indent="    ") for cause in causes]
+    for one in goodput.rounds:
+        if one.upload is not None:
+            left, size = in_units(one.upload.left), in_units(one.upload.size)
+            text = f"Round {one.round}: {left} of {size} of the checkpoint of step {one.upload.step} were still to be "
+            lines.append(textwrap.fill(f"{text}uploaded by rank 0 at its last record.", 80, subsequent_indent="    "))
     if goodput.num_skipped:
         lines.append(f"Skipped {goodput.num_skipped} lines that are incomplete, damaged or not from a ledger.")
     return "\n".join(lines)
@@ -115,7 +129,7 @@ def as_json(goodput: Goodput) -> dict[str, Any]:
 
 def run(options: argparse.Namespace) -> int:
     """Print the account of a ledger and draw it; return 0."""
-    path = find_ledger(options.run)
+    path = find_ledger(any_path("RUN", options.run))
     goodput = _account(path, options.since)
     if not options.json:
         began = datetime.fromtimestamp(goodput.rounds[0].began, UTC).astimezone()
@@ -123,7 +137,7 @@ def run(options: argparse.Namespace) -> int:
         say(render(goodput))
     draw_for_command(
         lambda target: draw(goodput, target, title="/".join(path.parent.absolute().parts[-2:])),
-        options.png,
+        None if options.png is None else any_path("--png", options.png),
         path.with_name("goodput.png"),
         prints_json=options.json,
     )
@@ -132,11 +146,12 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _account(path: Path, since: int) -> Goodput:
+def _account(path: AnyPath, since: int) -> Goodput:
     try:
-        ledger = read_ledger(path)
+        ledger = read_ledger(at_hand(path))
     except OSError as error:
-        raise RunError(f"The ledger {str(path)!r} cannot be read: {error.strerror}; check the file.") from error
+        reason = error.strerror or error
+        raise RunError(f"The ledger {str(path)!r} cannot be read: {reason}; check the file.") from error
     if not ledger.rounds:
         raise RunError(f"{str(path)!r} holds no valid records, but {ledger.num_skipped} other lines; give another run.")
     if not 0 <= since < len(ledger.rounds):

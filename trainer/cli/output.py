@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ...common.console import say
 from ...common.errors import EchelonError
+from ...common.storage import AnyPath, as_path, written
 
 
 def printable(text: str) -> str:
@@ -72,12 +73,12 @@ def _folded(line: str, width: int) -> list[str]:
     return words.wrap(line.strip()) or [line]
 
 
-def draw_for_command(draw: Callable[[Path], None], asked: Path | None, usual: Path, *, prints_json: bool) -> None:
+def draw_for_command(draw: Callable[[Path], None], asked: AnyPath | None, usual: AnyPath, *, prints_json: bool) -> None:
     """Draw a command's figure and print its path; a failure is an error only if the user asked for a figure.
 
     Args:
         draw: draws to a PNG file.
-        asked: the file that the user has named.
+        asked: the file that the user has named, which may be in a store.
         usual: the file otherwise; with JSON, none is drawn then.
         prints_json: whether the command prints JSON, and nothing else.
 
@@ -86,9 +87,10 @@ def draw_for_command(draw: Callable[[Path], None], asked: Path | None, usual: Pa
     """
     if prints_json and asked is None:
         return
-    target = asked or usual
+    target = as_path(asked or usual)
     try:
-        draw(target)
+        with written(target) as file:
+            draw(file)
     except EchelonError as error:
         if asked is not None:
             raise

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from ...common.errors import ConfigError, did_you_mean
+from ...common.local_path import local_path
 from ...common.storage import is_url
 from .config_file import read_config
 from .manifests import compose, kubernetes_jobs, slurm
@@ -69,7 +70,8 @@ def run(options: argparse.Namespace) -> int:
     if options.output is None:
         print(text, end="")
         return 0
-    file = options.output / _TARGETS[options.target].file_name if options.output.is_dir() else options.output
+    output = local_path("--output", options.output)
+    file = output / _TARGETS[options.target].file_name if output.is_dir() else output
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -9,6 +9,7 @@ from typing import Final
 
 from ...callbacks.samples.audit import Audit, EpochAudit, audit, samples_folder
 from ...common.console import say
+from ...common.storage import AnyPath, StorePath, any_path, local_folder
 from ...common.table import boxed
 from .output import printable
 
@@ -23,14 +24,18 @@ exit codes:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the folder of the run."""
     parser.epilog = _EPILOG
-    parser.add_argument("run", metavar="RUN", type=Path, help="the folder of a run, which contains samples/")
+    parser.add_argument("run", metavar="RUN", help="the folder of a run, or its URL, which contains samples/")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the audit; return 0 if it is exact, else 1."""
-    audited = audit(samples_folder(options.run))
+    audited = audit(_at_hand(samples_folder(any_path("RUN", options.run))))
     say(printable(report(audited)))
     return 0 if audited.is_exact else 1
+
+
+def _at_hand(folder: AnyPath) -> Path:
+    return local_folder(folder) if isinstance(folder, StorePath) else folder
 
 
 def report(audited: Audit) -> str:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...common.errors import ConfigError, RunError
+from ...common.storage import AnyPath, any_path
 from ...strategies import Strategy
 from ...strategies.placed.placed import Placed
 from ..checkpoint import make_writer, resolve
@@ -29,7 +29,7 @@ from .prepared_loader import PreparedLoader
 from .prepared_module import check_plain, prepare, unprepare
 from .prepared_optimizer import OptimizerSteps, adopt, check_optimizers
 from .processes import EngineProcesses
-from .saved_objects import OWN, check_names, items_of, put_back, state_of
+from .saved_objects import OWN, Keeps, check_names, items_of, put_back, state_of
 
 
 class Engine(EngineProcesses):
@@ -313,16 +313,14 @@ class Engine(EngineProcesses):
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
-    def save(
-        self, path: str | Path, state: Mapping[str, Any], filter: Mapping[str, Callable[[str, Any], bool]] | None = None
-    ) -> None:
+    def save(self, path: str | AnyPath, state: Mapping[str, Any], filter: Mapping[str, Keeps] | None = None) -> None:
         """Write a checkpoint of modules, optimizers, loaders, other objects with a ``state_dict``, and plain values.
 
         It is a folder in the Trainer's format, without pickle; the loss scale and random generators are added.
         `load_weights` reads the weights saved under ``model``. Call it between two optimizer steps.
 
         Args:
-            path: the folder.
+            path: the folder, or its URL in a store.
             state: what is saved, by name.
             filter: for some of the names, a function that gets each key and value of its state, and returns whether it
                 is saved.
@@ -355,10 +353,12 @@ class Engine(EngineProcesses):
         self._origin = self._origin.after()
         writer = make_writer(self.strategy.ranks.group, is_async=False)
         single_file = SingleFile(tuple(state) or None) if self.saves_single_files else None
-        writer.save(Path(path), saved, mesh=self.strategy.mesh_axes, origin=self._origin, single_file=single_file)
+        writer.save(
+            any_path("path", path), saved, mesh=self.strategy.mesh_axes, origin=self._origin, single_file=single_file
+        )
 
     def load(
-        self, path: str | Path, state: MutableMapping[str, Any] | None = None, *, strict: bool = True
+        self, path: str | AnyPath, state: MutableMapping[str, Any] | None = None, *, strict: bool = True
     ) -> dict[str, Any]:
         """Restore objects from what was saved under their names, on any number of ranks, and return the rest.
 
@@ -385,12 +385,12 @@ class Engine(EngineProcesses):
         self._origin = self._origin.going_on_from(read_manifest(folder))
         return saved
 
-    def _lose_batch(self, path: str | Path) -> None:
+    def _lose_batch(self, path: str | AnyPath) -> None:
         """Refuse to save the position of a loader whose last batch has not been used."""
         raise self._lost(path)
 
     @staticmethod
-    def _lost(path: str | Path) -> RunError:
+    def _lost(path: str | AnyPath) -> RunError:
         return RunError(
             f"engine.save({str(path)!r}) was called inside an optimizer step, whose gradients or batch would be "
             "lost; call it after optimizer.step()."

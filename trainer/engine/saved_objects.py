@@ -19,6 +19,8 @@ OWN: Final = ("precision", "rng")
 
 Owner = Callable[[object], Placed | None]
 """Returns what an engine has set up of a module or an optimizer; None for anything else."""
+Keeps = Callable[[str, Any], bool]
+"""Returns whether a key and its value in the state of an object are saved."""
 
 
 def check_names(state: object, function: str) -> None:

@@ -27,7 +27,7 @@ from ...common.storage import AnyPath, Mirror, StorePath, any_path, as_path, hom
 from ...strategies.state.from_environment import FromEnvironment
 
 _LONGEST_TEXT: Final = 500
-_CLAIM: Final = ".claimed"
+CLAIM: Final = ".claimed"
 """The object in a store that makes a version folder that of one run."""
 NAMES_ONLY: Final = ("events.out.tfevents.*", "samples/*")
 """Files that a run that continues adds others to: of those before it needs the names."""
@@ -134,7 +134,8 @@ class VersionFolder:
             if store_root is not None:
                 if self._claim_in_store(store_root):
                     break
-                self._version = self._next_free()
+                before = self._version
+                self._version = max(self._next_free(), before + 1 if isinstance(before, int) else 0)  # listings may lag
                 continue
             try:
                 os.mkdir(self._version_path)
@@ -147,7 +148,7 @@ class VersionFolder:
 
     def _claim_in_store(self, root: StorePath) -> bool:
         """Take a version in the store, where runs on other machines may want it, too; return whether it was free."""
-        if not root.store.write_if_absent(root / self._version_name / _CLAIM, secrets.token_hex(16).encode()):
+        if not root.store.write_if_absent(root / self._version_name / CLAIM, secrets.token_hex(16).encode()):
             return False
         if Mirror.has_sent(self.path):  # what is left of a run that was deleted from the store
             shutil.rmtree(self._version_path)

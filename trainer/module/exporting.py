@@ -21,6 +21,7 @@ from torch import nn
 
 from ...common.errors import MissingDependencyError, ModuleError, RunError
 from ...common.flush import flush_to_disk
+from ...common.storage import StorePath, any_path, send_folder
 from ...strategies.distributed.nested import to_device
 from ...strategies.module.untouched import Untouched
 from ...strategies.state.dtensor import is_dtensor
@@ -230,14 +231,19 @@ def _write(target: str | Path | BytesIO | None, write: Callable[[Any], object]) 
         if target is not None:
             write(target)
         return
-    target = Path(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.{secrets.token_hex(4)}") as folder:
-        write(Path(folder, target.name))
-        written = sorted(Path(folder).iterdir(), key=lambda file: file.name == target.name)  # the target last
+    path = any_path("file_path", target)
+    if isinstance(path, StorePath):
+        with TemporaryDirectory(prefix="echelon-export-") as folder:
+            write(Path(folder, path.name))
+            send_folder(Path(folder), path.parent, last=[path.name], is_all=False)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.{secrets.token_hex(4)}") as folder:
+        write(Path(folder, path.name))
+        written = sorted(Path(folder).iterdir(), key=lambda file: file.name == path.name)  # the target last
         for file in written:
-            file.replace(target.parent / file.name)
-    flush_to_disk(target.parent)
+            file.replace(path.parent / file.name)
+    flush_to_disk(path.parent)
 
 
 @contextmanager

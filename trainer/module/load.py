@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ...common.errors import CheckpointError, ConfigError, ModuleError
-from ...common.storage import AnyPath
+from ...common.storage import AnyPath, any_path, at_hand
 from ...strategies.devices.moves import move_module
 from ...strategies.distributed.collectives import Collectives
 from ...strategies.state.omitted_weights import OMITTED, completed, note_changed
@@ -218,7 +218,7 @@ def _build(
     stored = state.get(key, {})
     if state.get(f"{key}_argument") is None:
         stored = {name: value for name, value in stored.items() if name not in given}
-    saved: Any = decode(stored, cls) if hparams_file is None else _read_hparams(Path(hparams_file))
+    saved: Any = decode(stored, cls) if hparams_file is None else _read_hparams(any_path("hparams_file", hparams_file))
     unknown = [name for name, value in saved.items() if is_from_environment(value)]
     saved = {name: value for name, value in saved.items() if name not in unknown}
     if state.get(f"{key}_type") == "omegaconf":
@@ -256,12 +256,12 @@ def _reason(names: Sequence[str], from_environment: Sequence[str]) -> str:
     return f"{first}, and {rest} could not be stored as JSON" if rest else first
 
 
-def _read_hparams(path: Path) -> dict[str, Any]:
+def _read_hparams(path: AnyPath) -> dict[str, Any]:
     """Read hyper-parameters from YAML, or from the CSV files (``key,value``) that Lightning reads."""
     if path.suffix not in (".yaml", ".yml", ".csv"):
         raise ConfigError(f"hparams_file must end with .yaml, .yml or .csv, got {str(path)!r}; convert it.")
     try:
-        text = read_regular(path, _LARGEST_HPARAMS).decode("utf-8")
+        text = read_regular(at_hand(path), _LARGEST_HPARAMS).decode("utf-8")
         if path.suffix == ".csv":
             rows = csv.DictReader(io.StringIO(text, newline=""))
             hparams = {row["key"]: _literal(row["value"]) for row in rows}

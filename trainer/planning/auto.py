@@ -9,12 +9,13 @@ from typing import Any, Final
 
 from ...callbacks.callback import Callback
 from ...common.errors import ConfigError, EchelonError
+from ...common.units import in_units
 from ...strategies import ActivationCheckpointing, FSDPStrategy, Hardware, ParallelStrategy
 from ...strategies.launch.launcher import launch_all
 from ..module.train_module import TrainModule
 from ..session.settings import Settings
 from .layouts import RunLayout, replicas
-from .machine import Machine, in_units, lift_limits, this_machine
+from .machine import Machine, lift_limits, this_machine
 from .plan import PlannedLayout, Profiles, choose_micro_batch
 from .profiles import FitOnce, take_profiles
 from .profiling import ProfilingStrategy

@@ -14,6 +14,7 @@ from typing import Final
 from torch import nn
 
 from ...common.errors import ConfigError
+from ...common.units import in_units
 from ...strategies import Hardware
 from ...strategies.cluster.environment import ENVIRON
 from ...strategies.cluster.launchers import detect_environment
@@ -115,15 +116,6 @@ def parse_bytes(text: str, argument: str) -> float:
     if match is None or match[2].lower() not in units or not 0 < float(match[1]) < math.inf:
         raise ConfigError(f"{argument} must be a number with a unit, got {text!r}; write 80GB or 75GiB, for example.")
     return float(match[1]) * units[match[2].lower()]
-
-
-def in_units(num_bytes: float) -> str:
-    """Return bytes in human-readable form, with three digits."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= 0.9995 * size:
-            number = num_bytes / size
-            return f"{number:.{0 if number >= 99.95 else 1 if number >= 9.995 else 2}f} {unit}"
-    return f"{num_bytes:.0f} B"
 
 
 def nodes_for(num_devices: int, num_nodes: int | None) -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ...common.units import in_units
 from ...strategies.module.memory_estimate import held_memory, shared_bytes
 from ...strategies.module.out_of_memory import is_out_of_memory
 from ..session.session import Session
-from .machine import in_units
 
 
 def comment_on_memory(session: Session, error: BaseException) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from .. import checkpoint
 from ..checkpoint.files import explain
 from ..checkpoint.in_store.links import link_target
 from ..checkpoint.saved_state import check_saved
+from ..loggers.base import CLAIM
 
 _LARGE: Final = ("model", "optimizers")
 """The entries of which a rank may need only a part."""
@@ -68,12 +70,22 @@ def folders_of_runs(loggers: Sequence[Logger], callbacks: Sequence[ModelCheckpoi
 def _folders_of_runs(parent: AnyPath) -> list[str]:
     """Return the checkpoint folders of all runs below `parent` that this user may read."""
     try:
-        return list(map(str, parent.glob("*/checkpoints")))
+        found = list(map(str, parent.glob("*/checkpoints")))
+        return found if isinstance(parent, Path) else [*found, *_unlisted(parent, found)]
     except OSError as error:
         raise CheckpointError(
             f"The runs in {parent} cannot be searched for the last checkpoint: {explain(error)}; or give its path as "
             "ckpt_path."
         ) from error
+
+
+def _unlisted(parent: StorePath, found: Sequence[str]) -> Iterator[str]:
+    """Yield the checkpoint folders of runs that the store does not list yet, by their numbers, which have no gaps."""
+    numbers = [re.search(r"version_(\d+)/checkpoints$", path) for path in found]
+    number = max((int(match[1]) for match in numbers if match), default=-1) + 1
+    while (parent / f"version_{number}" / CLAIM).is_file():
+        yield str(parent / f"version_{number}" / "checkpoints")
+        number += 1
 
 
 def _best_of_last_run(folders: Sequence[str]) -> AnyPath:

@@ -19,6 +19,7 @@ from ..module.train_module import TrainModule
 from ..session.session import Session
 from .run_state import take_state
 from .schedules import schedule_state
+from .staging_room import check_room
 
 
 def check_savable(session: Session) -> None:
@@ -30,6 +31,7 @@ def check_savable(session: Session) -> None:
 
     Raises:
         CheckpointError: for a value that a checkpoint cannot hold, with its place and what to do.
+        ConfigError: if the state is staged on a disk that has no room for it.
         ModuleError: for shards of weights that cannot be put together.
     """
     if session.strategy.launcher.starts_processes:
@@ -51,6 +53,7 @@ def check_savable(session: Session) -> None:
     with collectives.fail_together(), isolated_rng():
         if unfit is not None:
             raise unfit
+        check_room(session, {"model": weights, "optimizers": optimizers})
         if saves_training:
             _check_parts(session)
             _check_first_states(session)

@@ -56,6 +56,8 @@ def save_checkpoint(
         session.held.wake_mirrors()
         mesh, still = session.strategy.mesh_axes, still_parts(session)
         session.writer.save(path, state, mesh=mesh, still=still, origin=origin, single_file=single_file)
+        if session.writer.upload is not None:
+            session.writer.upload.step = session.state.global_step
         if wait:
             session.writer.close()
     if "loop" in state:

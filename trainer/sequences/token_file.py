@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ...common.errors import ConfigError, DataError
+from ...common.local_path import local_path
 from .packed_dataset import IGNORED
 from .token_index import TokenIndex, index_of, tokens_in
 
@@ -53,7 +54,7 @@ class TokenFile(Dataset[Any]):
         for name, value in {"seq_len": seq_len, "vocab_size": vocab_size}.items():
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {name}={value}; give a positive number.")
-        self.path, self.seq_len, self.vocab_size = Path(path), seq_len, vocab_size
+        self.path, self.seq_len, self.vocab_size = local_path("path", path), seq_len, vocab_size
         self._dtype = dtype
         self._tokens: Any = None
         self._index: TokenIndex | None = None

@@ -10,8 +10,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import ClassVar, Final, ParamSpec, TypeVar
 
+from ...callbacks.helpers.loggers import local_folder
 from ...common.console import say
 from ...common.errors import ConfigError
+from ...common.storage import any_path
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -27,7 +29,7 @@ class Profiler(ABC):
     serve several runs, one after the other.
 
     Args:
-        dirpath: the folder of its files; by default that of the run.
+        dirpath: the folder of its files, or its URL; by default that of the run.
         filename: the name of the files, between the stage and the rank; if given, the summary is not printed.
     """
 
@@ -40,12 +42,14 @@ class Profiler(ABC):
     _rank: int | None = None
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None) -> None:
+        if dirpath is not None:
+            any_path("dirpath", dirpath)
         self.dirpath, self.filename = dirpath, filename
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
         """Begin to measure a run; files go to `dirpath`, else to `log_dir`, each rank's under its own name."""
         self._stage, self._rank = stage, local_rank
-        self._folder = Path(self.dirpath or log_dir or ".").absolute()
+        self._folder = local_folder(self.dirpath or log_dir or ".").absolute()
 
     @abstractmethod
     def start(self, action_name: str) -> None:
@@ -108,7 +112,7 @@ class Profiler(ABC):
             self.teardown(stage)
 
     def _path(self, extension: str, action_name: str | None = None) -> Path:
-        folder = Path(self.dirpath or self._folder)  # a profiler may be used without a trainer
+        folder = local_folder(self.dirpath or self._folder)  # a profiler may be used without a trainer
         folder.mkdir(parents=True, exist_ok=True)
         rank = None if self._rank is None else str(self._rank)
         name = "-".join(filter(None, (self._stage, self.filename or "profile", rank, action_name)))

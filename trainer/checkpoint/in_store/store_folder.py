@@ -2,7 +2,8 @@
 
 A checkpoint ``x.ckpt`` has its files in ``x.ckpt/<id>/``, where the id is new for each save: two saves never mix, and
 no name is used again while an older one is deleted. The object ``x.ckpt/manifest.json`` makes it a checkpoint: it names
-the id, is written last, and is deleted first.
+the id, is written last, and is deleted first. The object ``.newest`` beside it names the checkpoint that was committed
+last, for stores whose listings lag behind what was written.
 """
 
 from __future__ import annotations
@@ -11,25 +12,29 @@ import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Final
 
 from ....common.errors import CheckpointError
-from ....common.storage import StorePath
+from ....common.storage import Pending, StorePath, copy_out
 from ....common.storage.store import in_parallel
 from ..manifest import MANIFEST, is_checkpoint, manifest_from, with_folder
-from .links import link_target
-from .local_copy import copy_out
+from .links import link_target, write_link
+
+NEWEST: Final = ".newest"
 
 
 @contextmanager
-def committed_to_store(path: StorePath, *, is_file: bool) -> Iterator[StorePath | Path]:
+def committed_to_store(path: StorePath, *, is_file: bool, pending: Pending | None = None) -> Iterator[StorePath | Path]:
     """Yield a folder to write to, and make it the checkpoint `path` when the block ends without an error.
 
     With `is_file`, yield the name of a new local file instead, whose content becomes the object.
     """
     before = _replaceable(path)
     if is_file:
-        with copy_out(path) as file:
+        with copy_out(path, pending) as file:
             yield file
+        with suppress(OSError):
+            write_link(path.parent / NEWEST, path)
         _delete_folder(path)
         return
     folder = path / secrets.token_hex(8)
@@ -42,6 +47,8 @@ def committed_to_store(path: StorePath, *, is_file: bool) -> Iterator[StorePath 
         raise
     # after an error here the files stay: the store may have written the object although its answer was lost
     (path / MANIFEST).write_bytes(with_folder(manifest_from(text, str(folder / MANIFEST)), folder.name))
+    with suppress(OSError):
+        write_link(path.parent / NEWEST, path)
     with suppress(OSError):
         if path.is_file():  # a link, or a checkpoint in one file
             path.unlink()
@@ -68,8 +75,11 @@ def discard_stored(path: StorePath) -> None:
 
 def candidates(folder: StorePath) -> list[StorePath]:
     """Return what is a checkpoint, or one in a single file, directly in a folder; no link, and nothing unfinished."""
-    names = [entry.name for entry in folder.store.list(folder)]
-    paths = [folder / name for name in names if not (name.startswith(".") or _is_id(name))]
+    names = {entry.name for entry in folder.store.list(folder)}
+    newest = link_target(folder / NEWEST)
+    if newest is not None and newest.parent == folder:
+        names.add(newest.name)
+    paths = [folder / name for name in sorted(names) if not (name.startswith(".") or _is_id(name))]
     return [path for path, is_one in zip(paths, in_parallel(is_checkpoint, paths, threads=16), strict=True) if is_one]
 
 

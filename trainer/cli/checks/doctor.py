@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ....common.console import say
+from ....common.local_path import local_path
 from ....common.table import boxed
 from ....strategies.cluster.environment import DEFAULT_PORT, Environment
 from ....strategies.cluster.launchers import detect_environment
@@ -65,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     if environment.is_external and environment.local_rank:
         return 0  # the first process of each node reports for it
     patient = Patient(
-        options.folder.absolute(),
+        local_path("--folder", options.folder).absolute(),
         environment.local_world_size if environment.is_external else options.nproc,
         environment.main_address if is_launched else host,
         None if is_launched else port,

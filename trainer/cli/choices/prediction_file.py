@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ....callbacks.prediction_writer import BasePredictionWriter
 from ....callbacks.run import Run
 from ....common.errors import ConfigError, ModuleError
+from ....common.storage import StorePath, any_path, copy_out
 from ....strategies.distributed.nested import named_leaves
 from ....strategies.state.lazy_tensor import Block
 from ...checkpoint.safetensors_file import write_tensors
@@ -27,8 +28,8 @@ class PredictionFile(BasePredictionWriter):
     """Write the predictions of all ranks, in dataset order.
 
     Args:
-        path: the file; ``.jsonl`` has an object for each sample, ``.csv`` a line; ``.safetensors`` has one tensor for
-            each name that ``predict_step`` returns (``prediction`` if it returns a tensor).
+        path: the file, or its URL; ``.jsonl`` has an object for each sample, ``.csv`` a line; ``.safetensors`` has one
+            tensor for each name that ``predict_step`` returns (``prediction`` if it returns a tensor).
 
     Raises:
         ConfigError: for another suffix, or a folder that does not exist.
@@ -36,13 +37,13 @@ class PredictionFile(BasePredictionWriter):
 
     def __init__(self, path: str | Path) -> None:
         super().__init__("epoch")
-        self.path = Path(path)
+        self.path = any_path("--output", path)
         if self.path.suffix not in _WRITERS:
             raise ConfigError(
                 f"--output={str(path)!r} must end with one of {', '.join(_WRITERS)}, got {self.path.suffix!r}; the "
                 "suffix chooses the format."
             )
-        if not self.path.parent.is_dir():
+        if not (isinstance(self.path, StorePath) or self.path.parent.is_dir()):
             raise ConfigError(f"--output={str(path)!r} is in a folder that does not exist; create {self.path.parent}.")
 
     def write_on_epoch_end(
@@ -50,6 +51,10 @@ class PredictionFile(BasePredictionWriter):
     ) -> None:
         several = len(batch_indices) > 1
         batches = list(chain.from_iterable(predictions)) if several else list(predictions)
+        if isinstance(self.path, StorePath):
+            with copy_out(self.path) as file:
+                _WRITERS[self.path.suffix](file, _columns(batches))
+            return
         # a file under the final name is always complete
         partial = self.path.with_name(f".{self.path.name}.partial")
         try:

@@ -17,11 +17,12 @@ from ....callbacks.callback import Callback
 from ....common.console import say
 from ....common.errors import ConfigError
 from ....common.table import fitted
+from ....common.units import in_units
 from ....strategies import ActivationCheckpointing, Hardware, Precision
 from ....strategies.torch_internals import fake_mode
 from ...data.seed import seed_everything
 from ...module.data_module import DataModule
-from ...planning.machine import Machine, in_units, nodes_for, parse_bytes, this_machine
+from ...planning.machine import Machine, nodes_for, parse_bytes, this_machine
 from ...planning.plan import Plan, PlannedLayout, Profiles, make_plan
 from ...planning.profiles import take_profiles
 from ...planning.profiling import ProfilingStrategy, building, lacks_values, needs_values

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ....callbacks.figures.figure_file import figure_file
+from ....common.units import in_units
 from ....strategies.estimate.estimate import Estimate
-from ...planning.machine import in_units
 from ...planning.plan import Plan, PlannedLayout
 
 if TYPE_CHECKING:

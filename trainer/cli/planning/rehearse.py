@@ -21,11 +21,11 @@ from ....common.console import say
 from ....common.errors import ConfigError
 from ....common.process_memory import peak_of_process
 from ....common.table import fitted
+from ....common.units import in_units
 from ....strategies.launch.launcher import launch_all
 from ....strategies.placement import BY_NAME, is_auto
 from ....strategies.registry import find_strategy
 from ...data.seed import seed_everything
-from ...planning.machine import in_units
 from ...planning.profiling import building, lacks_values, needs_values
 from ...planning.rehearsal import RehearsedStrategy, as_rank
 from ...planning.rehearsed_rank import RehearsedRank, TakeNotes
