@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: demo test test-fast test-failed test-gpu test-libraries test-versions fuzz soak tour docs lint types typed pyright bench bench-all release clean
+.PHONY: demo test test-fast test-failed test-gpu test-libraries test-versions fuzz soak sweep tour docs lint types typed pyright bench bench-all release clean
 .PRECIOUS: .torch-%/.installed
 
 demo: $(call installed,examples)
@@ -44,6 +44,10 @@ soak: $(call installed,test)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/kill_strategies.py build/soak --kills 30
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/soak.py --minutes 15
 	OMP_NUM_THREADS=1 $(BIN)/python tests/elastic/soak_nodes.py --minutes 30
+
+# each kind of data stopped after every step and resumed, on 1, 2 and 3 ranks, with 0 and 2 workers
+sweep: $(call installed,test)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/trainer/sequences/stop_everywhere.py
 
 # what programs do around fit, with every strategy: half an hour
 tour: $(call installed,test)

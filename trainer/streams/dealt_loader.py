@@ -149,14 +149,19 @@ class DealtLoader:
         readers = (self._num_ranks if turns.division.ranks else 1) * (
             max(1, self._num_workers) if turns.division.workers else 1
         )
-        if readers > 1 and not (isinstance(dataset, Skipping) and dataset.num_lanes % readers == 0):
-            warnings.warn(
-                f"{type(dataset).__name__} is dealt batch by batch: each of {readers} readers (ranks x workers) reads "
-                f"all of it, and keeps one batch in {readers}. To let each read its part alone, give the data set "
-                f"num_shards (at least {self._num_ranks}, better {readers}) and shard(num_shards, index), as streams "
-                "of Hugging Face have them, or divide it by data rank and get_worker_info() in its __iter__.",
-                stacklevel=2,
-            )
+        is_placed = isinstance(dataset, Skipping)
+        if readers == 1 or (is_placed and dataset.num_lanes % readers == 0):
+            return
+        shards = f"num_shards (at least {self._num_ranks}, better {readers})"
+        if is_placed:
+            shards = f"num_shards (each stream of it a multiple of {readers})"
+        warnings.warn(
+            f"{type(dataset).__name__} is dealt batch by batch: each of {readers} readers (ranks x workers) reads "
+            f"all of it, and keeps one batch in {readers}. To let each read its part alone, give the data set "
+            f"{shards} and shard(num_shards, index), as streams of Hugging Face have them, or divide it by data rank "
+            "and get_worker_info() in its __iter__.",
+            stacklevel=2,
+        )
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -169,10 +174,15 @@ class DealtLoader:
             start: with `knows_place`, the position in samples, of all ranks if `is_addressed`.
             state: what `state_dict` returned there; empty for a whole epoch, or to read what comes before again.
         """
-        own = state.get("turns") or self.state_dict().get("turns", {})  # workers of the next epoch know nothing
+        own = state.get("turns", {})
+        is_placed = isinstance(self._loader.dataset, Skipping)  # it knows for itself where a state is from
+        if is_placed and self._num_workers and not own:
+            own = self.state_dict().get("turns", {})  # of the epoch before: new workers know nothing of it
         dataset, self._states, self._last = self._dataset, {}, None
         self._epoch, self._seed = epoch, seed
-        if isinstance(self._loader.dataset, Skipping) and "stream" in own:  # it knows for itself where its state is from
+        if (
+            isinstance(self._loader.dataset, Skipping) and "stream" in own
+        ):  # it knows for itself where its state is from
             own = {**own, "samples": 0}
         elif not state:
             own = {}

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from as_rank import double_trainer
+from small import raises
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -49,7 +50,9 @@ class Block(nn.Module):
         self.up_proj, self.down_proj = nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, x):
-        heads = (project(x).unflatten(-1, (-1, 4)).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj))
+        heads = (
+            project(x).unflatten(-1, (-1, 4)).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
         x = x + self.o_proj(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(-2))
         return x + self.down_proj(F.gelu(self.up_proj(x)))
 
@@ -112,13 +115,23 @@ def fit(strategy, settings, batch_size=2, ckpt_path=None, saves=None, folder=Non
     trainer = double_trainer(strategy=strategy, callbacks=callbacks, **settings)
     trainer.fit(module, loader(batch_size), DataLoader(TEXTS[:2], 2, collate_fn=pad), ckpt_path=ckpt_path)
     weights = trainer.strategy.full_model_state()
-    saved = sorted(int(path.name.split("step=")[1].removesuffix(".ckpt")) for path in folder.glob("*step=*")) if folder else []
+    saved = (
+        sorted(int(path.name.split("step=")[1].removesuffix(".ckpt")) for path in folder.glob("*step=*"))
+        if folder
+        else []
+    )
     return (amounts.steps, amounts.validated, saved), weights, trainer
 
 
 def fit_by(unit, strategy, folder, **settings):
     limits = {"global_batch_size": 4, **LIMITS[unit], **settings}
     return fit(strategy, limits, saves=SAVES[unit], folder=folder)
+
+
+def fit_to_a_budget(strategy, batch_size):
+    settings = {"accumulate_tokens": BUDGET, "max_epochs": 2}
+    seen, weights, _ = fit(strategy, settings, batch_size)
+    return seen[0], weights
 
 
 def in_layouts(folder):
@@ -133,6 +146,11 @@ def in_layouts(folder):
             settings = {"global_batch_size": 4, **LIMITS[unit]}
             rest, resumed, _ = fit(make(), settings, ckpt_path=here / "at.ckpt")
             found[name, unit, "resumed"] = (*(a + b for a, b in zip(begun[:2], rest[:2], strict=True)),), resumed
+    for name in ("fsdp", "tp", "cp"):
+        found[name, "budget"] = fit_to_a_budget(LAYOUTS[name](), 2)
+    with raises(ConfigError, "A pipeline has the same number of micro-batches in each step", "accumulate_tokens=80"):
+        fit_to_a_budget(LAYOUTS["pp"](), 2)
+    found["local_sgd"] = fit_by("tokens", LocalSGDStrategy(period=2), folder / "local")[0]
     return found
 
 
@@ -170,3 +188,28 @@ def test_a_layout_ends_validates_and_saves_as_one_process(name, unit, found, alo
         assert rank[name, unit, "resumed"][0] == seen[:2]
     assert_same(found[0][name, unit][1], weights)
     assert_same(found[0][name, unit, "resumed"][1], weights)
+
+
+@pytest.mark.parametrize(("name", "batch_size"), [("fsdp", 4), ("tp", 2), ("cp", 2)])
+def test_a_layout_reaches_a_budget_of_tokens_as_one_process(name, batch_size, found):
+    # a micro-batch of two data ranks is one of twice the size
+    steps, weights = fit_to_a_budget("single", batch_size)
+    assert len(steps) > 4 and steps[-1][2] == 2 * TOTAL
+    for rank in found:
+        assert rank[name, "budget"][0] == steps
+    assert_same(found[0][name, "budget"][1], weights)
+
+
+def test_replicas_that_step_apart_count_the_tokens_of_all(found, alone):
+    for rank in found:
+        assert rank["local_sgd"] == alone["tokens"][0]
+
+
+def test_an_elastic_run_counts_the_tokens_of_restarted_steps_once(folder, alone):
+    strategy = ElasticStrategy("ddp", snapshot_every=2, chaos="kill:rank=1@step=5")
+    limits = {"global_batch_size": 4, "devices": 2, **LIMITS["tokens"]}
+    (_, _, saved), weights, trainer = fit(strategy, limits, saves=SAVES["tokens"], folder=folder / "elastic")
+    (steps, _, expected), whole = alone["tokens"]
+    assert (trainer.global_step, trainer.samples_seen, trainer.tokens_seen) == steps[-1]
+    assert saved == expected
+    assert_same(weights, whole)
