@@ -32,9 +32,11 @@ test-fast: $(call installed,test)
 test-failed: $(call installed,test)
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests --last-failed --last-failed-no-failures none
 
-# all cases of the tables of which `make test` takes some
+# all cases of the tables of which `make test` takes some; each kind of data stopped after every step and resumed, on 1, 2
+# and 3 ranks, with 0 and 2 workers
 sweep: $(call installed,test)
 	ECHELON_SWEEP=1 OMP_NUM_THREADS=1 $(BIN)/pytest tests -m sweep --numprocesses 4 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python tests/trainer/sequences/stop_everywhere.py
 
 fuzz: $(call installed,test)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz.py 20000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import os
 import subprocess
 import sys
@@ -145,11 +146,50 @@ def timeline(schedule: Any, folder: Path) -> Path:
     return folder / "timeline.png"
 
 
+def packing(folder: Path) -> Path:
+    """Return a drawing of the same documents padded and packed, and of the masks of a pack."""
+    generator = torch.Generator().manual_seed(4)
+    lengths = [int(length) for length in torch.randint(2, 15, (16,), generator=generator)]
+    packs = echelon.PackedDataset([torch.zeros(length) for length in lengths], 24, shuffle=False)
+    padded, packed = torch.full((16, 24), math.nan), torch.full((16, 24), math.nan)
+    for document, length in enumerate(lengths):
+        padded[document, :length] = document
+    for number in range(len(packs)):
+        row = [torch.full((stop - start,), float(document)) for document, start, stop in packs.parts_of(number)]
+        packed[number, : sum(map(len, row))] = torch.cat(row)
+    figure = Figure(figsize=(13, 3.4), dpi=120, layout="constrained")
+    axes = figure.subplots(1, 5)
+    for axis, (title, rows) in zip(axes, {"padded": padded, "packed": packed}.items(), strict=False):
+        rows = rows[: len(packs)] if title == "packed" else rows
+        axis.pcolormesh(rows, cmap="tab20", edgecolors="white", linewidth=0.4, vmin=0, vmax=16)
+        share = f"{float(rows.isnan().double().mean()):.0%} padding"
+        axis.set(title=f"{title},\n{share}", xlabel="place", ylabel="sequence", ylim=(16, 0))
+    largest = max(range(len(packs)), key=lambda number: len(packs.parts_of(number)))
+    ids, row = packs[largest]["document_ids"][None], packed[largest]
+    masks = {
+        "is_causal=True: wrong,\nred is between documents": echelon.document_mask(torch.zeros_like(ids)),
+        "document_mask(ids)": echelon.document_mask(ids),
+        "document_mask(ids,\nwindow=3)": echelon.document_mask(ids, window=4),
+    }
+    for axis, (title, mask) in zip(axes[2:], masks.items(), strict=True):
+        is_seen = mask[0, 0] & (ids[0] >= 0)[:, None]  # what padding attends to counts nowhere
+        axis.pcolormesh(torch.where(is_seen, row[:, None], math.nan), cmap="tab20", edgecolors="white", linewidth=0.3,
+                        vmin=0, vmax=16)  # fmt: skip
+        between = torch.where(is_seen & (ids[0][:, None] != ids[0]), 1.0, math.nan)
+        axis.pcolormesh(between, cmap="Reds", vmin=0, vmax=1.2)
+        axis.set(title=title, xlabel="key", ylabel="query", ylim=(24, 0), aspect="equal")
+    for axis in axes:
+        axis.set_facecolor("#e8e8e8")
+    figure.savefig(folder / "packing.png")
+    return folder / "packing.png"
+
+
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zbv_zero_bubble")
 PICTURES: dict[str, Callable[[Path], Path]] = {
     "curves": curves,
     "goodput": goodput,
     "stragglers": stragglers,
+    "packing": packing,
     **{f"timeline_{schedule}": partial(timeline, schedule) for schedule in SCHEDULES},
 }
 

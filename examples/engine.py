@@ -4,7 +4,8 @@ import argparse
 import math
 
 import torch
-from gpt import GPT, SourceData
+from gpt import GPT
+from parallel import SourceData
 from torch.nn import functional as F
 
 import echelon
@@ -18,7 +19,7 @@ def learning_rate(step, max_steps, highest=3e-3, warmup=20):
 
 def main(engine, options):
     engine.seed_everything(1)
-    data = SourceData()
+    data = SourceData(context=96, batch_size=32)
     data.setup("fit")
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)

@@ -1,4 +1,8 @@
-"""A small GPT that reads the source of Python's own standard library, byte by byte, and then writes some."""
+"""A small GPT that reads the source of Python's own standard library, byte by byte, and then writes some.
+
+It reads in paragraphs, of which several share a sequence (docs/sequences.md): padding each to 256 bytes would make half
+of every batch padding.
+"""
 
 import argparse
 import math
@@ -8,48 +12,37 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import echelon
 
 
-class Windows(Dataset):
-    """A text split into windows of `context` bytes; the target of each is the window one byte further on."""
-
-    def __init__(self, text, context):
-        self.text, self.context = text, context
-
-    def __len__(self):
-        return (len(self.text) - 1) // self.context
-
-    def __getitem__(self, index):
-        window = self.text[index * self.context :][: self.context + 1].long()
-        return window[:-1], window[1:]
-
-
 class SourceData(echelon.DataModule):
-    """The modules of the standard library, in alphabetical order; the last tenth of the text is for validation."""
+    """The paragraphs of the standard library, packed; those of each tenth module are for validation."""
 
-    def __init__(self, context: int = 96, batch_size: int = 32):
+    def __init__(self, context: int = 256, batch_size: int = 12):
         super().__init__()
         self.save_hyperparameters()
 
     def setup(self, stage):
         files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-        text = torch.frombuffer(bytearray(b"\n".join(file.read_bytes() for file in files)), dtype=torch.uint8)
-        split = len(text) * 9 // 10
-        self.train = Windows(text[:split], self.hparams.context)
-        self.val = Windows(text[split:], self.hparams.context)
+        self.val = self.packed(files[::10])
+        self.train = self.packed(file for number, file in enumerate(files) if number % 10)
+
+    def packed(self, files):
+        paragraphs = [part for file in files for part in file.read_bytes().split(b"\n\n") if part.strip()]
+        documents = [torch.frombuffer(bytearray(part + b"\n"), dtype=torch.uint8) for part in paragraphs]
+        return echelon.PackedDataset(documents, self.hparams.context, lengths=[len(each) for each in documents])
 
     def train_dataloader(self):
-        return DataLoader(self.train, self.hparams.batch_size, shuffle=True)
+        return DataLoader(self.train, self.hparams.batch_size, shuffle=True, collate_fn=echelon.PackedDataset.collate)
 
     def val_dataloader(self):
-        return DataLoader(self.val, self.hparams.batch_size)
+        return DataLoader(self.val, self.hparams.batch_size, collate_fn=echelon.PackedDataset.collate)
 
 
 class Block(nn.Module):
-    """Causal self-attention, then a two-layer perceptron, each with its input normalized and a residual connection."""
+    """Self-attention, then a two-layer perceptron, each with its input normalized and a residual connection."""
 
     def __init__(self, width, heads):
         super().__init__()
@@ -58,9 +51,9 @@ class Block(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
-    def forward(self, x):
+    def forward(self, x, mask):
         query, key, value = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        attended = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None)
         x = x + self.out(attended.transpose(1, 2).flatten(-2))
         return x + self.mlp(self.norm2(x))
 
@@ -68,24 +61,30 @@ class Block(nn.Module):
 class GPT(echelon.TrainModule):
     """A decoder over bytes, trained with learning rate warm-up and cosine decay."""
 
-    def __init__(self, context: int = 96, width: int = 96, depth: int = 3, heads: int = 3, lr: float = 3e-3):
+    def __init__(self, context: int = 256, width: int = 96, depth: int = 3, heads: int = 3, lr: float = 3e-3):
         super().__init__()
         self.save_hyperparameters()
-        self.token = nn.Embedding(256, width)
+        self.token, self.position = nn.Embedding(256, width), nn.Embedding(context, width)
         nn.init.normal_(self.token.weight, std=0.02)  # also the last layer: the first loss should be ln 256
-        self.position = nn.Parameter(torch.zeros(context, width))
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
+        nn.init.zeros_(self.position.weight)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.example_input_array = torch.zeros(1, context, dtype=torch.long)
 
-    def forward(self, tokens):
-        x = self.blocks(self.token(tokens) + self.position[: tokens.shape[1]])
+    def forward(self, tokens, positions=None, documents=None):
+        """Return logits; by default, each sequence is one document."""
+        mask = None if documents is None else echelon.document_mask(documents)
+        positions = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
+        x = self.token(tokens) + self.position(positions)
+        for block in self.blocks:
+            x = block(x, mask)
         return F.linear(self.norm(x), self.token.weight)
 
     def loss(self, batch):
-        tokens, targets = batch
-        total = F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
-        return echelon.Loss(total, count=targets.numel())
+        logits = self(batch["input_ids"], batch["position_ids"], batch["document_ids"])
+        targets = batch["shift_labels"].flatten()  # -100, which is no target, where the next byte is another document's
+        total = F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum")
+        return echelon.Loss(total, count=(targets != -100).sum())
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
@@ -113,7 +112,7 @@ class GPT(echelon.TrainModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def configure_callbacks(self):
-        return [echelon.ThroughputMonitor(length_fn=lambda batch: batch[0].numel()), echelon.LearningRateMonitor()]
+        return [echelon.ThroughputMonitor(length_fn=self.tokens_of), echelon.LearningRateMonitor()]
 
     @torch.no_grad()
     def write(self, prompt, length, temperature=0.8):
@@ -140,4 +139,4 @@ if __name__ == "__main__":
         log_every_n_steps=10,
     )
     trainer.fit(module, datamodule=SourceData())
-    print(module.write("\ndef ", length=400))
+    print(module.write("    def ", length=400))

@@ -11,7 +11,7 @@ python examples/moe.py --devices 2 --ep 2 --balance 0.01           biases of the
 import argparse
 
 import torch
-from gpt import SourceData
+from parallel import SourceData
 from torch import nn
 from torch.nn import functional as F
 
@@ -92,5 +92,5 @@ if __name__ == "__main__":
     )
     if options.devices > 1:
         print(strategy.plan(module), flush=True)
-    trainer.fit(module, datamodule=SourceData(context=64, batch_size=4))
+    trainer.fit(module, datamodule=SourceData())
     print(f"Loss after {trainer.global_step} steps: {trainer.callback_metrics['loss/train']:.9f}")

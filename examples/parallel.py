@@ -12,13 +12,45 @@ python examples/parallel.py --devices 8 --tp 2 --cp 2              two shards, w
 """
 
 import argparse
+import sysconfig
+from pathlib import Path
 
 import torch
-from gpt import SourceData
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
 
 import echelon
+
+
+class Windows(Dataset):
+    """A text split into windows of `context` bytes; the target of each is the window one byte further on."""
+
+    def __init__(self, text, context):
+        self.text, self.context = text, context
+
+    def __len__(self):
+        return (len(self.text) - 1) // self.context
+
+    def __getitem__(self, index):
+        window = self.text[index * self.context :][: self.context + 1].long()
+        return window[:-1], window[1:]
+
+
+class SourceData(echelon.DataModule):
+    """The modules of the standard library, in alphabetical order."""
+
+    def __init__(self, context: int = 64, batch_size: int = 4):
+        super().__init__()
+        self.save_hyperparameters()
+
+    def setup(self, stage):
+        files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+        text = torch.frombuffer(bytearray(b"\n".join(file.read_bytes() for file in files)), dtype=torch.uint8)
+        self.train = Windows(text, self.hparams.context)
+
+    def train_dataloader(self):
+        return DataLoader(self.train, self.hparams.batch_size, shuffle=True)
 
 
 class Block(nn.Module):
@@ -102,5 +134,5 @@ if __name__ == "__main__":
         logger=False,
     )
     print(strategy.plan(module), flush=True)
-    trainer.fit(module, datamodule=SourceData(context=64, batch_size=4))
+    trainer.fit(module, datamodule=SourceData())
     print(f"Loss after {trainer.global_step} steps: {trainer.callback_metrics['loss/train']:.9f}")

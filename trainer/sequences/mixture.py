@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Final, Literal, NamedTuple
@@ -15,7 +16,7 @@ from ..streams.stated import saves
 from .interleaving import Interleaving, keys_of
 from .mixed_source import MixedSource, Place, is_stream
 from .mixture_weights import Phases, phases_of, weights_of
-from .stream_cursor import StreamCursor
+from .stream_cursor import StreamLanes, num_lanes
 
 Stop = Literal["first_exhausted", "all_exhausted"] | int
 _STOPS: Final = ("first_exhausted", "all_exhausted")
@@ -197,41 +198,65 @@ class StreamedMixture(Mixture, IterableDataset[Any]):
     they are picked. Under a Trainer each rank and worker picks its batches.
     """
 
-    _cursors: Mapping[str, StreamCursor] | None = None
+    _lanes: Mapping[str, StreamLanes] | None = None
+    _at = 0
+    """The position, since the start of training, up to which lanes have counted."""
+    _block = 1
     _saved: Mapping[str, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the streams that are being read in this process."""
-        return {**self.__dict__, "_cursors": None}
+        return {**self.__dict__, "_lanes": None}
+
+    @property
+    def num_lanes(self) -> int:
+        """How many readers can go through parts of the streams that no other one needs."""
+        return math.gcd(*(num_lanes(source.dataset) for source in self._sources if source.is_stream))
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         worker, size = (0, 1) if info is None else (info.id, info.num_workers)
-        return (sample for _, sample in self.samples_from(0, lambda position: position % size == worker))
+        return (sample for _, sample in self.samples_from(0, lambda position: position % size == worker, 1))
 
-    def samples_from(self, start: int, wanted: Callable[[int], bool]) -> Iterator[tuple[int, Any]]:
+    def samples_from(self, start: int, wanted: Callable[[int], bool], block: int) -> Iterator[tuple[int, Any]]:
         """Yield those samples of the epoch, with their positions, from one position on, that are wanted."""
-        saved, self._saved = self._saved, None
         base, key = self.epoch * len(self), derive(self.seed, self.epoch)
-        cursors = {source.name: StreamCursor(source) for source in self._sources if source.is_stream}
-        self._cursors = cursors
-        if saved is not None:
-            for name, cursor in cursors.items():
-                cursor.load_state_dict(saved["streams"][name])
-        counts = self._order.counts(base + start)
-        for source, count in zip(self._sources, counts, strict=True):
-            if source.is_stream:
-                cursors[source.name].skip_to(count)
+        lanes = self._lanes_at(base + start, block)
         for position in range(start, len(self)):
             number, place = self._placed(base + position)
             source, is_wanted = self._sources[number], wanted(position)
             if source.is_stream:
-                sample = next(cursors[source.name])
+                sample = lanes[source.name].draw(position // block, is_wanted=is_wanted)
             elif is_wanted:
                 seed_generators(mix(key, position))
                 sample = source.read(*place)
+            self._at = base + position + 1
             if is_wanted:
                 yield position, sample
+
+    def _lanes_at(self, position: int, block: int) -> Mapping[str, StreamLanes]:
+        """Return the streams at a position: from a saved state, or as they were left, or from their beginning."""
+        saved, self._saved = self._saved, None
+        lanes = self._lanes if saved is None and self._at <= position else None
+        at, old_block = self._at, self._block
+        if lanes is None:
+            lanes, at, old_block = {each.name: StreamLanes(each) for each in self._sources if each.is_stream}, 0, block
+        if saved is not None and saved["at"] <= position:
+            at, old_block = saved["at"], saved["block"]
+            for name, each in lanes.items():
+                if name in saved["lanes"]:
+                    each.load_state_dict(saved["lanes"][name])
+        if any(each.size > 1 for each in lanes.values()):
+            for place in range(at, position):
+                source = self._sources[self._placed(place)[0]]
+                if source.is_stream:
+                    lanes[source.name].draw(place % len(self) // old_block, is_wanted=False)
+        else:
+            for source, count in zip(self._sources, self._order.counts(position), strict=True):
+                if source.is_stream:
+                    lanes[source.name].drawn = [count]
+        self._lanes, self._at, self._block = lanes, position, block
+        return lanes
 
     def look(self) -> list[Any]:
         """Return the first samples of the streams, which are left as they were."""
@@ -245,8 +270,8 @@ class StreamedMixture(Mixture, IterableDataset[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the streams are after the sample that was read last."""
-        cursors = self._cursors or {}
-        return {"streams": {name: cursor.state_dict() for name, cursor in cursors.items()}}
+        lanes = {name: each.state_dict() for name, each in (self._lanes or {}).items()}
+        return {"at": self._at, "block": self._block, "lanes": lanes}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Let the next reading begin with the streams where they were."""

@@ -13,7 +13,7 @@ from .numbers import Numbers
 from .probe import Division, division_of, fingerprint, fingerprints_of_workers
 from .shards import InShards, Progress, ShardDataset
 from .stated import Stated, WorkerBeginning, saves, with_dataset
-from .turns import Skipping, TurnDataset
+from .turns import Skipping, TurnDataset, with_lanes
 
 Gather = Callable[[list[float]], Sequence[Sequence[float]]]
 """Gathers numbers: one row per data rank. Collective: every rank calls it."""
@@ -149,14 +149,19 @@ class DealtLoader:
         readers = (self._num_ranks if turns.division.ranks else 1) * (
             max(1, self._num_workers) if turns.division.workers else 1
         )
-        if readers > 1:
-            warnings.warn(
-                f"{type(dataset).__name__} is dealt batch by batch: each of {readers} readers (ranks x workers) reads "
-                f"all of it, and keeps one batch in {readers}. To let each read its part alone, give the data set "
-                f"num_shards (at least {self._num_ranks}, better {readers}) and shard(num_shards, index), as streams "
-                "of Hugging Face have them, or divide it by data rank and get_worker_info() in its __iter__.",
-                stacklevel=2,
-            )
+        is_placed = isinstance(dataset, Skipping)
+        if readers == 1 or (is_placed and dataset.num_lanes % readers == 0):
+            return
+        shards = f"num_shards (at least {self._num_ranks}, better {readers})"
+        if is_placed:
+            shards = f"num_shards (each stream of it a multiple of {readers})"
+        warnings.warn(
+            f"{type(dataset).__name__} is dealt batch by batch: each of {readers} readers (ranks x workers) reads "
+            f"all of it, and keeps one batch in {readers}. To let each read its part alone, give the data set "
+            f"{shards} and shard(num_shards, index), as streams of Hugging Face have them, or divide it by data rank "
+            "and get_worker_info() in its __iter__.",
+            stacklevel=2,
+        )
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -169,10 +174,19 @@ class DealtLoader:
             start: with `knows_place`, the position in samples, of all ranks if `is_addressed`.
             state: what `state_dict` returned there; empty for a whole epoch, or to read what comes before again.
         """
+        own = state.get("turns", {})
+        is_placed = isinstance(self._loader.dataset, Skipping)  # it knows for itself where a state is from
+        if is_placed and self._num_workers and not own:
+            own = self.state_dict().get("turns", {})  # of the epoch before: new workers know nothing of it
         dataset, self._states, self._last = self._dataset, {}, None
         self._epoch, self._seed = epoch, seed
+        if (
+            isinstance(self._loader.dataset, Skipping) and "stream" in own
+        ):  # it knows for itself where its state is from
+            own = {**own, "samples": 0}
+        elif not state:
+            own = {}
         if isinstance(dataset, TurnDataset):
-            own = state.get("turns", {})
             dataset.seek(epoch, seed, start, own if own.get("samples", 0) <= start else {})
         elif dataset is not None:
             self._before = {int(shard): each for shard, each in state.get("shards", {}).items()}
@@ -213,7 +227,8 @@ class DealtLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return what the last batch left behind, to go on from there."""
         if isinstance(self._dataset, TurnDataset):
-            return {"turns": dict(self._states[self._last])} if self._last is not None else {}
+            states = self._states
+            return {"turns": with_lanes(states[self._last], states.values())} if self._last is not None else {}
         shards: dict[str, Any] = {str(shard): dict(each) for shard, each in self._before.items()}
         for state in self._states.values():
             shards.update(state)
@@ -222,12 +237,14 @@ class DealtLoader:
 
 
 def joined(state: Mapping[str, Any], of_all: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a rank's state with how far all ranks have read their shards, for another number of ranks."""
+    """Return a rank's state with how far all ranks have read their shards or lanes, for another number of ranks."""
     shards: dict[str, Any] = {}
     for each in of_all:
         for shard, progress in each.get("shards", {}).items():
             if shard not in shards or progress["samples"] >= shards[shard]["samples"]:
                 shards[shard] = progress
+    if "turns" in state:
+        return {**state, "turns": with_lanes(state["turns"], [each.get("turns", {}) for each in of_all])}
     return {**state, "shards": shards} if "shards" in state else dict(state)
 
 

@@ -22,8 +22,15 @@ _MASK: Final = 0x7FFF_FFFF_FFFF_FFFF
 class Skipping(Protocol):
     """A stream that is the same wherever it is read, and yields chosen samples without reading the others."""
 
-    def samples_from(self, start: int, wanted: Callable[[int], bool]) -> Iterator[tuple[int, Any]]:
-        """Yield those samples of an epoch, with their positions, from one position on, that are `wanted`."""
+    @property
+    def num_lanes(self) -> int:
+        """How many readers can go through parts that no other one needs, if each takes every n-th block."""
+
+    def samples_from(self, start: int, wanted: Callable[[int], bool], block: int) -> Iterator[tuple[int, Any]]:
+        """Yield those samples of an epoch, with their positions, from one position on, that are `wanted`.
+
+        Whole blocks of `block` positions are wanted, or not.
+        """
 
     def look(self) -> Sequence[Any]:
         """Return the first samples of what it reads, which all ranks must have alike; it is left as it was."""
@@ -134,7 +141,7 @@ class TurnDataset(IterableDataset[Any]):
             if "stream" in state:
                 dataset.load_state_dict(state["stream"])
             if isinstance(dataset, Skipping):
-                yield from dataset.samples_from(start, wanted)
+                yield from dataset.samples_from(start, wanted, self._block)
                 return
             with context:
                 samples = iter(dataset)
@@ -159,3 +166,19 @@ class TurnDataset(IterableDataset[Any]):
         if self.division.workers and self._read >= self._num_ahead and saves(self.dataset):
             state["stream"] = self.dataset.state_dict()
         return state
+
+
+def with_lanes(state: Mapping[str, Any], of_all: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a reader's state with how far any reader has gone in each lane of each stream, if these have lanes."""
+    own = state.get("stream", {})
+    if not isinstance(own, Mapping) or "lanes" not in own:
+        return dict(state)
+    furthest = {name: dict(each["lanes"]) for name, each in own["lanes"].items()}
+    for other in of_all:
+        for name, each in other.get("stream", {}).get("lanes", {}).items():
+            lanes = furthest.setdefault(name, {})
+            for lane, place in each["lanes"].items():
+                if lane not in lanes or place["taken"] > lanes[lane]["taken"]:
+                    lanes[lane] = place
+    named = {name: {**each, "lanes": furthest[name]} for name, each in own["lanes"].items()}
+    return {**state, "stream": {**own, "lanes": named}}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from echelon import ParallelStrategy, Strategy, Trainer, TrainModule, seed_everything
+from echelon import PackedDataset, ParallelStrategy, Strategy, Trainer, TrainModule, seed_everything
 from echelon.testing import run_ranks
 
 sys.path.append(str(Path(__file__).parents[3] / "examples"))
@@ -28,7 +28,7 @@ class TiedGPT(GPT):  # type: ignore[misc]
     """The model of examples/gpt.py, whose last layer shares its first layer's table: both stages have it."""
 
     def configure_pipeline(self, num_stages: int) -> Sequence[Sequence[str]]:
-        return [["token", "blocks.0", "blocks.1"], ["blocks.2", "norm", "token"]]
+        return [["token", "position", "blocks.0", "blocks.1"], ["blocks.2", "norm", "token"]]
 
     def configure_callbacks(self) -> list[Any]:
         return []
@@ -90,7 +90,8 @@ def make(name: str) -> tuple[TrainModule, DataLoader[Any]]:
     seed_everything(3, verbose=False)
     tokens = torch.randint(24, (NUM_SAMPLES, 10))
     if name == "gpt":
-        return TiedGPT(context=10, width=12, heads=2), loader(tokens[:, :-1], tokens[:, 1:])
+        packs = PackedDataset(torch.cat([tokens, tokens.flip(1)]), 20)
+        return TiedGPT(context=20, width=12, heads=2), DataLoader(packs, 2, collate_fn=PackedDataset.collate)
     if name == "llama":
         return Llama(), loader(tokens)
     # the images are double: the step does not convert them

@@ -3,19 +3,19 @@
 import itertools
 import pickle
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 from in_step import on_ranks
 from recording_logger import RecordingLogger
 from small import Regression, quiet, raises, samples
+from stopped_reading import read, steps_of, train_data
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from echelon import ConfigError, DataError, KeyedSampler, Mixture, PackedDataset, SampleLedger
 from echelon.callbacks.samples.audit import audit
 from echelon.trainer.data.index_stream import DataRanks
-from echelon.trainer.data.stream import Cut
-from echelon.trainer.data.train_data import TrainData
 from echelon.trainer.sequences.interleaving import Interleaving, keys_of
 
 A, B = list(range(100)), list(range(1000, 1030))
@@ -206,39 +206,13 @@ class Streams:
     resumable = staticmethod(lambda: Mixture({"a": (A, 0.7), "s": (Resumable(1000, 1008), 0.3)}, stop=61))
 
 
-def steps_of(data, done, stop=None):
-    steps = []
-    for window in itertools.islice(data.windows(done), stop):
-        steps.append([number for micro_batch in window for number in micro_batch.batch.tolist()])
-        done += window.length
-    return steps, done
-
-
-def train_data(make, ranks, workers):
-    loader = DataLoader(make(), 3, num_workers=workers)
-    return TrainData(loader, seed=7, cut=Cut(1, None, ranks), limit=1.0, in_order=False)
+def loader_of(make, workers=0):
+    return DataLoader(make(), 3, num_workers=workers)
 
 
 def read_with_a_stop(make, before, after, stop, epoch=1):
     """Return an epoch's samples, of which the first steps are read by other ranks and workers."""
-
-    def begin(ranks):
-        data = train_data(make, ranks, before[1])
-        data.begin_epoch(epoch)
-        steps, done = steps_of(data, 0, stop)
-        return steps, data.state_dict(), done
-
-    first = on_ranks(before[0], begin, DataRanks())
-    states = [state for _, state, _ in first]
-
-    def go_on(ranks):
-        data = train_data(make, ranks, after[1])
-        own = states[ranks.data_rank if before[0] == after[0] else 0]
-        return steps_of(data, data.resume_epoch(epoch, own, first[0][2], states))[0]
-
-    rest = on_ranks(after[0], go_on, DataRanks())
-    by_step = [*zip(*(steps for steps, _, _ in first), strict=True), *itertools.zip_longest(*rest, fillvalue=[])]
-    return list(itertools.chain(*itertools.chain(*by_step)))
+    return read(partial(loader_of, make), before, after, stop, epoch=epoch)
 
 
 @pytest.mark.filterwarnings("ignore:StreamedMixture is dealt batch by batch")
@@ -264,12 +238,12 @@ def test_streams_go_on_from_pass_to_pass_and_epoch_to_epoch():
 
 
 def test_a_stream_with_a_state_is_not_read_again():
-    data = train_data(Streams.resumable, DataRanks(), 0)
+    data = train_data(loader_of(Streams.resumable), DataRanks())
     data.begin_epoch(0)
     steps_of(data, 0, 10)
     stream = Resumable(1000, 1008)
     make = lambda: Mixture({"a": (A, 0.7), "s": (stream, 0.3)}, stop=61)  # noqa: E731
-    again = train_data(make, DataRanks(), 0)
+    again = train_data(loader_of(make), DataRanks())
     steps, _ = steps_of(again, again.resume_epoch(0, data.state_dict(), 10))
     assert stream.reads == sum(number >= 1000 for step in steps for number in step)
 
@@ -297,7 +271,7 @@ class OfWorker(Numbers):
 def test_a_stream_that_divides_itself_by_rank_is_an_error_and_by_worker_none():
     def run(ranks):
         make = lambda: Mixture({"a": (A, 1), "s": (OfRank(ranks.data_rank, ranks.data_size), 1)}, stop=20)  # noqa: E731
-        data = train_data(make, ranks, 0)
+        data = train_data(loader_of(make), ranks)
         with raises(DataError, "A stream of StreamedMixture must be the same on all ranks", "it divides itself"):
             data.begin_epoch(0)
             next(data.windows(0))

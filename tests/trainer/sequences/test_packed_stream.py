@@ -3,14 +3,13 @@
 import itertools
 
 import pytest
-from in_step import on_ranks
+import stopped_reading
 from small import raises
+from stopped_reading import steps_of, train_data
 from torch.utils.data import DataLoader, IterableDataset
 
 from echelon import ConfigError, DataError, PackedDataset
 from echelon.trainer.data.index_stream import DataRanks
-from echelon.trainer.data.stream import Cut
-from echelon.trainer.data.train_data import TrainData
 
 SEQ_LEN = 16
 METHODS = ["concatenate", "first-fit", "best-fit-decreasing"]
@@ -76,39 +75,18 @@ def test_every_token_comes_once(method):
         }
 
 
-def train_data(packs, ranks, workers):
-    loader = DataLoader(packs, 2, num_workers=workers, collate_fn=PackedDataset.collate)
-    return TrainData(loader, seed=7, cut=Cut(1, None, ranks), limit=1.0, in_order=False)
+def loader_of(packs, workers=0):
+    return DataLoader(packs, 2, num_workers=workers, collate_fn=PackedDataset.collate)
 
 
-def steps_of(data, done, stop=None):
-    steps = []
-    for window in itertools.islice(data.windows(done), stop):
-        batches = (micro_batch.batch for micro_batch in window)
-        steps.append([token for batch in batches for token in batch["input_ids"][batch["document_ids"] >= 0].tolist()])
-        done += window.length
-    return steps, done
+def tokens_in(batch):
+    return batch["input_ids"][batch["document_ids"] >= 0].tolist()
 
 
 def read(kind, method, before, after=None, stop=None):
-    def begin(ranks):
-        data = train_data(packs_of(kind, method), ranks, before[1])
-        data.begin_epoch(0)
-        steps, done = steps_of(data, 0, stop)
-        return steps, data.state_dict(), done
-
-    first = on_ranks(before[0], begin, DataRanks())
-    by_step = list(zip(*(steps for steps, _, _ in first), strict=True))
-    if after is not None:
-        states = [state for _, state, _ in first]
-
-        def go_on(ranks):
-            data = train_data(packs_of(kind, method), ranks, after[1])
-            own = states[ranks.data_rank if before[0] == after[0] else 0]
-            return steps_of(data, data.resume_epoch(0, own, first[0][2], states))[0]
-
-        by_step += itertools.zip_longest(*on_ranks(after[0], go_on, DataRanks()), fillvalue=[])
-    return list(itertools.chain(*itertools.chain(*by_step)))
+    return stopped_reading.read(
+        lambda workers: loader_of(packs_of(kind, method), workers), before, after, stop, samples_of=tokens_in
+    )
 
 
 @pytest.mark.filterwarnings("ignore:PackedStream is dealt batch by batch", "ignore:DataLoader cannot skip")
@@ -127,12 +105,12 @@ def test_shards_are_packed_by_themselves(before, after):
 
 
 def test_a_state_is_that_of_the_group():
-    data = train_data(packs_of(Resumable, "best-fit-decreasing"), DataRanks(), 0)
+    data = train_data(loader_of(packs_of(Resumable, "best-fit-decreasing")), DataRanks())
     data.begin_epoch(0)
-    steps_of(data, 0, 15)
+    steps_of(data, 0, 15, tokens_in)
     stream = Resumable()
-    again = train_data(PackedDataset(stream, SEQ_LEN, buffer=8), DataRanks(), 0)
-    steps_of(again, again.resume_epoch(0, data.state_dict(), 15))
+    again = train_data(loader_of(PackedDataset(stream, SEQ_LEN, buffer=8)), DataRanks())
+    steps_of(again, again.resume_epoch(0, data.state_dict(), 15), None, tokens_in)
     assert 0 < stream.reads < len(TEXTS) - 16
 
 

@@ -4,14 +4,14 @@ import itertools
 import warnings
 
 import pytest
+import stopped_reading
 import torch
 from in_step import on_ranks
+from stopped_reading import steps_of, train_data
 from torch.utils.data import DataLoader
 
 from echelon import Mixture
 from echelon.trainer.data.index_stream import DataRanks
-from echelon.trainer.data.stream import Cut
-from echelon.trainer.data.train_data import TrainData
 
 datasets = pytest.importorskip("datasets")
 
@@ -39,40 +39,12 @@ def collate(rows):
     return torch.tensor([row["number"] for row in rows])
 
 
-def train_data(dataset, ranks, workers):
-    loader = DataLoader(dataset, 3, num_workers=workers, collate_fn=collate)
-    return TrainData(loader, seed=7, cut=Cut(1, None, ranks), limit=1.0, in_order=False)
-
-
-def steps_of(data, done, stop=None):
-    steps = []
-    for window in itertools.islice(data.windows(done), stop):
-        steps.append([number for micro_batch in window for number in micro_batch.batch.tolist()])
-        done += window.length
-    return steps, done
+def loader_of(dataset, workers=0):
+    return DataLoader(dataset, 3, num_workers=workers, collate_fn=collate)
 
 
 def read(make, before, after=None, stop=None, epoch=0):
-    """Return the samples of an epoch, that may stop after some steps and go on, each with (ranks, workers)."""
-
-    def begin(ranks):
-        data = train_data(make(), ranks, before[1])
-        data.begin_epoch(epoch)
-        steps, done = steps_of(data, 0, stop)
-        return steps, data.state_dict(), done
-
-    first = on_ranks(before[0], begin, DataRanks())
-    by_step = list(zip(*(steps for steps, _, _ in first), strict=True))
-    if after is not None:
-        states = [state for _, state, _ in first]
-
-        def go_on(ranks):
-            data = train_data(make(), ranks, after[1])
-            own = states[ranks.data_rank if before[0] == after[0] else 0]
-            return steps_of(data, data.resume_epoch(epoch, own, first[0][2], states))[0]
-
-        by_step += itertools.zip_longest(*on_ranks(after[0], go_on, DataRanks()), fillvalue=[])
-    return list(itertools.chain(*itertools.chain(*by_step)))
+    return stopped_reading.read(lambda workers: loader_of(make(), workers), before, after, stop, epoch=epoch)
 
 
 @pytest.mark.parametrize("layout", [(1, 0), (2, 0), (2, 2), (3, 1)])
@@ -104,7 +76,6 @@ def test_a_stream_goes_on_without_loss(before, after):
         assert before != after or found == read(stream, before)
 
 
-@pytest.mark.filterwarnings("ignore:StreamedMixture is dealt batch by batch")
 def test_a_stream_is_mixed_with_a_data_set():
     rows = datasets.Dataset.from_dict({"number": list(range(1000, 1020))})
 
@@ -113,14 +84,14 @@ def test_a_stream_is_mixed_with_a_data_set():
 
     expected = read(make, (1, 0))
     assert sorted(number for number in expected if number >= 1000)[::30] == [1000]
-    assert read(make, (2, 2)) == read(make, (3, 0), (1, 2), 2) == expected
+    assert read(make, (2, 2)) == read(make, (4, 0), (1, 2), 2) == expected
 
 
 def test_a_stream_that_the_user_has_divided_stays_as_it_is():
     from datasets.distributed import split_dataset_by_node
 
     def run(ranks):
-        data = train_data(split_dataset_by_node(stream(), ranks.data_rank, ranks.data_size), ranks, 0)
+        data = train_data(loader_of(split_dataset_by_node(stream(), ranks.data_rank, ranks.data_size)), ranks)
         data.begin_epoch(0)
         return list(itertools.chain(*steps_of(data, 0)[0]))
 
