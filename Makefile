@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: demo finetune test test-fast test-failed test-gpu test-libraries test-versions fuzz soak tour docs lint types typed pyright bench bench-all release clean
+.PHONY: demo finetune test test-fast test-failed test-gpu test-libraries test-versions fuzz soak tour families docs lint types typed pyright bench bench-all release clean
 .PRECIOUS: .torch-%/.installed
 
 demo: $(call installed,examples)
@@ -59,6 +59,10 @@ ECHELON_TEST_DEVICE ?= cuda
 test-gpu: $(call installed,test)
 	$(BIN)/pytest tests -m gpu
 	ECHELON_TEST_DEVICE=$(ECHELON_TEST_DEVICE) $(BIN)/pytest tests/device
+
+# every language model of transformers that a tiny config builds, in each layout against a plain loop: half an hour
+families: $(call installed,test)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/libraries/sweep_families.py docs/families.md
 
 # libraries built on Lightning, in environments of their own, which take 8 GB each; some need older packages than others
 test-libraries: .libraries/.installed .libraries-older/.installed

@@ -57,9 +57,8 @@ def read_smollm2():
     return model
 
 
-def write_smollm2(folder):
-    """Write the first layers of SmolLM2, its embedding, its norm and its head."""
-    model = read_smollm2()
+def write_smollm2(folder, model):
+    """Write the first layers of SmolLM2, its embedding, its norm and its head; the model loses the others."""
     del model.model.layers[LAYERS:]
     model.config.num_hidden_layers = LAYERS
     model.config.layer_types = None
