@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,10 +16,16 @@ _SECONDS_TO_END = 30
 
 
 @contextmanager
-def s3_server() -> Iterator[str]:
-    """Yield the address of a new server, such as ``http://127.0.0.1:40123``; it has no buckets."""
+def s3_server(host: str = "127.0.0.1", *buckets: str, lead: Sequence[str] = ()) -> Iterator[str]:
+    """Yield the address of a new server, such as ``http://127.0.0.1:40123``.
+
+    Args:
+        host: the address on which it listens.
+        buckets: those that it has.
+        lead: what stands before its command line, such as ``ip netns exec NAME``.
+    """
     with subprocess.Popen(
-        [sys.executable, str(Path(__file__).resolve())],
+        [*lead, sys.executable, str(Path(__file__).resolve()), host, *buckets],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -58,18 +64,21 @@ def make_bucket(address: str, name: str) -> None:
         assert answer.status == 200
 
 
-def _serve() -> None:
+def _serve(host: str, *buckets: str) -> None:
     import threading
 
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
-    server = make_server("127.0.0.1", 0, DomainDispatcherApplication(create_backend_app), threaded=True)
-    print(f"http://127.0.0.1:{server.server_port}", flush=True)
+    server = make_server(host, 0, DomainDispatcherApplication(create_backend_app), threaded=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://{host}:{server.server_port}"
+    for bucket in buckets:
+        make_bucket(address, bucket)
+    print(address, flush=True)
     sys.stdin.read()  # ends when the tests do, also if they are killed
     os._exit(0)
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(*sys.argv[1:])

@@ -285,12 +285,12 @@ class MLFlowLogger(TrackerLogger):
         """Copy a checkpoint to the run's artifacts, with the files that Lightning writes beside it."""
         import yaml
 
-        client, place = self.experiment, checkpoint.path.stem
+        client, place, path = self.experiment, checkpoint.path.stem, checkpoint.at_hand()
         with as_os_error(), tempfile.TemporaryDirectory() as folder:
-            if checkpoint.path.is_dir():
-                client.log_artifacts(str(self._run_id), str(checkpoint.path), f"{place}/{checkpoint.path.name}")
+            if path.is_dir():
+                client.log_artifacts(str(self._run_id), str(path), f"{place}/{checkpoint.path.name}")
             else:
-                client.log_artifact(str(self._run_id), str(checkpoint.path), place)
+                client.log_artifact(str(self._run_id), str(path), place)
             Path(folder, "metadata.yaml").write_text(yaml.safe_dump(checkpoint.metadata), encoding="utf-8")
             Path(folder, "aliases.txt").write_text(str(checkpoint.aliases), encoding="utf-8")
             client.log_artifacts(str(self._run_id), folder, place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from torch import Tensor
 from ...callbacks.helpers.loggers import tell
 from ...callbacks.run import Logger
 from ...common.errors import ConfigError
+from ...common.storage import AnyPath, StorePath, as_path, local_copy, local_folder
 from .base import prefixed
 
 LogModel = bool | Literal["all"]
@@ -42,13 +44,25 @@ class Saver(Protocol):
         """The monitored value of each of the top k, by path."""
 
 
+_MANIFEST: Final = "manifest.json"
+"""The object of a checkpoint in a store that names the folder of its files."""
+
+
 @dataclass(frozen=True)
 class LoggedCheckpoint:
     """A checkpoint for the tracker: its path, and the information that the tracker shows with it."""
 
-    path: Path
+    path: AnyPath
     aliases: list[str]
     metadata: dict[str, Any]
+
+    def at_hand(self) -> Path:
+        """Return it as a local folder or file; of one in a store, a copy that is deleted when this process ends."""
+        if not isinstance(self.path, StorePath):
+            return self.path
+        if self.path.is_file():
+            return local_copy(self.path)
+        return local_folder(self.path / json.loads((self.path / _MANIFEST).read_bytes())["folder"])
 
 
 class TrackerLogger:
@@ -146,7 +160,7 @@ class TrackerLogger:
             if saver.monitor and path in scores:
                 metadata["score"] = scores[path].item()
             aliases = ["latest", "best"] if path == saver.best_model_path else ["latest"]
-            self._pending[path] = LoggedCheckpoint(Path(path), aliases, metadata)
+            self._pending[path] = LoggedCheckpoint(as_path(path), aliases, metadata)
 
     def _log_pending(self) -> None:
         for path, checkpoint in list(self._pending.items()):

@@ -13,7 +13,7 @@ from torch import nn
 
 from ...callbacks.helpers.loggers import local_folder
 from ...common.errors import ConfigError, MissingDependencyError
-from ...common.storage import any_path
+from ...common.storage import StorePath, any_path
 from .base import is_installed, plain
 from .dummy import DummyExperiment
 from .tracker import LoggedCheckpoint, LogModel, TrackerLogger, as_os_error
@@ -302,16 +302,23 @@ class WandbLogger(TrackerLogger):
                 self._run = None
 
     def upload(self, checkpoint: LoggedCheckpoint) -> None:
-        """Log a checkpoint as an artifact of type ``model``."""
+        """Log a checkpoint as an artifact of type ``model``; one in a store as a reference to its URL."""
+        with as_os_error():
+            self.experiment.log_artifact(self.artifact_of(checkpoint), aliases=checkpoint.aliases)
+
+    def artifact_of(self, checkpoint: LoggedCheckpoint) -> Artifact:
+        """Return the artifact of a checkpoint, which is not logged yet."""
         import wandb
 
         artifact = wandb.Artifact(
             self._checkpoint_name or f"model-{self._run_id}", type="model", metadata=checkpoint.metadata
         )
-        add = artifact.add_dir if checkpoint.path.is_dir() else artifact.add_file
-        add(str(checkpoint.path), name="model.ckpt", policy=self._add_file_policy)
-        with as_os_error():
-            self.experiment.log_artifact(artifact, aliases=checkpoint.aliases)
+        if isinstance(checkpoint.path, StorePath):
+            artifact.add_reference(str(checkpoint.path), name="model.ckpt", checksum=False)
+        else:
+            add = artifact.add_dir if checkpoint.path.is_dir() else artifact.add_file
+            add(str(checkpoint.path), name="model.ckpt", policy=self._add_file_policy)
+        return artifact
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_run": None}
