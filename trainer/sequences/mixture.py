@@ -41,8 +41,8 @@ class Mixture(Dataset[Any]):
     next epoch of the mixture where it was in the last. The sample at a position depends on seed, epoch and position
     alone, so a run that is resumed, with other numbers of ranks or workers, goes on exactly.
 
-    If a source is a stream (an ``IterableDataset``), so is the mixture: each rank and worker reads all of that stream
-    and keeps its part.
+    If a source is a stream (an ``IterableDataset``), so is the mixture. Each rank and worker reads shards of its own,
+    if the stream has some; else all of it, and keeps its part.
 
     Args:
         sources: ``{name: (data set, weight)}``; or ``{name: data set}``, whose weights are their sizes.
@@ -194,8 +194,8 @@ class Mixture(Dataset[Any]):
 class StreamedMixture(Mixture, IterableDataset[Any]):
     """The samples of a `Mixture` in their order, which any reader goes through and picks its own from.
 
-    Streams are read from their beginning to their end, and again; samples of data sets with indices are read only where
-    they are picked. Under a Trainer each rank and worker picks its batches.
+    Streams are read from their beginning to their end, and again, by shards if they have some; samples of data sets
+    with indices are read only where they are picked. Under a Trainer each rank and worker picks its batches.
     """
 
     _lanes: Mapping[str, StreamLanes] | None = None

@@ -189,6 +189,7 @@ class DealtLoader:
         if isinstance(dataset, TurnDataset):
             dataset.seek(epoch, seed, start, own if own.get("samples", 0) <= start else {})
         elif dataset is not None:
+            state = state if state.get("epoch", epoch) == epoch else {}  # an epoch that was over leaves nothing to read
             self._before = {int(shard): each for shard, each in state.get("shards", {}).items()}
             self._shares = self._left(state) if state else None
             dataset.seek(epoch, seed, self._shares, self._before)
@@ -233,7 +234,8 @@ class DealtLoader:
         for state in self._states.values():
             shards.update(state)
         readers = [self._num_ranks, self._num_workers]
-        return {"shards": shards, "shares": self._shares, "last": self._last, "readers": readers}
+        place = {"epoch": self._epoch, "last": self._last, "readers": readers}
+        return {"shards": shards, "shares": self._shares, **place}
 
 
 def joined(state: Mapping[str, Any], of_all: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
