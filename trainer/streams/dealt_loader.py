@@ -149,11 +149,10 @@ class DealtLoader:
         readers = (self._num_ranks if turns.division.ranks else 1) * (
             max(1, self._num_workers) if turns.division.workers else 1
         )
-        is_placed = isinstance(dataset, Skipping)
-        if readers == 1 or (is_placed and dataset.num_lanes % readers == 0):
+        if readers == 1 or (isinstance(dataset, Skipping) and dataset.num_lanes % readers == 0):
             return
         shards = f"num_shards (at least {self._num_ranks}, better {readers})"
-        if is_placed:
+        if isinstance(dataset, Skipping):
             shards = f"num_shards (each stream of it a multiple of {readers})"
         warnings.warn(
             f"{type(dataset).__name__} is dealt batch by batch: each of {readers} readers (ranks x workers) reads "
