@@ -20,7 +20,7 @@ from ...common.errors import ConfigError, ModuleError
 from .document_masks import MaskKind, block_mask_of_rows, document_mask, mask_of_rows
 from .exchange import Exchange, gathered_again
 from .flex import FlexParts
-from .near import NearTokens
+from .near import tokens_in_window, tokens_of_documents
 from .overridable import AS_IT_WAS
 
 ExchangeKind = Literal["allgather", "ulysses"]
@@ -52,8 +52,8 @@ class AttentionMode(TorchFunctionMode):
         super().__init__()
         self._exchange, self._kind = exchange, kind
         self._flex = FlexParts(exchange)
-        self._windows: Any = WeakIdKeyDictionary()
-        """The windows of masks, and whether these are causal."""
+        self._reached: Any = WeakIdKeyDictionary()
+        """The tokens that masks reach, where these are not nearly all."""
         self._causal_masks: dict[tuple[Any, ...], Tensor] = {}
 
     def __torch_function__(
@@ -108,7 +108,7 @@ class AttentionMode(TorchFunctionMode):
         self._check_length(key, query if is_causal else None)
         near = None
         if attn_mask is not None:
-            near = self._near(attn_mask, key)
+            near = self._reached.get(attn_mask)
             attn_mask = self._whole_columns(attn_mask, key.shape[-2])
         options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
         if self._kind == "ulysses":
@@ -208,22 +208,38 @@ class AttentionMode(TorchFunctionMode):
         whole = self._exchange.gather(document_ids, 1)
         rows = self._exchange.cut.positions(whole.shape[1], whole.device)
         if kind == "flex":
-            return block_mask_of_rows(whole, rows, **limits)
+            return self.block_mask(whole, rows, **limits)
         mask = mask_of_rows(whole, rows, **limits)
-        if limits["window"] is not None:
-            self.note_window(mask, limits["window"], is_causal=limits["is_causal"])
+        self.note_reach(mask, whole, limits["window"], is_causal=limits["is_causal"])
         return mask
 
-    def note_window(self, mask: Tensor, window: int, *, is_causal: bool) -> None:
-        """Note that a mask of this rank's rows allows tokens fewer than `window` away, so that no others are sent."""
-        self._windows[mask] = window, is_causal
+    def block_mask(self, document_ids: Tensor, rows: Tensor, **limits: Any) -> Any:
+        """Return the rows of a block mask over whole sequences, with columns for the tokens that it reaches."""
+        near = tokens_of_documents(self._exchange.cut, document_ids, limits["window"], is_causal=limits["is_causal"])
+        if near is None:
+            return block_mask_of_rows(document_ids, rows, **limits)
+        mask = block_mask_of_rows(document_ids, rows, near.columns(rows.device), **limits)
+        self._flex.note_reach(mask, near)
+        return mask
 
-    def _near(self, mask: Tensor, key: Tensor) -> NearTokens | None:
-        """Return the tokens that a mask with a known window reaches, if these are not all of some rank."""
-        if mask not in self._windows or self._kind == "ulysses":
-            return None
-        near = NearTokens(self._exchange.cut, self._exchange.lengths.whole(key.shape[-2]), *self._windows[mask])
-        return near if near.saves else None
+    def note_reach(self, mask: Tensor, document_ids: Tensor | None, window: int | None, *, is_causal: bool) -> None:
+        """Note what a mask of this rank's rows allows at most, so that no other tokens are sent.
+
+        Args:
+            mask: the mask.
+            document_ids: of the whole sequences; None if each is one document.
+            window: tokens are fewer than this away.
+            is_causal: only earlier ones.
+        """
+        cut, near = self._exchange.cut, None
+        if self._kind == "ulysses":
+            return
+        if document_ids is not None:
+            near = tokens_of_documents(cut, document_ids, window, is_causal=is_causal)
+        elif window is not None:
+            near = tokens_in_window(cut, mask.shape[-1], window, is_causal=is_causal)
+        if near is not None and near.saves:
+            self._reached[mask] = near
 
     # --- nn.MultiheadAttention ---------------------------------------------------------------------------------------
 

@@ -153,9 +153,13 @@ class ContextParallel:
         """Return the length of the sequence of which this rank has a part; see `positions`."""
         return self._exchange.lengths.whole(part)
 
-    def note_window(self, mask: Tensor, window: int) -> None:
-        """Note that a causal mask of this part's tokens has a window; see `AttentionMode.note_window`."""
-        self._mode.note_window(mask, window, is_causal=True)
+    def note_reach(self, mask: Tensor, document_ids: Tensor | None, window: int | None) -> None:
+        """Note what a causal mask of this part's tokens allows at most; see `AttentionMode.note_reach`."""
+        self._mode.note_reach(mask, document_ids, window, is_causal=True)
+
+    def block_mask(self, document_ids: Tensor, rows: Tensor, **limits: Any) -> Any:
+        """Return this part's rows of a block mask over whole sequences; see `AttentionMode.block_mask`."""
+        return self._mode.block_mask(document_ids, rows, **limits)
 
     def merge(self, numbers: Tensor) -> Tensor:
         """Return the sum of a vector over the ranks that share the sequences. Collective."""

@@ -27,8 +27,8 @@ def document_mask(
     models of transformers with that attention (``attention_mask=``, without a cache). A token attends to those with its
     document id; padding to padding, so that no row is empty. Under context parallelism, inside a step, the ids are
     those of this rank's part of the sequences, and the mask has a column for each token of the whole. Then it is
-    collective: all ranks of a sequence call it. For a mask with a window, passed on as it is, they exchange only the
-    keys that it reaches.
+    collective: all ranks of a sequence call it. For a mask that is passed on as it is, they exchange only the keys of
+    the documents, or of the window, that it reaches; a block mask has columns for these alone.
 
     Args:
         document_ids: the number of the document that each token belongs to; shape (batch, tokens).
@@ -86,13 +86,17 @@ def mask_of_rows(
 def block_mask_of_rows(
     document_ids: Tensor,
     rows: Tensor | None = None,
+    keys: Tensor | None = None,
     *,
     is_causal: bool,
     window: int | None,
     chunk: int | None,
     is_token: Tensor | None = None,
 ) -> Any:
-    """Return the rows of a block mask for the tokens at the places `rows`; `is_token` is False for padding."""
+    """Return the rows of a block mask for the tokens at the places `rows`; `is_token` is False for padding.
+
+    It has a column for each token, or for each of those at the places `keys`.
+    """
     from torch.nn.attention.flex_attention import create_block_mask
 
     columns = torch.arange(document_ids.shape[1], device=document_ids.device)
@@ -103,6 +107,8 @@ def block_mask_of_rows(
 
     def allowed(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         row = rows[query]
+        if keys is not None:
+            key = keys[key]
         if is_shared:
             batch = batch * 0
         found = document_ids[batch, row] == document_ids[batch, key]
@@ -114,7 +120,8 @@ def block_mask_of_rows(
             found = found & (chunks[batch, row] == chunks[batch, key])
         return found if is_token is None else found & is_token[batch, key]
 
-    return create_block_mask(allowed, document_ids.shape[0], None, len(rows), len(columns), device=document_ids.device)
+    sizes = document_ids.shape[0], None, len(rows), len(columns if keys is None else keys)
+    return create_block_mask(allowed, *sizes, device=document_ids.device)
 
 
 def documents_of(position_ids: Tensor) -> Tensor:

@@ -9,9 +9,11 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...common.errors import ModuleError
 from .exchange import Exchange
+from .near import NearTokens
 from .overridable import as_it_was
 
 _Mod = Callable[..., Tensor]
@@ -33,6 +35,8 @@ class FlexParts:
         self._exchange = exchange
         self._masks: dict[int, tuple[Any, Any]] = {}
         """Block masks by identity, with those made from them, which layers share."""
+        self._reached: Any = WeakIdKeyDictionary()
+        """Of block masks with columns for some tokens of the whole: which these are."""
         self._compiled: Callable[..., Any] | None = None
 
     def attend(
@@ -57,13 +61,21 @@ class FlexParts:
             raise ModuleError(lengths.refusal(f"{part} keys"))
         whole, own = lengths.whole(part), lengths.whole(query.shape[-2])
         rows = self._exchange.cut.positions(own, query.device)
+        near = None if block_mask is None else self._reached.get(block_mask)
         if score_mod is not None:
             _refuse_captured(score_mod, "score_mod", {part, query.shape[-2]})
-            score_mod = _at_places(score_mod, rows)
+            score_mod = _at_places(score_mod, rows, None if near is None else near.columns(query.device))
+        if near is not None:
+            keys, values = (self._exchange.gather_near(each, -2, near) for each in (key, value))
+            return self._plain(function, query)(query, keys, values, score_mod, block_mask, *args, **kwargs)
         if block_mask is not None:
             block_mask = self._rows_of(block_mask, (query.shape[-2], part), (own, whole), rows)
         keys, values = self._exchange.gather(key, -2), self._exchange.gather(value, -2)
         return self._plain(function, query)(query, keys, values, score_mod, block_mask, *args, **kwargs)
+
+    def note_reach(self, mask: Any, near: NearTokens) -> None:
+        """Note which tokens of the whole a block mask has columns for."""
+        self._reached[mask] = near
 
     def _plain(self, function: Callable[..., Any], query: Tensor) -> Callable[..., Any]:
         """Return the function as torch has it: fused where there are such kernels for training."""
@@ -102,12 +114,12 @@ class FlexParts:
         return made
 
 
-def _at_places(mod: _Mod, rows: Tensor) -> _Mod:
-    """Return a function of a mask or a score that gets the places of queries in the whole sequence."""
+def _at_places(mod: _Mod, rows: Tensor, columns: Tensor | None = None) -> _Mod:
+    """Return a function of a mask or a score that gets the places of queries, and keys, in the whole sequence."""
 
     def moved(*args: Any) -> Tensor:
         *before, query, key = args
-        return mod(*before, rows[query], key)
+        return mod(*before, rows[query], key if columns is None else columns[key])
 
     def moved_mask(batch: Any, head: Any, query: Any, key: Any) -> Tensor:
         return moved(batch, head, query, key)

@@ -1,8 +1,8 @@
-"""NearTokens: the tokens of other ranks that the tokens of a part reach within a window, and their exchange."""
+"""NearTokens: the tokens of other ranks that the tokens of a part attend to, and their exchange."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
 
@@ -15,82 +15,100 @@ from .sequence import SequenceLayout
 _WORTH_IT: Final = 0.75
 
 
-@dataclass(frozen=True)
 class NearTokens:
     """Which tokens each rank needs of each other.
 
     Args:
         cut: how sequences are cut.
-        length: of the whole sequence.
-        reach: a token attends to those that are fewer than this away.
-        is_causal: whether it attends to itself and earlier ones only.
+        needed: for each rank, True for the tokens of the whole that it needs, its own among them; on the CPU, and the
+            same on all ranks.
     """
 
-    cut: SequenceLayout
-    length: int
-    reach: int
-    is_causal: bool
-
-    @property
-    def saves(self) -> bool:
+    def __init__(self, cut: SequenceLayout, needed: Sequence[Tensor]) -> None:
+        length, ranks = len(needed[0]), range(cut.size)
+        owned = [cut.positions(length, rank=rank) for rank in ranks]
+        own = owned[cut.rank]
+        wanted = [needed[rank][own].nonzero()[:, 0] if rank != cut.rank else own[:0] for rank in ranks]
+        coming = [owned[rank][needed[cut.rank][owned[rank]]] if rank != cut.rank else own[:0] for rank in ranks]
+        arrived, where = torch.cat([*coming, own]), torch.zeros(length, dtype=torch.long)
+        where[arrived] = torch.arange(len(arrived))
+        self._places = needed[cut.rank].nonzero()[:, 0]
+        self._sent = torch.cat(wanted)
+        """The rows of this rank's part that it sends, those to each other rank after each other."""
+        self._order = where[self._places]
+        """Where, in what it got followed by its own part, each needed token is."""
+        self._to, self._from = [*map(len, wanted)], [*map(len, coming)]
+        self.saves = sum(int(each.sum()) for each in needed) <= _WORTH_IT * length * cut.size
         """Whether ranks need so few of all tokens that it is worth it to choose them."""
-        return _plan(self, torch.device("cpu")).saves
 
     def columns(self, device: torch.device) -> Tensor:
         """Return the places of the tokens that this rank needs, its own among them, in order."""
-        return _plan(self, device).needed
+        self._move(device)
+        return self._places
 
     def exchange(self, wire: Wire, part: Tensor, dim: int) -> Tensor:
         """Return the needed tokens, in order, given each rank's part. Collective, and so is its backward."""
-        plan = _plan(self, part.device)
+        self._move(part.device)
         rows = part.movedim(dim, 0)
-        sent = rows.index_select(0, plan.sent)
+        sent = rows.index_select(0, self._sent)
         width = rows[0].numel()
-        flat = all_to_all_of(wire, sent.reshape(-1), [n * width for n in plan.to], [n * width for n in plan.from_])
+        flat = all_to_all_of(wire, sent.reshape(-1), [n * width for n in self._to], [n * width for n in self._from])
         got = torch.cat([flat.view(-1, *rows.shape[1:]), rows])
-        return got.index_select(0, plan.order).movedim(0, dim)
+        return got.index_select(0, self._order).movedim(0, dim)
 
-
-@dataclass(frozen=True)
-class _Plan:
-    saves: bool
-    needed: Tensor
-    """The places of the tokens that this rank needs, in order."""
-    sent: Tensor
-    """The rows of this rank's part that it sends, those to each other rank after each other."""
-    to: tuple[int, ...]
-    """How many it sends to each rank."""
-    from_: tuple[int, ...]
-    """How many it gets from each rank."""
-    order: Tensor
-    """Where, in what it got followed by its own part, each needed token is."""
+    def _move(self, device: torch.device) -> None:
+        self._places, self._sent, self._order = (each.to(device) for each in (self._places, self._sent, self._order))
 
 
 @lru_cache(maxsize=16)
-def _plan(near: NearTokens, device: torch.device) -> _Plan:
-    cut, ranks = near.cut, range(near.cut.size)
-    needed = [_is_needed(near, rank) for rank in ranks]
-    owned = [cut.positions(near.length, rank=rank) for rank in ranks]
-    own = owned[cut.rank]
-    wanted = [needed[rank][own].nonzero()[:, 0] if rank != cut.rank else own[:0] for rank in ranks]
-    coming = [owned[rank][needed[cut.rank][owned[rank]]] if rank != cut.rank else own[:0] for rank in ranks]
-    arrived, where = torch.cat([*coming, own]), torch.zeros(near.length, dtype=torch.long)
-    where[arrived] = torch.arange(len(arrived))
-    places = needed[cut.rank].nonzero()[:, 0]
-    return _Plan(
-        sum(int(each.sum()) for each in needed) <= _WORTH_IT * near.length * cut.size,
-        places.to(device),
-        torch.cat(wanted).to(device),
-        tuple(map(len, wanted)),
-        tuple(map(len, coming)),
-        where[places].to(device),
-    )
+def tokens_in_window(cut: SequenceLayout, length: int, window: int, *, is_causal: bool) -> NearTokens:
+    """Return the tokens that are fewer than `window` away from a rank's own; earlier ones only if causal."""
+    return NearTokens(cut, [_in_window(cut, length, rank, window, is_causal) for rank in range(cut.size)])
 
 
-def _is_needed(near: NearTokens, rank: int) -> Tensor:
-    """Return, for each token of the whole, whether a rank needs it."""
-    found, after = torch.zeros(near.length, dtype=torch.bool), 0 if near.is_causal else near.reach - 1
-    for start, stop in near.cut.chunks(near.length, rank):
+def tokens_of_documents(
+    cut: SequenceLayout, document_ids: Tensor, window: int | None = None, *, is_causal: bool
+) -> NearTokens | None:
+    """Return the tokens that share a document with a rank's own in any sequence of a batch; None if it does not save.
+
+    Args:
+        cut: how sequences are cut.
+        document_ids: of the whole sequences, shape (batch, tokens).
+        window: tokens are fewer than this away.
+        is_causal: only earlier ones.
+    """
+    length = document_ids.shape[1]
+    first = _first_of_document(document_ids)
+    found = []
+    for rank in range(cut.size):
+        needed = torch.zeros(length, dtype=torch.bool, device=document_ids.device)
+        for start, stop in cut.chunks(length, rank):
+            has = torch.zeros_like(first, dtype=torch.bool).scatter_(1, first[:, start:stop], value=True)
+            shared = has.gather(1, first).any(0)
+            if is_causal:
+                shared[stop:] = False
+            needed |= shared
+        found.append(needed)
+    needed_by = torch.stack(found).cpu()  # one wait for the device
+    if window is not None:
+        needed_by &= torch.stack([_in_window(cut, length, rank, window, is_causal) for rank in range(cut.size)])
+    near = NearTokens(cut, needed_by.unbind())
+    return near if near.saves else None
+
+
+def _first_of_document(document_ids: Tensor) -> Tensor:
+    """Return, for each token, the place of the first one with its document id."""
+    ids, places = document_ids.sort(dim=1, stable=True)
+    begins = ids.diff(dim=1, prepend=ids[:, :1] - 1) != 0
+    columns = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    begun = torch.where(begins, columns, 0).cummax(1).values
+    return torch.empty_like(places).scatter_(1, places, places.gather(1, begun))
+
+
+def _in_window(cut: SequenceLayout, length: int, rank: int, window: int, is_causal: bool) -> Tensor:
+    """Return, for each token of the whole, whether it is in the window of one of a rank."""
+    found, after = torch.zeros(length, dtype=torch.bool), 0 if is_causal else window - 1
+    for start, stop in cut.chunks(length, rank):
         if start < stop:
-            found[max(start - near.reach + 1, 0) : stop + after] = True
+            found[max(start - window + 1, 0) : stop + after] = True
     return found

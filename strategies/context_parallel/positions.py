@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...common.foreign import attribute_of
 from .context import ContextParallel
-from .document_masks import block_mask_of_rows, documents_of, mask_of_rows
+from .document_masks import documents_of, mask_of_rows
 
 _Limits = tuple[int | None, int | None]
 """The window and the chunk of a kind of attention."""
@@ -75,8 +75,7 @@ class GivesPositions:
             is_plain = padding is None and documents is None
             return torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device) if is_plain else None
         for kind, mask in masks.items():
-            if (window := self._kinds[kind][0]) is not None:
-                context.note_window(mask, window)
+            context.note_reach(mask, documents, self._kinds[kind][0])
         return masks.get("", masks)
 
     def _block_masks(
@@ -93,7 +92,7 @@ class GivesPositions:
             ids = ids.expand(len(padding), length)
         limits: dict[str, Any] = {"is_causal": True, "is_token": padding}
         masks = {
-            kind: block_mask_of_rows(ids, rows, window=window, chunk=chunk, **limits)
+            kind: self._context.block_mask(ids, rows, window=window, chunk=chunk, **limits)
             for kind, (window, chunk) in self._kinds.items()
         }
         return masks.get("", masks)

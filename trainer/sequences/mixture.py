@@ -41,8 +41,8 @@ class Mixture(Dataset[Any]):
     next epoch of the mixture where it was in the last. The sample at a position depends on seed, epoch and position
     alone, so a run that is resumed, with other numbers of ranks or workers, goes on exactly.
 
-    If a source is a stream (an ``IterableDataset``), so is the mixture: each rank and worker reads all of that stream
-    and keeps its part.
+    If a source is a stream (an ``IterableDataset``), so is the mixture. Each rank and worker reads shards of its own,
+    if the stream has some; else all of it, and keeps its part.
 
     Args:
         sources: ``{name: (data set, weight)}``; or ``{name: data set}``, whose weights are their sizes.
@@ -194,12 +194,12 @@ class Mixture(Dataset[Any]):
 class StreamedMixture(Mixture, IterableDataset[Any]):
     """The samples of a `Mixture` in their order, which any reader goes through and picks its own from.
 
-    Streams are read from their beginning to their end, and again; samples of data sets with indices are read only where
-    they are picked. Under a Trainer each rank and worker picks its batches.
+    Streams are read from their beginning to their end, and again, by shards if they have some; samples of data sets
+    with indices are read only where they are picked. Under a Trainer each rank and worker picks its batches.
     """
 
     _lanes: Mapping[str, StreamLanes] | None = None
-    _at = 0
+    _position = 0
     """The position, since the start of training, up to which lanes have counted."""
     _block = 1
     _saved: Mapping[str, Any] | None = None
@@ -230,33 +230,35 @@ class StreamedMixture(Mixture, IterableDataset[Any]):
             elif is_wanted:
                 seed_generators(mix(key, position))
                 sample = source.read(*place)
-            self._at = base + position + 1
+            self._position = base + position + 1
             if is_wanted:
                 yield position, sample
 
     def _lanes_at(self, position: int, block: int) -> Mapping[str, StreamLanes]:
         """Return the streams at a position: from a saved state, or as they were left, or from their beginning."""
         saved, self._saved = self._saved, None
-        lanes = self._lanes if saved is None and self._at <= position else None
-        at, old_block = self._at, self._block
-        if lanes is None:
+        lanes, at, old_block = self._lanes, self._position, self._block
+        if lanes is None or saved is not None or at > position:
             lanes, at, old_block = {each.name: StreamLanes(each) for each in self._sources if each.is_stream}, 0, block
         if saved is not None and saved["at"] <= position:
             at, old_block = saved["at"], saved["block"]
-            for name, each in lanes.items():
-                if name in saved["lanes"]:
-                    each.load_state_dict(saved["lanes"][name])
-        if any(each.size > 1 for each in lanes.values()):
-            for place in range(at, position):
-                source = self._sources[self._placed(place)[0]]
-                if source.is_stream:
-                    lanes[source.name].draw(place % len(self) // old_block, is_wanted=False)
-        else:
-            for source, count in zip(self._sources, self._order.counts(position), strict=True):
-                if source.is_stream:
-                    lanes[source.name].drawn = [count]
-        self._lanes, self._at, self._block = lanes, position, block
+            for name in lanes.keys() & saved["lanes"].keys():
+                lanes[name].load_state_dict(saved["lanes"][name])
+        self._go_past(lanes, at, position, old_block)
+        self._lanes, self._position, self._block = lanes, position, block
         return lanes
+
+    def _go_past(self, lanes: Mapping[str, StreamLanes], start: int, stop: int, block: int) -> None:
+        """Count the draws from lanes between two positions, with turns of `block` positions."""
+        counts = dict(zip((source.name for source in self._sources), self._order.counts(stop), strict=True))
+        if all(each.size == 1 for each in lanes.values()):
+            for name, each in lanes.items():
+                each.drawn = [counts[name]]
+            return
+        for place in range(start, stop):
+            source = self._sources[self._placed(place)[0]]
+            if source.is_stream:
+                lanes[source.name].draw(place % len(self) // block, is_wanted=False)
 
     def look(self) -> list[Any]:
         """Return the first samples of the streams, which are left as they were."""
@@ -271,7 +273,7 @@ class StreamedMixture(Mixture, IterableDataset[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return where the streams are after the sample that was read last."""
         lanes = {name: each.state_dict() for name, each in (self._lanes or {}).items()}
-        return {"at": self._at, "block": self._block, "lanes": lanes}
+        return {"at": self._position, "block": self._block, "lanes": lanes}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Let the next reading begin with the streams where they were."""

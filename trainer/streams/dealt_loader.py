@@ -149,11 +149,10 @@ class DealtLoader:
         readers = (self._num_ranks if turns.division.ranks else 1) * (
             max(1, self._num_workers) if turns.division.workers else 1
         )
-        is_placed = isinstance(dataset, Skipping)
-        if readers == 1 or (is_placed and dataset.num_lanes % readers == 0):
+        if readers == 1 or (isinstance(dataset, Skipping) and dataset.num_lanes % readers == 0):
             return
         shards = f"num_shards (at least {self._num_ranks}, better {readers})"
-        if is_placed:
+        if isinstance(dataset, Skipping):
             shards = f"num_shards (each stream of it a multiple of {readers})"
         warnings.warn(
             f"{type(dataset).__name__} is dealt batch by batch: each of {readers} readers (ranks x workers) reads "
@@ -189,6 +188,7 @@ class DealtLoader:
         if isinstance(dataset, TurnDataset):
             dataset.seek(epoch, seed, start, own if own.get("samples", 0) <= start else {})
         elif dataset is not None:
+            state = state if state.get("epoch", epoch) == epoch else {}  # an epoch that was over leaves nothing to read
             self._before = {int(shard): each for shard, each in state.get("shards", {}).items()}
             self._shares = self._left(state) if state else None
             dataset.seek(epoch, seed, self._shares, self._before)
@@ -233,7 +233,8 @@ class DealtLoader:
         for state in self._states.values():
             shards.update(state)
         readers = [self._num_ranks, self._num_workers]
-        return {"shards": shards, "shares": self._shares, "last": self._last, "readers": readers}
+        place = {"epoch": self._epoch, "last": self._last, "readers": readers}
+        return {"shards": shards, "shares": self._shares, **place}
 
 
 def joined(state: Mapping[str, Any], of_all: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -173,12 +173,19 @@ def with_lanes(state: Mapping[str, Any], of_all: Iterable[Mapping[str, Any]]) ->
     own = state.get("stream", {})
     if not isinstance(own, Mapping) or "lanes" not in own:
         return dict(state)
-    furthest = {name: dict(each["lanes"]) for name, each in own["lanes"].items()}
-    for other in of_all:
-        for name, each in other.get("stream", {}).get("lanes", {}).items():
-            lanes = furthest.setdefault(name, {})
-            for lane, place in each["lanes"].items():
-                if lane not in lanes or place["taken"] > lanes[lane]["taken"]:
-                    lanes[lane] = place
-    named = {name: {**each, "lanes": furthest[name]} for name, each in own["lanes"].items()}
+    streams = [other.get("stream", {}).get("lanes", {}) for other in of_all]
+    named = {}
+    for name, each in own["lanes"].items():
+        found = [stream[name]["lanes"] for stream in streams if name in stream]
+        named[name] = {**each, "lanes": _furthest([each["lanes"], *found])}
     return {**state, "stream": {**own, "lanes": named}}
+
+
+def _furthest(of_all: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return, for each lane, the state of the reader that has taken the most from it."""
+    furthest: dict[str, Any] = {}
+    for lanes in of_all:
+        for lane, place in lanes.items():
+            if lane not in furthest or place["taken"] > furthest[lane]["taken"]:
+                furthest[lane] = place
+    return furthest

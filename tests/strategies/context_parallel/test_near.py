@@ -1,21 +1,24 @@
-"""Attention within a window gets the tokens of other ranks that it reaches, and no others."""
+"""Attention within a window or inside documents gets the tokens of other ranks that it reaches, and no others."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon import document_mask
 from echelon.strategies.context_parallel.attention import AttentionMode
 from echelon.strategies.context_parallel.exchange import Exchange
+from echelon.strategies.context_parallel.overridable import make_attention_overridable
 from echelon.strategies.context_parallel.sequence import SequenceLayout
 from echelon.testing import run_ranks
 
-WIDTH, LENGTH = 4, 64
+WIDTH, LENGTH = 16, 64
 CASES: dict[str, dict[str, Any]] = {
     "no window": {},
     "window": {"window": 5},
@@ -24,6 +27,11 @@ CASES: dict[str, dict[str, Any]] = {
     "window longer than a chunk": {"window": 20},
     "window of all": {"window": LENGTH},
     "window and chunks": {"window": 6, "chunk": 8},
+    "documents": {"documents": 8},
+    "documents, both sides": {"documents": 8, "is_causal": False},
+    "documents in a window": {"documents": 8, "window": 3},
+    "one document in one sequence": {"documents": 8, "whole": True},
+    "documents in pieces": {"documents": 8, "pieces": True},
 }
 
 
@@ -45,8 +53,10 @@ class Sent(TorchDispatchMode):
 def compare(size: int) -> dict[str, Any]:
     import torch.distributed as dist
 
+    warnings.simplefilter("ignore")  # that FlexAttention is not compiled
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
+    make_attention_overridable()
     dist.init_process_group("gloo")
     cut = SequenceLayout(size, dist.get_rank(), is_balanced=True)
     found: dict[str, Any] = {}
@@ -55,6 +65,12 @@ def compare(size: int) -> dict[str, Any]:
         length = options.pop("length", LENGTH)
         ids = torch.zeros(2, length, dtype=torch.long)
         ids[1, length // 3 :] = 1
+        if (documents := options.pop("documents", None)) is not None:
+            ids = (torch.arange(length) // documents).expand(2, length).clone()
+        if options.pop("whole", False):
+            ids[1] = 0
+        if options.pop("pieces", False):
+            ids[0] %= 4  # a number comes again at another place
         whole = [torch.randn(2, 2, length, WIDTH, requires_grad=True) for _ in range(3)]
         expected = F.scaled_dot_product_attention(*whole, document_mask(ids, **options))
         weights = torch.randn_like(expected)
@@ -66,10 +82,13 @@ def compare(size: int) -> dict[str, Any]:
             mask = document_mask(cut.take(ids, 1), **options)
             with Sent(size) as forward:
                 output = F.scaled_dot_product_attention(*parts, mask)
+            block_mask = document_mask(cut.take(ids, 1), **options, kind="flex")
+            blocks: Any = flex_attention(*(part.detach() for part in parts), block_mask=block_mask)
         (output * cut.take(weights, -2)).sum().backward()
         pairs = zip([output, *(p.grad for p in parts)], [expected, *(w.grad for w in whole)], strict=True)
         difference = max((own - cut.take(one, -2)).abs().max().item() for own, one in pairs if own is not None)
-        found[name] = difference, forward.bytes
+        difference = max(difference, (blocks - output).abs().max().item())
+        found[name] = difference, forward.bytes, block_mask.seq_lengths[1]
     return found
 
 
@@ -78,10 +97,18 @@ def test_keys_of_a_window_are_exchanged_as_far_as_it_reaches(size: int) -> None:
     token = 2 * 2 * WIDTH * 8 * 2  # of two sequences with two heads, key and value in float64
     ranks = run_ranks(compare, size, size)
     for found in ranks:
-        assert max(difference for difference, _ in found.values()) < 1e-14, found
+        assert max(difference for difference, _, _ in found.values()) < 1e-14, found
         assert found["no window"][1] == found["window of all"][1] == (size - 1) * LENGTH // size * token
     sent = {name: sum(found[name][1] for found in ranks) for name in CASES}
     # a chunk needs 4 tokens before it, unless it is the first one or the same rank has them
     assert sent["window"] <= 4 * (2 * size - 1) * token
     assert sent["both sides"] <= 2 * 2 * (2 * size - 1) * token
     assert 0 < sent["window"] < sent["window longer than a chunk"] <= sent["no window"]
+    # documents of 8 tokens: none lies on two ranks' chunks of 16 or 8 tokens
+    assert sent["documents"] == sent["documents, both sides"] == sent["documents in a window"] == 0
+    assert sent["one document in one sequence"] == sent["no window"]
+    assert 0 < sent["documents in pieces"] <= sent["no window"]
+    for found in ranks:  # a block mask has columns for the keys that are sent, and those of the rank itself
+        assert found["documents"][2] == LENGTH // size
+        assert found["no window"][2] == LENGTH
+        assert LENGTH // size < found["window"][2] < LENGTH

@@ -108,6 +108,10 @@ class Parts:
     def merge(self, numbers):
         return 2 * numbers
 
+    def note_reach(self, mask, document_ids, window):
+        assert document_ids is None or document_ids.shape[-1] == mask.shape[-1]
+        assert window is None  # that of a Llama
+
     def positions(self, length, device):
         return torch.arange(length, 2 * length, device=device)
 

@@ -2,9 +2,9 @@
 
     python tests/trainer/sequences/stop_everywhere.py [--ranks 1 2 3] [--workers 0 2] [--kinds packed mixture ...]
 
-Each case trains two epochs undisturbed and saves a checkpoint after every step. From each checkpoint another run goes
-on, with the same ranks and with others; and one run is stopped after every single step, each part of it resumed from
-the one before. All must read what the undisturbed run read, in order. `make sweep` runs all cases; a few are tests.
+Each case trains two epochs undisturbed and saves a checkpoint after every step. From each one another run goes on, with
+the same ranks and with others; and one run is stopped after every single step, each part of it resumed from the one
+before. All must read what the undisturbed run read, in order. `make sweep` runs all cases; a few are tests.
 """
 
 import argparse
@@ -215,7 +215,7 @@ def go_on(cases, folder, num_steps, every, is_chained):
     found = {}
     for case in cases:
         here = place_of(folder, case)
-        for step in range(1, num_steps[case], every):
+        for step in range(every, num_steps[case], every):
             found[case, step] = fit(*case, ckpt_path=here / f"step={step}.ckpt")
         chain = here / "chain" / f"{world()}"
         for step in range(0, num_steps[case], every) if is_chained else ():
