@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import threading
+import time
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -33,7 +34,7 @@ LAYOUTS = {
     "pp 2": lambda: ParallelStrategy(pp=2),
 }
 KINDS = {"causal": "Causal", "masked": "Masked", "seq2seq": "Encoder and decoder"}
-CHUNK, SECONDS = 12, 90
+CHUNK, SECONDS = 12, 40
 """Families of which two processes train one after the other, and the time after which a layout has hung."""
 STARTED = "started"
 EQUAL = 1e-6
@@ -110,6 +111,26 @@ def write(path, kind, name, layout, found):
             file.write(json.dumps([kind, name, layout, found]) + "\n")
 
 
+def leave_if_alone(place):
+    """End this process where only one of two has an error: the other waits for it, and so learns why.
+
+    Each that stays has a step half done then, so that the next layout needs new processes.
+    """
+    if os.environ.get("WORLD_SIZE") != "2":
+        return
+    place.parent.mkdir(exist_ok=True)
+    own, other = (place.with_name(f"{place.name} {rank}") for rank in (os.environ["RANK"], 1 - int(os.environ["RANK"])))
+    own.touch()
+    limit = time.monotonic() + 8
+    while not other.exists():
+        if time.monotonic() > limit:
+            own.unlink()
+            os._exit(1)
+        time.sleep(0.05)
+    time.sleep(0.2)  # until the other has seen this one's
+    own.unlink()
+
+
 def train(families, path):
     """Train families on this rank; the first rank adds a line a result to a file."""
     torch.set_num_threads(1)
@@ -125,9 +146,9 @@ def train(families, path):
             write(path, kind, name, layout, STARTED)
             found = "not built" if expected is None else outcome(kind, name, layout, expected)
             watch.cancel()
-            write(path, kind, name, layout, found.replace("Rank 0 of 2 lost the others: rank 1 failed with ", ""))
-            if "lost the others" in found:
-                os._exit(1)  # the others have left a step half done: the next layout needs new processes
+            write(path, kind, name, layout, re.sub("Rank 0 of 2 lost the others: rank 1 failed with \\w+: ", "", found))
+            if found.startswith(("refused", "crashed")):
+                leave_if_alone(path.parent / "refusals" / f"{name} {layout}")
 
 
 def results(path):

