@@ -11,6 +11,7 @@ import json
 import os
 import re
 import sys
+import textwrap
 import threading
 import time
 import warnings
@@ -193,11 +194,12 @@ def page(families, found):
     """Return the page: counts, a table a kind, and the reasons by number."""
     import transformers
 
-    reasons, parts = {}, []
+    reasons, parts, left = {}, [], 0
     for kind, title in KINDS.items():
         names = [name for name, place in families.items() if place[0] == kind]
         rows = {name: [found.get((name, layout), "not run") for layout in LAYOUTS] for name in names}
-        built = {name: row for name, row in rows.items() if "not built" not in row and "not run" not in row}
+        left += sum("not run" in row or STARTED in row for row in rows.values())
+        built = {name: row for name, row in rows.items() if not {"not built", "not run", STARTED} & {*row}}
         if not built:
             continue
         counts = [Counter(row[at].partition(":")[0] for row in built.values()) for at in range(len(LAYOUTS))]
@@ -210,22 +212,27 @@ def page(families, found):
                 cells.append("equal" if word == "equal" else f"{word} [{_number(text, reasons)}]")
             parts.append(f"| {name} | {' | '.join(cells)} |")
         parts[-1] += "\n"
-    texts = "\n".join(f"{number}. {text}" for text, number in reasons.items())
+    texts = "\n".join(_wrapped(f"{number}. {text}", "   ") for text, number in reasons.items())
+    stopped = f" **The sweep was stopped before {left} of {len(families)} models.**" if left else ""
     today = datetime.datetime.now(datetime.UTC).date()
-    return (
-        "# Families of language models\n\n"
-        f"Written by `make families` on {today}, with torch {torch.__version__} and transformers "
-        f"{transformers.__version__}: every language\nmodel of transformers that a tiny config builds, unmodified, "
-        "three steps of SGD in float64 in each layout against a plain\nloop. A number leads to "
-        "[the reason](#reasons) of what is not equal. What each layout is: [Parallelism](parallel.md).\n\n"
-        + "\n".join(parts)
-        + f"\n## Reasons\n\n{texts}\n"
+    said = _wrapped(
+        f"Written by `make families` on {today}, with torch {torch.__version__} and "
+        f"transformers {transformers.__version__}: every language model of transformers that a tiny config builds, "
+        "unmodified, three steps of SGD in float64 in each layout against a plain loop. A number leads to [the "
+        "reason](#reasons) of what is not equal. What each layout is: [one process or many](parallel.md)." + stopped
     )
+    return f"# Families of language models\n\n{said}\n\n" + "\n".join(parts) + f"\n## Reasons\n\n{texts}\n"
+
+
+def _wrapped(text, indent=""):
+    return textwrap.fill(text, 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _number(text, reasons):
     """Return the number of a reason, in which names and numbers of one model do not count."""
-    text = re.sub(r"[<>|*_`\[\]{}]", " ", text)
+    text = re.sub(r"^\w+Error: |\.? See the output there\.", "", text)
+    text = re.sub(r"'?\b(lm\.[\w.]+(, )?)+'?", "... ", text)  # names of this model
+    text = re.sub(r"[<>|*`\[\]{}]", " ", text)
     text = re.sub(r" +", " ", re.sub(r"\b\d+(\.\d+)?(e-?\d+)?\b", "N", text))[:220].rstrip()
     return reasons.setdefault(text, len(reasons) + 1)
 

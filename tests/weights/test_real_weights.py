@@ -75,7 +75,7 @@ def losses_of_adapters(model):
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     tokens = tokenizer(f"{math.__doc__}\n{os.__doc__}", return_tensors="pt")["input_ids"][:, :32]
     plain = float(model(input_ids=tokens, labels=tokens).loss.detach())
-    module = WithoutLogits(get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"])))
+    module = WithoutLogits(get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"])).train())
     real_models.double_trainer(precision="32-true", max_epochs=3).fit(module, torch.utils.data.DataLoader(tokens))
     module.lm.unload()
     return [plain, *module.losses]
