@@ -232,6 +232,7 @@ def _number(text, reasons):
     """Return the number of a reason, in which names and numbers of one model do not count."""
     text = re.sub(r"^\w+Error: |\.? See the output there\.", "", text)
     text = re.sub(r"'?\b(lm\.[\w.]+(, )?)+'?", "... ", text)  # names of this model
+    text = re.sub(r"\.\.\. [. ]+", "... ", text)
     text = re.sub(r"[<>|*`\[\]{}]", " ", text)
     text = re.sub(r" +", " ", re.sub(r"\b\d+(\.\d+)?(e-?\d+)?\b", "N", text))[:220].rstrip()
     return reasons.setdefault(text, len(reasons) + 1)
