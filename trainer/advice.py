@@ -25,6 +25,10 @@ _ADVICE: Final = {
         "Class indices go from 0 to the number of outputs - 1: give the last layer one output per class, or number "
         "the classes from 0."
     ),
+    "index out of range in self": (
+        "An embedding has fewer rows than this index needs: use the tokenizer that belongs to the model, give the "
+        "model rows for added tokens by resize_token_embeddings(len(tokenizer)), and cut sequences to its positions."
+    ),
     "shapes cannot be multiplied": (
         "The last dimension of a layer's input must equal its in_features: check the batch's shapes, call flatten(1) "
         "on inputs with more dimensions, or change the layer."
@@ -63,9 +67,10 @@ _ADVICE: Final = {
     "same device|same GPU|found at least two devices": (
         "Make tensors in a step with device=self.device, and keep constants with self.register_buffer."
     ),
-    "must have the same dtype|expected scalar type|should be the same": (
+    "(must|to) have the same dtype|expected scalar type|should be the same": (
         "Convert the data to the dtype of the module, as with batch.float(), or choose the module's with "
-        "Trainer(precision=...)."
+        "Trainer(precision=...); parts of it that were converted apart, as a body in bfloat16 below a head in float32, "
+        "need one dtype, or precision='bf16-mixed'."
     ),
     "stack expects each tensor to be equal size|batch must contain|should be of equal size": (
         "The samples of a batch must be of one type and shape: pad or filter them in the data set, or give the "

@@ -43,6 +43,8 @@ def find_folder(folder_or_id: str | AnyPath) -> Path:
         return _from_store(path)
     if path.is_dir():
         return path
+    if path.suffix == ".gguf" and path.exists():
+        raise _of_gguf(path.parent, path.name)
     if path.exists():
         raise CheckpointError(f"{path} is a file; give the folder that holds it, with its {SINGLE} or {INDEX}.")
     if not isinstance(folder_or_id, str) or not _ID.fullmatch(folder_or_id):
@@ -140,9 +142,20 @@ def _without_weights(folder: Path) -> CheckpointError:
             f"{folder} holds an adapter, not a model; load the base model that its adapter_config.json names, and the "
             "adapter with peft.PeftModel.from_pretrained."
         )
+    files = sorted(folder.glob("*.gguf"))
+    if files:
+        return _of_gguf(folder, files[0].name)
     inside = ", ".join(sorted(entry.name for entry in folder.iterdir())[:5]) or "nothing"
     return CheckpointError(
         f"{folder} holds neither {SINGLE} nor {INDEX}, but {inside}; give a folder that save_pretrained has written."
+    )
+
+
+def _of_gguf(folder: Path, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{folder / name} is a file of GGUF, which is read as a whole: call "
+        f"from_pretrained({str(folder)!r}, gguf_file={name!r}) in configure_model, or convert it once to a folder, as "
+        "examples/finetune.py does."
     )
 
 

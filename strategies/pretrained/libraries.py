@@ -93,6 +93,8 @@ def _config_of_transformers(model: Any, folder: Path, dtype: torch.dtype) -> Non
     config: Any = copy.deepcopy(model.config)
     config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [plain_kind(model).__name__]
+    if getattr(getattr(config, "quantization_config", None), "quant_method", None) == "gguf":
+        del config.quantization_config  # a model that was read from such a file has plain values, and so has the folder
     config.save_pretrained(folder)
     generation: Any = getattr(model, "generation_config", None)
     if generation is not None:

@@ -264,3 +264,19 @@ def test_a_module_without_one_model_is_refused_before_the_first_step(number, par
 def test_merging_without_adapters_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="merge_adapters=True needs a model with adapters"):
         fit(saved("llama", tmp_path), HuggingFaceCheckpoint(tmp_path / "out", merge_adapters=True))
+
+
+def test_a_model_that_was_read_from_a_gguf_file_is_written_as_the_plain_one_that_it_is(tmp_path):
+    module = Finetuning("llama", saved("llama", tmp_path))
+    module.configure_model()
+    quantization = pytest.importorskip("transformers.utils.quantization_config")
+    if not hasattr(quantization, "GgufConfig"):
+        pytest.skip("this transformers leaves nothing in the config of such a model")
+    module.lm.config.quantization_config = quantization.GgufConfig(gguf_file="model.gguf")
+    written = HuggingFaceCheckpoint(tmp_path / "out")
+    trainer = double_trainer(max_steps=1, callbacks=written, precision="32-true")
+    trainer.fit(module, DataLoader(TensorDataset(TOKENS), 2))
+    assert "quantization_config" not in json.loads((Path(written.last_path) / "config.json").read_text())
+    assert module.lm.config.quantization_config.quant_method == "gguf"
+    again = read("llama", written.last_path)
+    assert all(map(torch.equal, again.state_dict().values(), module.lm.state_dict().values()))

@@ -18,6 +18,6 @@ def test_adapters_lower_the_perplexity_and_the_merged_model_has_it(tmp_path):
     assert after < before < 2 * 384  # a guess is one of 384 tokens
     assert float(merged) == pytest.approx(after, rel=1e-3)
     folder = tmp_path / "finetune"
-    assert {path.name for path in (folder / "adapter" / "step=10").iterdir()} == {
-        "adapter_config.json", "adapter_model.safetensors",
-    }  # fmt: skip
+    written = {path.name for path in (folder / "adapter" / "step=10").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} == {name for name in written if "token" not in name}
+    assert re.findall(r"(Before|After): +'Return the number of", done.stdout) == ["Before", "After"]

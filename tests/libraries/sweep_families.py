@@ -11,7 +11,9 @@ import json
 import os
 import re
 import sys
+import textwrap
 import threading
+import time
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -33,7 +35,7 @@ LAYOUTS = {
     "pp 2": lambda: ParallelStrategy(pp=2),
 }
 KINDS = {"causal": "Causal", "masked": "Masked", "seq2seq": "Encoder and decoder"}
-CHUNK, SECONDS = 12, 90
+CHUNK, SECONDS = 12, 40
 """Families of which two processes train one after the other, and the time after which a layout has hung."""
 STARTED = "started"
 EQUAL = 1e-6
@@ -110,6 +112,26 @@ def write(path, kind, name, layout, found):
             file.write(json.dumps([kind, name, layout, found]) + "\n")
 
 
+def leave_if_alone(place):
+    """End this process where only one of two has an error: the other waits for it, and so learns why.
+
+    Each that stays has a step half done then, so that the next layout needs new processes.
+    """
+    if os.environ.get("WORLD_SIZE") != "2":
+        return
+    place.parent.mkdir(exist_ok=True)
+    own, other = (place.with_name(f"{place.name} {rank}") for rank in (os.environ["RANK"], 1 - int(os.environ["RANK"])))
+    own.touch()
+    limit = time.monotonic() + 8
+    while not other.exists():
+        if time.monotonic() > limit:
+            own.unlink()
+            os._exit(1)
+        time.sleep(0.05)
+    time.sleep(0.2)  # until the other has seen this one's
+    own.unlink()
+
+
 def train(families, path):
     """Train families on this rank; the first rank adds a line a result to a file."""
     torch.set_num_threads(1)
@@ -125,9 +147,9 @@ def train(families, path):
             write(path, kind, name, layout, STARTED)
             found = "not built" if expected is None else outcome(kind, name, layout, expected)
             watch.cancel()
-            write(path, kind, name, layout, found.replace("Rank 0 of 2 lost the others: rank 1 failed with ", ""))
-            if "lost the others" in found:
-                os._exit(1)  # the others have left a step half done: the next layout needs new processes
+            write(path, kind, name, layout, re.sub("Rank 0 of 2 lost the others: rank 1 failed with \\w+: ", "", found))
+            if found.startswith(("refused", "crashed")):
+                leave_if_alone(path.parent / "refusals" / f"{name} {layout}")
 
 
 def results(path):
@@ -172,11 +194,12 @@ def page(families, found):
     """Return the page: counts, a table a kind, and the reasons by number."""
     import transformers
 
-    reasons, parts = {}, []
+    reasons, parts, left = {}, [], 0
     for kind, title in KINDS.items():
         names = [name for name, place in families.items() if place[0] == kind]
         rows = {name: [found.get((name, layout), "not run") for layout in LAYOUTS] for name in names}
-        built = {name: row for name, row in rows.items() if "not built" not in row and "not run" not in row}
+        left += sum("not run" in row or STARTED in row for row in rows.values())
+        built = {name: row for name, row in rows.items() if not {"not built", "not run", STARTED} & {*row}}
         if not built:
             continue
         counts = [Counter(row[at].partition(":")[0] for row in built.values()) for at in range(len(LAYOUTS))]
@@ -189,22 +212,28 @@ def page(families, found):
                 cells.append("equal" if word == "equal" else f"{word} [{_number(text, reasons)}]")
             parts.append(f"| {name} | {' | '.join(cells)} |")
         parts[-1] += "\n"
-    texts = "\n".join(f"{number}. {text}" for text, number in reasons.items())
+    texts = "\n".join(_wrapped(f"{number}. {text}", "   ") for text, number in reasons.items())
+    stopped = f" **The sweep was stopped before {left} of {len(families)} models.**" if left else ""
     today = datetime.datetime.now(datetime.UTC).date()
-    return (
-        "# Families of language models\n\n"
-        f"Written by `make families` on {today}, with torch {torch.__version__} and transformers "
-        f"{transformers.__version__}: every language\nmodel of transformers that a tiny config builds, unmodified, "
-        "three steps of SGD in float64 in each layout against a plain\nloop. A number leads to "
-        "[the reason](#reasons) of what is not equal. What each layout is: [Parallelism](parallel.md).\n\n"
-        + "\n".join(parts)
-        + f"\n## Reasons\n\n{texts}\n"
+    said = _wrapped(
+        f"Written by `make families` on {today}, with torch {torch.__version__} and "
+        f"transformers {transformers.__version__}: every language model of transformers that a tiny config builds, "
+        "unmodified, three steps of SGD in float64 in each layout against a plain loop. A number leads to [the "
+        "reason](#reasons) of what is not equal. What each layout is: [one process or many](parallel.md)." + stopped
     )
+    return f"# Families of language models\n\n{said}\n\n" + "\n".join(parts) + f"\n## Reasons\n\n{texts}\n"
+
+
+def _wrapped(text, indent=""):
+    return textwrap.fill(text, 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _number(text, reasons):
     """Return the number of a reason, in which names and numbers of one model do not count."""
-    text = re.sub(r"[<>|*_`\[\]{}]", " ", text)
+    text = re.sub(r"^\w+Error: |\.? See the output there\.", "", text)
+    text = re.sub(r"'?\b(lm\.[\w.]+(, )?)+'?", "... ", text)  # names of this model
+    text = re.sub(r"\.\.\. [. ]+", "... ", text)
+    text = re.sub(r"[<>|*`\[\]{}]", " ", text)
     text = re.sub(r" +", " ", re.sub(r"\b\d+(\.\d+)?(e-?\d+)?\b", "N", text))[:220].rstrip()
     return reasons.setdefault(text, len(reasons) + 1)
 

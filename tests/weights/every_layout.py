@@ -20,11 +20,11 @@ from echelon.testing import run_ranks
 def cases(num_ranks):
     """Return what trains on so many ranks: kind, name, strategy, settings."""
     for kind in KINDS:
-        for name, (ranks, make) in LAYOUTS.items():
+        for name, (ranks, make, settings) in LAYOUTS.items():
             if ranks == num_ranks:
-                yield kind, name, make, {}
-                yield kind, f"{name}, adapters", make, {"adapters": True}
-                yield kind, f"{name}, recomputed", make, {"activation_checkpointing": "full"}
+                yield kind, name, make, settings
+                yield kind, f"{name}, adapters", make, {**settings, "adapters": True}
+                yield kind, f"{name}, recomputed", make, {**settings, "activation_checkpointing": "full"}
         for name, (ranks, make, settings) in BESIDE.items():
             if ranks == num_ranks:
                 yield kind, name, make, settings

@@ -129,11 +129,11 @@ class Tuned(echelon.TrainModule):
         return self.optimizer([p for p in self.parameters() if p.requires_grad], lr=self.lr)
 
 
-def fit(module, strategy="single", *, ckpt_path=None, **settings):
+def fit(module, strategy="single", *, ckpt_path=None, batch_size=2, **settings):
     """Train for three steps of four samples each; return the trainer."""
     settings = {"precision": "32-true", "max_epochs": 1, "global_batch_size": 4, **settings}
     trainer = double_trainer(strategy=strategy, **settings)
-    trainer.fit(module, DataLoader(TensorDataset(*SAMPLES[module.kind]()), 2), ckpt_path=ckpt_path)
+    trainer.fit(module, DataLoader(TensorDataset(*SAMPLES[module.kind]()), batch_size), ckpt_path=ckpt_path)
     return trainer
 
 

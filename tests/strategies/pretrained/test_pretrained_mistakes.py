@@ -61,6 +61,39 @@ def cut_short(folder):
     echelon.load_pretrained(build("llama"), folder)
 
 
+def a_gguf_file(folder):
+    (folder / "model.gguf").write_bytes(b"GGUF")
+    echelon.load_pretrained(build("llama"), folder / "model.gguf")
+
+
+def a_folder_of_a_gguf_file(folder):
+    (folder / "other").mkdir()
+    (folder / "other" / "model.gguf").write_bytes(b"GGUF")
+    echelon.load_pretrained(build("llama"), folder / "other")
+
+
+def more_ranks_than_heads(folder):
+    fit(Finetuning(build("llama")), folder, strategy=ParallelStrategy(tp=3), devices=3)
+
+
+def labels_beyond_the_vocabulary(folder):
+    class Other(Finetuning):
+        def training_step(self, batch, batch_idx):
+            return echelon.language_model_loss(self.lm, input_ids=batch[0], labels=batch[0] + 5000)
+
+    fit(Other(build("llama")), folder)
+
+
+def a_head_of_another_dtype(folder):
+    class Other(Finetuning):
+        def training_step(self, batch, batch_idx):
+            return echelon.language_model_loss(self.lm, input_ids=batch[0], labels=batch[0])
+
+    model = build("llama", tie_word_embeddings=False)
+    model.model.bfloat16()
+    fit(Other(model), folder)
+
+
 def an_empty_folder(folder):
     (folder / "empty").mkdir()
     echelon.load_pretrained(build("llama"), folder / "empty")
@@ -148,6 +181,11 @@ MISTAKES = {
     no_folder: "There is no folder .*lama; .* has llama; give one",
     a_file: "is a file; give the folder that holds it",
     cut_short: "is not a whole safetensors file.*copy it again",
+    a_gguf_file: r"from_pretrained\('.*', gguf_file='model.gguf'\)",
+    a_folder_of_a_gguf_file: r"from_pretrained\('.*other', gguf_file='model.gguf'\)",
+    more_ranks_than_heads: "tp=3 does not divide.*has 2 num_attention_heads",
+    labels_beyond_the_vocabulary: "labels must be from 0 to 23.*got 5000; use the tokenizer of this model",
+    a_head_of_another_dtype: "head's weight is torch.float32, and its input torch.bfloat16; convert one of them",
     an_empty_folder: "holds neither model.safetensors nor .*give a folder that save_pretrained has written",
     an_adapter_as_a_model: "holds an adapter, not a model; load the base model",
     another_model: "is of a 'llama' model, this one is a 'gpt2'.*build the model from its config.json",

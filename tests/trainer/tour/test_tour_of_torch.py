@@ -60,6 +60,24 @@ def a_class_too_many() -> None:
     fit(Step(cross_entropy, 3), batches(torch.ones(4, 2), torch.tensor([0, 1, 5, 2])))
 
 
+class Embedded(Step):
+    """A step whose input is looked up."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(cross_entropy, 3)
+        self.net = nn.Sequential(nn.Embedding(4, 2, dtype=dtype), nn.Linear(2, 3))
+
+
+@tour.answered_by(IndexError, "index out of range", "the tokenizer that belongs to the model", "its positions")
+def tokens_of_another_tokenizer() -> None:
+    fit(Embedded(), batches(torch.tensor([0, 1, 9, 2]), torch.zeros(4).long()))
+
+
+@tour.answered_by(RuntimeError, "the same dtype", "need one dtype", "bf16-mixed")
+def a_body_of_another_dtype_than_the_head() -> None:
+    fit(Embedded(torch.bfloat16), batches(torch.tensor([0, 1, 3, 2]), torch.zeros(4).long()))
+
+
 @tour.answered_by(RuntimeError, "(2x3 and 2x1)", "in_features", "flatten(1)", "[0] float32[2, 3]")
 def inputs_of_another_width() -> None:
     fit(Regression(), batches(torch.ones(4, 3), torch.ones(4, 1)))
