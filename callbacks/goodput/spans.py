@@ -49,6 +49,8 @@ class RoundAccount:
     """How it ended, in a few words."""
     cause: str
     """Why it ended, if known."""
+    advice: str = ""
+    """What would shorten its steps most, if that was found out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +258,7 @@ def _of_round(rounds: Sequence[LedgerRound], index: int, spans: Sequence[Span], 
         micros=_sum(spans),
         end=end,
         cause=cause,
+        advice=rounds[index].advice,
     )
 
 

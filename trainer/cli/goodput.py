@@ -92,6 +92,9 @@ def render(goodput: Goodput) -> str:
     ]
     causes = [f"Round {one.round}: {one.cause}" for one in goodput.rounds if one.cause]
     lines += [textwrap.fill(cause, 80, subsequent_indent="    ") for cause in causes]
+    advice = next((one.advice for one in reversed(goodput.rounds) if one.advice), "")
+    if advice:
+        lines.append(textwrap.fill(f"Advice: {advice}", 80, subsequent_indent="    "))
     if goodput.num_skipped:
         lines.append(f"Skipped {goodput.num_skipped} lines that are incomplete, damaged or not from a ledger.")
     return "\n".join(lines)

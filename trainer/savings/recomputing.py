@@ -1,0 +1,108 @@
+"""Savings in recomputation: activations that are computed again although there is memory to keep them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...strategies.devices.kinds import CPU
+from ...strategies.devices.memory import peak_allocated, total_memory
+from ...strategies.state.dtensor import is_dtensor, local_shard
+from ..planning.machine import memory_of_host
+from .stopwatch import Stopwatch
+from .watch import Saving, Scene, StepTimes, Watch
+
+_TIMED: Final = 4
+"""Forwards of a block that are timed, before one is measured in bytes."""
+_ROOM: Final = 0.5
+"""Share of the free memory that the activations may need."""
+
+
+class Recomputing(Watch):
+    """Times the forward of a recomputed block, and counts the bytes of its results: what it keeps is less."""
+
+    def __init__(self, scene: Scene) -> None:
+        super().__init__(scene)
+        self._handles: list[Any] = []
+        self._clock = Stopwatch(scene.device)
+        self._results: _Results | None = None
+        self._num_blocks = 0
+        self._is_inside = False
+
+    def begin(self) -> None:
+        setting = self.scene.recomputes
+        if setting is None or setting.mode != "full" or setting.offload or self.scene.compiles or self.scene.has_stages:
+            return
+        blocks = setting.submodules(self.scene.module)
+        self._num_blocks, block = len(blocks), blocks[0][1]
+        self._handles = [
+            block.register_forward_pre_hook(self._before),
+            block.register_forward_hook(self._after, always_call=True),
+        ]
+
+    def _before(self, block: nn.Module, args: Any) -> None:
+        if not torch.is_grad_enabled() or self._is_inside:
+            return
+        self._is_inside = True
+        if self._clock.num_times < _TIMED:
+            self._clock.start()
+        elif self._results is None:
+            self._results = _Results()
+            self._results.__enter__()
+
+    def _after(self, block: nn.Module, args: Any, output: Any) -> None:
+        if not self._is_inside:
+            return
+        self._is_inside = False
+        self._clock.stop()
+        if self._results is not None:
+            self._results.__exit__(None, None, None)
+            self.end()
+
+    def end(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def savings(self, times: StepTimes) -> Iterator[Saving]:
+        if self._results is None or not self._clock.num_times:
+            return
+        number = self._num_blocks * self.scene.run.accumulate_grad_batches
+        share = number * self._clock.typical() / times.step
+        needed, free = self._num_blocks * self._results.num_bytes, self._free()
+        if free is None or needed > _ROOM * free:
+            return
+        yield Saving(
+            "recomputation",
+            share,
+            f"{share:.0%} of each step computes {self._num_blocks} blocks again, to save at most {needed / 1e9:.2g} GB,"
+            f" and {free / 1e9:.3g} GB are free: without activation_checkpointing a step is {share:.0%} shorter.",
+        )
+
+    def _free(self) -> float | None:
+        """Return the bytes that are free for each rank at the fullest moment of a step; None if nobody can tell."""
+        device = self.scene.device
+        if device.type == CPU:
+            return memory_of_host() / self.scene.run.strategy.environment.local_world_size
+        total, most = total_memory(device), peak_allocated(device)
+        return None if total is None or not most else total - most
+
+
+class _Results(TorchDispatchMode):
+    """Counts the bytes of all results of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for one in result if isinstance(result, list | tuple) else [result]:
+            if isinstance(one, Tensor):
+                local = local_shard(one) if is_dtensor(one) else one
+                self.num_bytes += local.numel() * local.element_size()
+        return result
