@@ -21,13 +21,11 @@ from .watch import Saving, Scene, StepTimes, Watch
 
 _SHAPES: Final = 3
 """Shapes that are tried, those with the most work first."""
-_WORK: Final = {CPU: 1 << 31}
+_WORK: Final = {CPU: 1 << 30}
 """Multiplications of a product that is tried on a CPU; of larger ones, fewer rows are."""
 _WORK_OF_ACCELERATORS: Final = 1 << 38
 _LARGEST: Final = 1 << 26
 """Elements of a weight beyond which a layer is not tried, as that needs memory."""
-_PASSES: Final = 3
-"""Products of a layer in a step: forward, and those with the gradients of its input and of its weight."""
 
 
 class Product(NamedTuple):
@@ -155,13 +153,21 @@ class Layers(Watch):
 
 
 def _multiplied(product: Product, held_in: torch.dtype, device: torch.device) -> Callable[[], object]:
-    """Return a function that computes a product of operands that are held in a dtype."""
+    """Return a function that computes a layer's products of a step, whose operands and gradients are of a dtype."""
     given = torch.full((product.rows, product.inputs), 0.5, dtype=held_in, device=device)
     weight = torch.full((product.outputs, product.inputs), 0.5, dtype=held_in, device=device)
-    return lambda: nn.functional.linear(given.to(product.dtype), weight.to(product.dtype))
+    gradient, total = torch.full((product.rows, product.outputs), 0.5, dtype=held_in, device=device), weight.clone()
+
+    def compute() -> None:
+        rows, cast, of_output = given.to(product.dtype), weight.to(product.dtype), gradient.to(product.dtype)
+        nn.functional.linear(rows, cast)
+        torch.mm(of_output, cast)
+        total.add_(torch.mm(of_output.t(), rows))
+
+    return compute
 
 
 def _share(now: float, then: float, times: StepTimes) -> float:
     """Return the share of a step that is saved if its products take less; they take no more than its whole work."""
-    work = min(_PASSES * now, times.step - times.wait)
+    work = min(now, times.step - times.wait)
     return work * (1 - then / now) / times.step

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +16,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from echelon import Callback, TrainModule
+from echelon import ActivationCheckpointing, Callback, CSVLogger, GoodputMonitor, Trainer, TrainModule
+from echelon.callbacks.goodput.ledger import read_ledger
+from echelon.testing import run_ranks
+from echelon.trainer import savings
+from echelon.trainer.cli.main import main
 from echelon.trainer.savings.advisor import MEASURED, WARM_UP, TimeAdvisor
+from echelon.trainer.savings.kinds import EXPLANATIONS
 
 STEPS = MEASURED + WARM_UP + 3
 
@@ -105,7 +113,7 @@ def test_an_optimizer_that_does_not_loop_is_not_named(options):
     assert "optimizer" not in found(Many(**options), DataLoader(rows(STEPS), 1))
 
 
-def test_an_optimizer_of_the_user_or_with_a_closure_is_not_named():
+def test_an_optimizer_of_the_user_is_not_named():
     class Own(torch.optim.AdamW):
         """An optimizer whose arguments are its own."""
 
@@ -113,12 +121,7 @@ def test_an_optimizer_of_the_user_or_with_a_closure_is_not_named():
         def configure_optimizers(self):
             return Own(self.parameters(), 1e-3)
 
-    class Closure(Many):
-        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
-            optimizer.step(closure=optimizer_closure)
-
     assert "optimizer" not in found(Owned(), DataLoader(rows(STEPS), 1))
-    assert "optimizer" not in found(Closure(), DataLoader(rows(STEPS), 1))
 
 
 def test_hooks_are_gone_from_the_optimizer_and_the_layers_after_the_advice():
@@ -244,12 +247,12 @@ def test_small_micro_batches_are_named_and_following_it_halves_the_calls():
             return super().training_step(batch, batch_idx)
 
     saving = found(
-        Counted(width, 2), DataLoader(rows(8 * STEPS, width), 1), accumulate_grad_batches=8, max_steps=STEPS
+        Counted(width, 2), DataLoader(rows(16 * STEPS, width), 4), accumulate_grad_batches=4, max_steps=STEPS
     )["micro-batches"]
-    assert "batch_size=2 with accumulate_grad_batches=4" in saving.text
+    assert "batch_size=8 with accumulate_grad_batches=2" in saving.text
     before = len(calls)
-    found(Counted(width, 2), DataLoader(rows(8 * STEPS, width), 2), accumulate_grad_batches=4, max_steps=STEPS)
-    assert before == 8 * STEPS and len(calls) - before == 4 * STEPS
+    found(Counted(width, 2), DataLoader(rows(16 * STEPS, width), 8), accumulate_grad_batches=2, max_steps=STEPS)
+    assert before == 4 * STEPS and len(calls) - before == 2 * STEPS
 
 
 def test_micro_batches_of_many_rows_or_without_accumulation_are_not_named():
@@ -287,8 +290,6 @@ def test_a_run_in_another_precision_is_not_told_of_it():
 
 
 def test_recomputation_without_need_is_named_and_following_it_computes_less():
-    from echelon import ActivationCheckpointing
-
     setting = ActivationCheckpointing()
     loader = DataLoader(rows(64 * STEPS, 256), 64)
     saving = found(Deep(256, 4), loader, activation_checkpointing="full", recomputes=setting)["recomputation"]
@@ -311,13 +312,18 @@ def test_recomputation_without_need_is_named_and_following_it_computes_less():
 
 
 def test_recomputation_is_not_named_without_it_or_where_it_keeps_products():
-    from echelon import ActivationCheckpointing
-
     loader = DataLoader(rows(64 * STEPS, 256), 64)
     assert "recomputation" not in found(Deep(256, 4), loader)
     selective = ActivationCheckpointing(mode="selective")
     savings = found(Deep(256, 4), loader, activation_checkpointing=selective, recomputes=selective)
     assert "recomputation" not in savings
+
+
+def test_every_kind_that_can_be_found_is_explained():
+    folder = Path(savings.__file__).parent
+    pattern = r"yield Saving\(\s*\"([\w-]+)\""
+    named = {kind for file in folder.glob("*.py") for kind in re.findall(pattern, file.read_text())}
+    assert named == set(EXPLANATIONS)
 
 
 # --- when it speaks --------------------------------------------------------------------------------------------------
@@ -343,8 +349,6 @@ def test_one_line_is_said_and_a_switch_turns_it_off(caplog):
 )
 def test_nothing_is_said_of_short_and_trial_runs(settings, caplog):
     caplog.set_level(logging.INFO, "echelon")
-    from echelon import Trainer
-
     limits = {"max_epochs": 1, "accelerator": "cpu", **settings}
     if "barebones" not in settings:
         limits |= {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
@@ -415,3 +419,41 @@ def test_an_error_in_a_step_leaves_no_hooks():
     with pytest.raises(ValueError, match="stop"):
         found(module, DataLoader(rows(STEPS), 1))
     assert not any(part._forward_pre_hooks for part in module.modules())
+
+
+def test_the_ledger_of_goodput_and_its_report_keep_the_line(tmp_path, capsys):
+    monitor = GoodputMonitor()
+    savings_found = found(
+        Many(), DataLoader(rows(STEPS), 1), callbacks=[monitor], default_root_dir=tmp_path, logger=CSVLogger(tmp_path)
+    )
+    text = max(savings_found.values(), key=lambda saving: saving.share).text
+    ledger = next(tmp_path.rglob("goodput.jsonl"))
+    assert [one.advice for one in read_ledger(ledger).rounds] == [text]
+    assert main(["goodput", str(ledger.parent), "--png", str(tmp_path / "figure.png")]) == 0
+    assert "Advice: " in capsys.readouterr().out
+    assert main(["goodput", str(ledger.parent), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rounds"][0]["advice"] == text
+
+
+def test_doctor_explains_each_kind(capsys):
+    assert main(["doctor", "--advice"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"{kind}: " in printed for kind in EXPLANATIONS)
+    assert main(["doctor", "--advice", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == dict(EXPLANATIONS)
+
+
+def fit_on_two_ranks(rank: int, strategy: str) -> list[str]:
+    """Train on a rank; return the kinds that it has found."""
+    torch.set_num_threads(1)
+    advisor = TimeAdvisor(seconds=0.0)
+    trainer = quiet(max_steps=STEPS, callbacks=[advisor], strategy=strategy, devices=2)
+    trainer.fit(Many(8, 100_000), DataLoader(rows(2 * STEPS), 1))
+    return [saving.kind for saving in advisor.savings]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "zero", "fsdp"])
+def test_rank_0_alone_measures_and_says_it(strategy):
+    first, second = run_ranks(fit_on_two_ranks, 2, strategy, timeout=300)
+    assert "optimizer" in first and second == []
