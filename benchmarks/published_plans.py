@@ -34,7 +34,7 @@ from echelon.strategies import FSDPStrategy
 from echelon.strategies.torch_internals import fake_mode
 from echelon.trainer.planning.layouts import RunLayout
 from echelon.trainer.planning.machine import Machine
-from echelon.trainer.planning.plan import PlannedLayout, Profiles, choose_micro_batch
+from echelon.trainer.planning.plan import PlannedLayout, Profiles, Recomputed, choose_micro_batch
 from echelon.trainer.planning.profiling import ProfilingStrategy, building, take_profile
 from echelon.trainer.planning.step_time import speed_of
 
@@ -144,7 +144,8 @@ def plan_of(row: Row) -> PlannedLayout:
     settings: dict[str, Any] = {
         "": None,
         "full": ActivationCheckpointing(),
-        "selective": ActivationCheckpointing(mode="selective"),
+        # torchtitan's keeps every second matrix product
+        "selective": ActivationCheckpointing(mode="selective", every_product=2),
         "other": ActivationCheckpointing(modules=lambda name, _: name.rpartition(".")[2] in map(str, range(0, 200, 2))),
     }
     tokens = torch.utils.data.TensorDataset(torch.zeros(row.batch, row.length, dtype=torch.long))
@@ -158,7 +159,7 @@ def plan_of(row: Row) -> PlannedLayout:
         trainer.fit(module, data)
 
     profile = take_profile(fit, module, ProfilingStrategy(mode=mode))
-    recomputes = bool(row.recomputes)
+    recomputes: Recomputed = "full" if row.recomputes else ""
     profiles = Profiles(whole={recomputes: profile}, halved={})
     # gradients are summed after each micro-batch, as those runs did it
     layout = RunLayout("fsdp", partial(FSDPStrategy, sync_each_micro_batch=row.accumulate > 1), "fsdp", row.devices)

@@ -443,7 +443,7 @@ def test_doctor_explains_each_kind(capsys):
     assert json.loads(capsys.readouterr().out) == dict(EXPLANATIONS)
 
 
-def fit_on_two_ranks(rank: int, strategy: str) -> list[str]:
+def fit_on_two_ranks(strategy: str) -> list[str]:
     """Train on a rank; return the kinds that it has found."""
     torch.set_num_threads(1)
     advisor = TimeAdvisor(seconds=0.0)
