@@ -76,9 +76,8 @@ def take_profiles(
         if num_samples is None and not recomputes:
             return first
         strategy = ProfilingStrategy(num_samples=num_samples, measures=measures, mode=mode, updates=False)
-        profile = take_profile(
-            lambda strategy, callback: fit(strategy, callback, settings[recomputes]), module, strategy
-        )
+        setting = settings[recomputes]
+        profile = take_profile(lambda strategy, callback: fit(strategy, callback, setting), module, strategy)
         return replace(
             profile,
             state=first.state,
