@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable
 from statistics import mean, median
 from time import perf_counter, process_time
@@ -21,7 +22,7 @@ from .logs import Logs
 from .padding import Padding
 from .recomputing import Recomputing
 from .updates import Updates
-from .watch import Saving, Scene, StepTimes, Watch, Watched
+from .watch import Saving, SavingWatch, Subject, TypicalStep, Watched
 
 _log = logging.getLogger(__name__)
 
@@ -53,14 +54,15 @@ class TimeAdvisor(Callback):
     ) -> None:
         self._recomputes, self._compiles, self._least_seconds = recomputes, compiles, seconds
         self._is_measuring = False
-        self._watches: list[Watch] = []
+        self._watches: list[SavingWatch] = []
         self.savings: list[Saving] = []
         """What was found in the current or last fit, the largest first; only that is said."""
         self._forget()
 
     def _forget(self) -> None:
         self._left_to_warm_up = WARM_UP
-        self._seconds = 0.0
+        self._due = math.inf
+        """When what was measured is judged: at the earliest after the shortest time since the warm-up."""
         self._steps: list[tuple[float, float, float]] = []
         """Of each step its time, the wait for its data, and the processor time of this process in that wait."""
         self._began = self._ended = self._cpu_ended = self._saved = 0.0
@@ -88,7 +90,7 @@ class TimeAdvisor(Callback):
     def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
         """End the wait for data, and let the watches see the batch."""
         if not self._is_measuring:
-            return
+            return  # as most steps do
         if not self._is_in_step:
             self._is_in_step, self._began = True, perf_counter()
             self._wait, self._busy_wait = self._began - self._ended, process_time() - self._cpu_ended
@@ -98,21 +100,27 @@ class TimeAdvisor(Callback):
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
         """Count the step; say what was found once there are enough."""
         if not self._is_measuring:
+            if self._watches and perf_counter() >= self._due:
+                self._advise(trainer)
             return
         now, run = perf_counter(), cast(Watched, trainer)
         saved = run.checkpoint_seconds
         if self._left_to_warm_up:
             self._left_to_warm_up -= 1
             if not self._left_to_warm_up:
-                self._watches = self._begun(kind(self._scene(run, module)) for kind in _KINDS)
+                self._due = now + self._least_seconds
+                self._watches = self._begun(kind(self._subject(run, module)) for kind in _KINDS)
         else:
             if self._counts and saved == self._saved and self._is_in_step:
                 self._steps.append((now - self._began + self._wait, self._wait, self._busy_wait))
-                self._seconds += self._steps[-1][0]
             for watch in self._watches:
                 watch.end_step()
-            if len(self._steps) >= MEASURED and self._seconds >= self._least_seconds:
-                self._advise(trainer)
+            if len(self._steps) == MEASURED:
+                self._is_measuring = False
+                for watch in self._watches:
+                    watch.end()
+                if now >= self._due:
+                    self._advise(trainer)
         self._is_in_step, self._counts, self._saved = False, True, saved
         self._ended, self._cpu_ended = perf_counter(), process_time()
 
@@ -130,10 +138,10 @@ class TimeAdvisor(Callback):
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
-    def _scene(self, run: Watched, module: nn.Module) -> Scene:
-        return Scene(run, module, self._recomputes, self._compiles)
+    def _subject(self, run: Watched, module: nn.Module) -> Subject:
+        return Subject(run, module, self._recomputes, self._compiles)
 
-    def _begun(self, watches: Iterable[Watch]) -> list[Watch]:
+    def _begun(self, watches: Iterable[SavingWatch]) -> list[SavingWatch]:
         begun = list(watches)
         for watch in begun:
             watch.begin()
@@ -144,7 +152,7 @@ class TimeAdvisor(Callback):
         steps, waits, busy = zip(*self._steps, strict=True)
         loader = cast(Watched, trainer).train_dataloader
         typical = mean if getattr(loader, "num_workers", 0) else median
-        times = StepTimes(median(steps), typical(waits), typical(busy))
+        times = TypicalStep(median(steps), typical(waits), typical(busy))
         found = [saving for watch in self._watches for saving in _savings_of(watch, times)]
         self._stop()
         worth = (one for one in found if one.share >= _LEAST)
@@ -164,7 +172,7 @@ class TimeAdvisor(Callback):
         self._watches = []
 
 
-def _savings_of(watch: Watch, times: StepTimes) -> list[Saving]:
+def _savings_of(watch: SavingWatch, times: TypicalStep) -> list[Saving]:
     """Return what a watch has found; what goes wrong in a trial must not end a run."""
     try:
         return list(watch.savings(times))

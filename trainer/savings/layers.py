@@ -17,7 +17,7 @@ from ...strategies.state.dtensor import is_dtensor, local_shard
 from ...strategies.torch_internals import BatchNorm
 from ..planning.machine import memory_of_host
 from .stopwatch import times_of
-from .watch import Saving, Scene, StepTimes, Watch
+from .watch import Saving, SavingWatch, Subject, TypicalStep
 
 _SHAPES: Final = 3
 """Shapes that are tried, those with the most work first."""
@@ -42,18 +42,18 @@ class Product(NamedTuple):
         return self.rows * self.inputs * self.outputs
 
 
-class Layers(Watch):
+class Layers(SavingWatch):
     """Notes the products of linear layers in the first step, and tries other forms of them."""
 
-    def __init__(self, scene: Scene) -> None:
-        super().__init__(scene)
+    def __init__(self, subject: Subject) -> None:
+        super().__init__(subject)
         self._counts: Counter[Product] = Counter()
         self._handles: list[Any] = []
 
     def begin(self) -> None:
-        if self.scene.compiles:
+        if self.subject.compiles:
             return  # hooks would have the module compiled again
-        layers = [part for part in self.scene.module.modules() if type(part) is nn.Linear]
+        layers = [part for part in self.subject.module.modules() if type(part) is nn.Linear]
         self._handles = [layer.register_forward_pre_hook(self._note) for layer in layers]
 
     def _note(self, layer: nn.Linear, args: tuple[Any, ...]) -> None:
@@ -73,7 +73,7 @@ class Layers(Watch):
             handle.remove()
         self._handles = []
 
-    def savings(self, times: StepTimes) -> Iterator[Saving]:
+    def savings(self, times: TypicalStep) -> Iterator[Saving]:
         yield from self._of_precision(times)
         yield from self._of_rows(times)
 
@@ -81,7 +81,7 @@ class Layers(Watch):
         """Return the products with the most work, with as many rows as can be tried soon, and how often they count."""
         known = [one for one in self._counts if one.rows and one.inputs * one.outputs <= _LARGEST]
         most = sorted(known, key=lambda one: -one.work * self._counts[one])[:_SHAPES]
-        limit = _WORK.get(self.scene.device.type, _WORK_OF_ACCELERATORS)
+        limit = _WORK.get(self.subject.device.type, _WORK_OF_ACCELERATORS)
         rows = [max(1, min(one.rows, limit // (one.inputs * one.outputs))) for one in most]
         return [
             (one._replace(rows=number), self._counts[one] * one.rows / number)
@@ -90,12 +90,12 @@ class Layers(Watch):
 
     def _times(self, *products: Product) -> list[float]:
         """Return the seconds of each product, with operands that are cast from the dtype of the first."""
-        device, dtype = self.scene.device, products[0].dtype
+        device, dtype = self.subject.device, products[0].dtype
         with torch.no_grad():
             return times_of([_multiplied(one, dtype, device) for one in products], device)
 
-    def _of_precision(self, times: StepTimes) -> Iterator[Saving]:
-        if not self.scene.run.strategy.precision.is_plain:
+    def _of_precision(self, times: TypicalStep) -> Iterator[Saving]:
+        if not self.subject.run.strategy.precision.is_plain:
             return
         tried = [each for each in self._most() if each[0].dtype is torch.float32]
         now = then = 0.0
@@ -108,18 +108,18 @@ class Layers(Watch):
         yield Saving(
             "precision",
             share,
-            f"The matrix products are in float32, which {self.scene.device.type} multiplies {now / then:.1f} times as "
+            f"The matrix products are in float32, which {self.subject.device.type} multiplies {now / then:.1f} times as "
             f"fast in bfloat16 (tried on {len(tried)} shapes of its layers): Trainer(precision='bf16-mixed') makes a "
             f"step {share:.0%} shorter.",
         )
 
-    def _of_rows(self, times: StepTimes) -> Iterator[Saving]:
-        run, loader = self.scene.run, self.scene.run.train_dataloader
+    def _of_rows(self, times: TypicalStep) -> Iterator[Saving]:
+        run, loader = self.subject.run, self.subject.run.train_dataloader
         number = run.accumulate_grad_batches
         size = loader.batch_size if isinstance(loader, DataLoader) else None
-        if number < 2 or number % 2 or size is None or self.scene.has_stages or not self._has_room():
+        if number < 2 or number % 2 or size is None or self.subject.has_stages or not self._has_room():
             return
-        if any(isinstance(part, BatchNorm) for part in self.scene.module.modules()):
+        if any(isinstance(part, BatchNorm) for part in self.subject.module.modules()):
             return  # its statistics are those of a micro-batch
         # where only a part of the rows is tried, there are many
         tried = [(one, count) for one, count in self._most() if one in self._counts]
@@ -140,14 +140,14 @@ class Layers(Watch):
 
     def _has_room(self) -> bool:
         """Return whether there is memory for micro-batches of twice the size."""
-        device = self.scene.device
+        device = self.subject.device
         if device.type == CPU:
             import resource  # not on Windows
 
             # Linux counts in kilobytes, macOS in bytes
             unit = 1 if sys.platform == "darwin" else 1024
             held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-            return memory_of_host() > held * self.scene.run.strategy.environment.local_world_size
+            return memory_of_host() > held * self.subject.run.strategy.environment.local_world_size
         total, most = total_memory(device), peak_allocated(device)
         return total is not None and most > 0 and total > 2.2 * most
 
@@ -167,7 +167,7 @@ def _multiplied(product: Product, held_in: torch.dtype, device: torch.device) ->
     return compute
 
 
-def _share(now: float, then: float, times: StepTimes) -> float:
+def _share(now: float, then: float, times: TypicalStep) -> float:
     """Return the share of a step that is saved if its products take less; they take no more than its whole work."""
     work = min(now, times.step - times.wait)
     return work * (1 - then / now) / times.step

@@ -9,14 +9,14 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ...callbacks.callback import Callback
 from ...callbacks.dispatch import overrides
 from ...strategies.devices.kinds import CPU
 from ..module.data_module import DataHooks
 from ..module.hooks import ModuleHooks
-from .watch import Saving, StepTimes, Watch
+from .watch import Saving, SavingWatch, TypicalStep
 
 _TRANSFERS: Final = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _BETWEEN: Final = ("on_train_batch_start", "on_train_step_end")
@@ -30,11 +30,11 @@ _BUSY: Final = 0.5
 """Share of the wait from which reading is the work of a processor rather than a wait for a disk or a network."""
 
 
-class Loading(Watch):
+class Loading(SavingWatch):
     """Judges the wait for data, which the advisor has measured."""
 
-    def savings(self, times: StepTimes) -> Iterator[Saving]:
-        loader = self.scene.run.train_dataloader
+    def savings(self, times: TypicalStep) -> Iterator[Saving]:
+        loader = self.subject.run.train_dataloader
         if not isinstance(loader, DataLoader) or not times.wait or self._has_other_work() or _reads_devices(loader):
             return
         rest, now = times.step - times.wait, loader.num_workers
@@ -42,7 +42,8 @@ class Loading(Watch):
         # what it takes to read one step's batches in one worker
         reading = times.step * now if now else times.wait
         wanted = math.ceil(reading / max(rest, 1e-9))
-        most = min(_MOST, _num_processors())  # of more, torch warns
+        # of more than processors torch warns; the samples of a stream are read by each worker, and dealt
+        most = 1 if isinstance(loader.dataset, IterableDataset) else min(_MOST, _num_processors())
         workers = min(wanted, most, self._free_processors() if is_busy or now else most)
         if workers <= now:
             return
@@ -58,27 +59,27 @@ class Loading(Watch):
 
     def _has_other_work(self) -> bool:
         """Return whether hooks of the user's do work between the steps, where the wait was measured."""
-        module, datamodule = self.scene.module, self.scene.run.datamodule
+        module, datamodule = self.subject.module, self.subject.run.datamodule
         owners = [module] if datamodule is None else [module, datamodule]
         if any(overrides(owner, name, DataHooks) for owner in owners for name in _TRANSFERS):
             return True
         if overrides(module, "on_train_step_end", ModuleHooks):
             return True
         own = __name__.partition(".")[0]
-        others = [one for one in self.scene.run.callbacks if type(one).__module__.partition(".")[0] != own]
+        others = [one for one in self.subject.run.callbacks if type(one).__module__.partition(".")[0] != own]
         return any(overrides(one, name, Callback) for one in others for name in _BETWEEN)
 
     def _costs(self, more: int) -> float:
         """Return the seconds that more workers cost a step: batches are sent, and each epoch starts processes."""
-        loader, run = self.scene.run.train_dataloader, self.scene.run
+        loader, run = self.subject.run.train_dataloader, self.subject.run
         number = run.accumulate_grad_batches
         starts = 0.0 if getattr(loader, "persistent_workers", False) else _START * more / run.num_training_batches
         return number * (starts + (_SENDING if not loader.num_workers else 0.0))
 
     def _free_processors(self) -> int:
         """Return how many processors of this node each rank has beside those that its steps use."""
-        used = torch.get_num_threads() if self.scene.device.type == CPU else 1
-        return max(0, int(_num_processors() // self.scene.run.strategy.environment.local_world_size - used))
+        used = torch.get_num_threads() if self.subject.device.type == CPU else 1
+        return max(0, int(_num_processors() // self.subject.run.strategy.environment.local_world_size - used))
 
 
 def _num_processors() -> int:

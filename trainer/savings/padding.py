@@ -8,18 +8,18 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from .watch import Saving, Scene, StepTimes, Watch
+from .watch import Saving, SavingWatch, Subject, TypicalStep
 
 _MASK: Final = "attention_mask"
 """The name that transformers' tokenizers give to the mask of the tokens that are none."""
 _SEEN: Final = 16
 
 
-class Padding(Watch):
+class Padding(SavingWatch):
     """Counts the pad tokens of the first micro-batches that say which they are."""
 
-    def __init__(self, scene: Scene) -> None:
-        super().__init__(scene)
+    def __init__(self, subject: Subject) -> None:
+        super().__init__(subject)
         self._lengths: list[tuple[int, Tensor, Tensor]] = []
         """Of each micro-batch its width, the tokens of each row, and the columns in use; on the device."""
 
@@ -31,7 +31,7 @@ class Padding(Watch):
         used = mask.ne(0)
         self._lengths.append((mask.shape[1], used.sum(1), used.any(0).sum()))
 
-    def savings(self, times: StepTimes) -> Iterator[Saving]:
+    def savings(self, times: TypicalStep) -> Iterator[Saving]:
         if not self._lengths:
             return
         rows = [tokens.tolist() for _, tokens, _ in self._lengths]
@@ -52,9 +52,6 @@ class Padding(Watch):
             f"{1 - left / padded:.0%} of all (counted in {len(rows)} micro-batches), and make a step up to {saved:.0%} "
             "shorter.",
         )
-
-    def end(self) -> None:
-        self._lengths = []
 
 
 def _padded_by_length(rows: list[list[int]]) -> int:

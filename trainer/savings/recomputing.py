@@ -7,14 +7,14 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...strategies.devices.kinds import CPU
 from ...strategies.devices.memory import peak_allocated, total_memory
 from ...strategies.state.dtensor import is_dtensor, local_shard
+from ...strategies.torch_internals import TorchDispatchMode
 from ..planning.machine import memory_of_host
 from .stopwatch import Stopwatch
-from .watch import Saving, Scene, StepTimes, Watch
+from .watch import Saving, SavingWatch, Subject, TypicalStep
 
 _TIMED: Final = 4
 """Forwards of a block that are timed, before one is measured in bytes."""
@@ -22,22 +22,28 @@ _ROOM: Final = 0.5
 """Share of the free memory that the activations may need."""
 
 
-class Recomputing(Watch):
+class Recomputing(SavingWatch):
     """Times the forward of a recomputed block, and counts the bytes of its results: what it keeps is less."""
 
-    def __init__(self, scene: Scene) -> None:
-        super().__init__(scene)
+    def __init__(self, subject: Subject) -> None:
+        super().__init__(subject)
         self._handles: list[Any] = []
-        self._clock = Stopwatch(scene.device)
+        self._clock = Stopwatch(subject.device)
         self._results: _Results | None = None
         self._num_blocks = 0
         self._is_inside = False
 
     def begin(self) -> None:
-        setting = self.scene.recomputes
-        if setting is None or setting.mode != "full" or setting.offload or self.scene.compiles or self.scene.has_stages:
+        setting = self.subject.recomputes
+        if (
+            setting is None
+            or setting.mode != "full"
+            or setting.offload
+            or self.subject.compiles
+            or self.subject.has_stages
+        ):
             return
-        blocks = setting.submodules(self.scene.module)
+        blocks = setting.submodules(self.subject.module)
         self._num_blocks, block = len(blocks), blocks[0][1]
         self._handles = [
             block.register_forward_pre_hook(self._before),
@@ -68,10 +74,10 @@ class Recomputing(Watch):
             handle.remove()
         self._handles = []
 
-    def savings(self, times: StepTimes) -> Iterator[Saving]:
+    def savings(self, times: TypicalStep) -> Iterator[Saving]:
         if self._results is None or not self._clock.num_times:
             return
-        number = self._num_blocks * self.scene.run.accumulate_grad_batches
+        number = self._num_blocks * self.subject.run.accumulate_grad_batches
         share = number * self._clock.typical() / times.step
         needed, free = self._num_blocks * self._results.num_bytes, self._free()
         if free is None or needed > _ROOM * free:
@@ -85,9 +91,9 @@ class Recomputing(Watch):
 
     def _free(self) -> float | None:
         """Return the bytes that are free for each rank at the fullest moment of a step; None if nobody can tell."""
-        device = self.scene.device
+        device = self.subject.device
         if device.type == CPU:
-            return memory_of_host() / self.scene.run.strategy.environment.local_world_size
+            return memory_of_host() / self.subject.run.strategy.environment.local_world_size
         total, most = total_memory(device), peak_allocated(device)
         return None if total is None or not most else total - most
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...strategies.devices.kinds import CPU
-from ...strategies.state.dtensor import local_shard
+from ...strategies.state.dtensor import is_wrapper, local_shard
 from .stopwatch import Stopwatch, times_of
-from .watch import Saving, Scene, StepTimes, Watch
+from .watch import Saving, SavingWatch, Subject, TypicalStep
 
 _SAMPLE: Final = 1 << 21
 """Elements on which the faster form is tried: more than caches hold, and 32 MB with gradients and state of Adam."""
@@ -21,11 +21,11 @@ _LARGEST: Final = _SAMPLE // 4
 _UNTRIED: Final = ("capturable", "differentiable")
 
 
-class Updates(Watch):
+class Updates(SavingWatch):
     """Measures the updates of each optimizer, and tries its faster form on a sample of its tensors."""
 
-    def __init__(self, scene: Scene) -> None:
-        super().__init__(scene)
+    def __init__(self, subject: Subject) -> None:
+        super().__init__(subject)
         self._clocks: dict[Optimizer, Stopwatch] = {}
         self._handles: list[Any] = []
         self._num_steps = 0
@@ -33,10 +33,10 @@ class Updates(Watch):
         """Those that were given a closure, whose time is that of the whole step."""
 
     def begin(self) -> None:
-        if self.scene.run.strategy.precision.uses_scaler:
+        if self.subject.run.strategy.precision.uses_scaler:
             return  # the scaler waits for the device inside of the update
-        for optimizer in self.scene.run.optimizers:
-            self._clocks[optimizer] = Stopwatch(self.scene.device)
+        for optimizer in self.subject.run.optimizers:
+            self._clocks[optimizer] = Stopwatch(self.subject.device)
             self._handles.append(optimizer.register_step_pre_hook(self._before))
             self._handles.append(optimizer.register_step_post_hook(self._after))
 
@@ -56,18 +56,18 @@ class Updates(Watch):
             handle.remove()
         self._handles = []
 
-    def savings(self, times: StepTimes) -> Iterator[Saving]:
+    def savings(self, times: TypicalStep) -> Iterator[Saving]:
         self.end()
         for optimizer, clock in self._clocks.items():
             yield from self._of(optimizer, clock, times)
 
-    def _of(self, optimizer: Optimizer, clock: Stopwatch, times: StepTimes) -> Iterator[Saving]:
+    def _of(self, optimizer: Optimizer, clock: Stopwatch, times: TypicalStep) -> Iterator[Saving]:
         if optimizer in self._evaluating or not clock.num_times:
             return
         share = clock.typical() * clock.num_times / self._num_steps / times.step
         group = max(optimizer.param_groups, key=lambda group: sum(p.numel() for p in group["params"]))
-        faster = _faster_forms(optimizer, group, self.scene.device)
-        sample = _sample_of(group["params"]) if faster else []
+        faster = _faster_forms(optimizer, group, self.subject.device)
+        sample = _sample_of(group["params"], self.subject.device) if faster else []
         if not sample:
             return
         tried: dict[str, Callable[[], object]] = {}
@@ -77,7 +77,7 @@ class Updates(Watch):
                 tried[name] = update
         if "" not in tried or len(tried) == 1:
             return
-        taken = dict(zip(tried, times_of(list(tried.values()), self.scene.device), strict=True))
+        taken = dict(zip(tried, times_of(list(tried.values()), self.subject.device), strict=True))
         now = taken.pop("")
         name, kind = min(taken, key=lambda name: taken[name]), type(optimizer).__name__
         saved = share * (1 - taken[name] / now)
@@ -101,10 +101,16 @@ def _faster_forms(optimizer: Optimizer, group: dict[str, Any], device: torch.dev
     return [name for name in ("fused", "foreach") if name in known]
 
 
-def _sample_of(parameters: list[Tensor]) -> list[Tensor]:
-    """Return tensors with the sizes of some parameters, evenly chosen, and gradients of their own."""
-    held = [local_shard(one) for one in parameters if one.requires_grad and one.is_floating_point()]
-    held = [one for one in held if one.numel()]
+def _sample_of(parameters: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Return tensors with the sizes of some parameters, evenly chosen, and gradients of their own.
+
+    It is empty if some are not plain numbers on the device, whose updates take another time: quantized or offloaded.
+    """
+    held = [local_shard(one) for one in parameters if one.requires_grad]
+    # those of other stages of a pipeline are on the meta device
+    held = [one for one in held if one.numel() and one.device.type != "meta"]
+    if any(is_wrapper(one) or not one.is_floating_point() or one.device.type != device.type for one in held):
+        return []
     sizes = [min(one.numel(), _LARGEST) for one in held]
     every = max(1, -(-sum(sizes) // _SAMPLE))
     sample = []

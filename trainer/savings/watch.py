@@ -64,7 +64,7 @@ class Watched(Protocol):
 
 
 @dataclass(frozen=True)
-class Scene:
+class Subject:
     """The run that is watched."""
 
     run: Watched
@@ -84,7 +84,7 @@ class Scene:
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class TypicalStep:
     """A typical step of those that were measured, on this rank, in seconds of the host.
 
     Medians, since other programs of a machine take time from some steps; but the wait for workers, which read several
@@ -111,14 +111,14 @@ class Saving:
     """What was found, what to do, and how the share is known: one sentence."""
 
 
-class Watch(ABC):
+class SavingWatch(ABC):
     """Base of watches: `begin`, then `see` and `end_step` for each step that is measured, `savings`, and `end`.
 
     Nothing of it communicates: it runs on one rank alone.
     """
 
-    def __init__(self, scene: Scene) -> None:
-        self.scene = scene
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
 
     def begin(self) -> None:
         """Begin to look, before the first step that is measured."""
@@ -130,7 +130,7 @@ class Watch(ABC):
         """Note that a step has ended."""
 
     @abstractmethod
-    def savings(self, times: StepTimes) -> Iterator[Saving]:
+    def savings(self, times: TypicalStep) -> Iterator[Saving]:
         """Yield what could be saved, if anything is known."""
 
     def end(self) -> None:
