@@ -108,7 +108,7 @@ class Layers(SavingWatch):
         yield Saving(
             "precision",
             share,
-            f"The matrix products are in float32, which {self.subject.device.type} multiplies {now / then:.1f} times as "
+            f"The matrix products are in float32, and {self.subject.device.type} multiplies {now / then:.1f} times as "
             f"fast in bfloat16 (tried on {len(tried)} shapes of its layers): Trainer(precision='bf16-mixed') makes a "
             f"step {share:.0%} shorter.",
         )
