@@ -21,6 +21,7 @@ from .loading import Loading
 from .logs import Logs
 from .padding import Padding
 from .recomputing import Recomputing
+from .stopwatch import num_interruptions
 from .updates import Updates
 from .watch import Saving, SavingWatch, Subject, TypicalStep, Watched
 
@@ -63,10 +64,11 @@ class TimeAdvisor(Callback):
         self._left_to_warm_up = WARM_UP
         self._due = math.inf
         """When what was measured is judged: at the earliest after the shortest time since the warm-up."""
-        self._steps: list[tuple[float, float, float]] = []
-        """Of each step its time, the wait for its data, and the processor time of this process in that wait."""
+        self._steps: list[tuple[float, float, float, int]] = []
+        """Of each step its time, the wait for its data, and its processor time and interruptions in it."""
         self._began = self._ended = self._cpu_ended = self._saved = 0.0
         self._wait = self._busy_wait = 0.0
+        self._interrupted = self._interruptions = 0
         self._is_in_step = False
         self._counts = False
 
@@ -94,6 +96,7 @@ class TimeAdvisor(Callback):
         if not self._is_in_step:
             self._is_in_step, self._began = True, perf_counter()
             self._wait, self._busy_wait = self._began - self._ended, process_time() - self._cpu_ended
+            self._interruptions = num_interruptions() - self._interrupted
         for watch in self._watches:
             watch.see(batch)
 
@@ -112,7 +115,7 @@ class TimeAdvisor(Callback):
                 self._watches = self._begun(kind(self._subject(run, module)) for kind in _KINDS)
         else:
             if self._counts and saved == self._saved and self._is_in_step:
-                self._steps.append((now - self._began + self._wait, self._wait, self._busy_wait))
+                self._steps.append((now - self._began + self._wait, self._wait, self._busy_wait, self._interruptions))
             for watch in self._watches:
                 watch.end_step()
             if len(self._steps) == MEASURED:
@@ -122,6 +125,7 @@ class TimeAdvisor(Callback):
                 if now >= self._due:
                     self._advise(trainer)
         self._is_in_step, self._counts, self._saved = False, True, saved
+        self._interrupted = num_interruptions()
         self._ended, self._cpu_ended = perf_counter(), process_time()
 
     def on_train_end(self, trainer: Run, module: nn.Module) -> None:
@@ -149,10 +153,10 @@ class TimeAdvisor(Callback):
 
     def _advise(self, trainer: Run) -> None:
         """Say which saving is the largest, to the user and to the ledger of a GoodputMonitor."""
-        steps, waits, busy = zip(*self._steps, strict=True)
+        steps, waits, busy, interruptions = zip(*self._steps, strict=True)
         loader = cast(Watched, trainer).train_dataloader
         typical = mean if getattr(loader, "num_workers", 0) else median
-        times = TypicalStep(median(steps), typical(waits), typical(busy))
+        times = TypicalStep(median(steps), typical(waits), typical(busy), median(interruptions))
         found = [saving for watch in self._watches for saving in _savings_of(watch, times)]
         self._stop()
         worth = (one for one in found if one.share >= _LEAST)

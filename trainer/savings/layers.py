@@ -63,7 +63,8 @@ class Layers(SavingWatch):
         kind = given.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         if weight.ndim == 2 and given.shape[-1]:
-            self._counts[Product(given.numel() // given.shape[-1], *reversed(weight.shape), dtype)] += 1
+            outputs, inputs = weight.shape
+            self._counts[Product(given.numel() // given.shape[-1], inputs, outputs, dtype)] += 1
 
     def end_step(self) -> None:
         self.end()

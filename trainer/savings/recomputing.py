@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any, Final
 
 import torch
@@ -30,6 +31,7 @@ class Recomputing(SavingWatch):
         self._handles: list[Any] = []
         self._clock = Stopwatch(subject.device)
         self._results: _Results | None = None
+        self._counting = ExitStack()
         self._num_blocks = 0
         self._is_inside = False
 
@@ -58,7 +60,7 @@ class Recomputing(SavingWatch):
             self._clock.start()
         elif self._results is None:
             self._results = _Results()
-            self._results.__enter__()
+            self._counting.enter_context(self._results)
 
     def _after(self, block: nn.Module, args: Any, output: Any) -> None:
         if not self._is_inside:
@@ -66,7 +68,7 @@ class Recomputing(SavingWatch):
         self._is_inside = False
         self._clock.stop()
         if self._results is not None:
-            self._results.__exit__(None, None, None)
+            self._counting.close()
             self.end()
 
     def end(self) -> None:
@@ -102,7 +104,7 @@ class _Results(TorchDispatchMode):
     """Counts the bytes of all results of operators."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.num_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -13,6 +13,11 @@ from ...strategies.devices.kinds import CPU
 from ...strategies.devices.queries import synchronize
 from ...strategies.devices.streams import has_events, recorded_event
 
+try:
+    import resource
+except ImportError:  # on Windows
+    resource = None  # type: ignore[assignment]
+
 _TURNS: Final = 6
 
 
@@ -34,6 +39,13 @@ def times_of(functions: Sequence[Callable[[], object]], device: torch.device) ->
                 shortest[index] = taken
     threads = torch.get_num_threads() if device.type == CPU else 1
     return [seconds / threads for seconds in shortest]
+
+
+def num_interruptions() -> int:
+    """Return how often other programs of the machine have taken the processor from this one so far."""
+    if resource is None:
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
 class Stopwatch:

@@ -97,6 +97,8 @@ class TypicalStep:
     """From the end of the last step to the data of this one."""
     busy_wait: float
     """The processor time of this process in that wait."""
+    interruptions: float = 0.0
+    """How often another program took the processor from this one in that wait."""
 
 
 @dataclass(frozen=True)
