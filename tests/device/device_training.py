@@ -289,7 +289,7 @@ class SlowRows:
         pass
 
 
-def advice_of_logs():
+def advice_of_logs(folder):
     """Return, by the interval of logs, what a run is advised to change, and how often its host has waited."""
     found, library = {}, simulated_device.library()
     for every in (1, 50):
@@ -300,7 +300,7 @@ def advice_of_logs():
         library.taken_waits()
         library.count_waits(True)
         rows = DataLoader(TensorDataset(torch.ones(4 * steps, 16)), 4)
-        Trainer(accelerator=DEVICE, devices=1, **settings, **quiet).fit(Plain(), rows)
+        Trainer(accelerator=DEVICE, devices=1, default_root_dir=folder, **settings, **quiet).fit(Plain(), rows)
         library.count_waits(False)
         found[every] = sorted(saving.kind for saving in advisor.savings), len(library.taken_waits())
     return found
