@@ -22,6 +22,7 @@ from .callback import Callback
 from .goodput.ledger import (
     FILE_NAME,
     PARTS,
+    AdviceRecord,
     Category,
     EndRecord,
     LedgerFile,
@@ -89,7 +90,7 @@ class GoodputMonitor(Callback):
         self._is_resumed = self._is_starting = False
         self._first = self._last = 0
         self._status: Status = "success"
-        self._cause = ""
+        self._cause = self._advice = ""
         self._upload: LeftUpload | None = None
 
     # --- begin -------------------------------------------------------------------------------------------------------
@@ -117,7 +118,7 @@ class GoodputMonitor(Callback):
             monotonic(),
             cast(Recoverable, trainer).checkpoint_seconds,
         )
-        self._status, self._cause = "success", ""
+        self._status, self._cause, self._advice = "success", "", ""
         trainer.strategy.ranks.all.on_first_rank(partial(self._open, trainer))
         self._due_at = math.inf if self._file is None else 0.0
 
@@ -230,7 +231,7 @@ class GoodputMonitor(Callback):
         self._status = "interrupted" if trainer.is_interrupted else "success"
         self._log(trainer)
         if self._file is not None:
-            tell(trainer.loggers, "log_text", "goodput", _markdown(self._totals))
+            tell(trainer.loggers, "log_text", "goodput", _markdown(self._totals, self._advice))
 
     def on_exception(self, trainer: Run, module: nn.Module, exception: BaseException) -> None:
         """Write the steps so far; the time of an incomplete step is lost."""
@@ -253,6 +254,12 @@ class GoodputMonitor(Callback):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the open file."""
         return {**self.__dict__, "_file": None}
+
+    def note_advice(self, text: str) -> None:
+        """Write what would shorten the steps of this round most; the table at the end shows it, too."""
+        self._advice = text
+        if self._file is not None:
+            self._write(AdviceRecord(micros(monotonic() + self._offset), text))
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
@@ -315,10 +322,19 @@ class GoodputMonitor(Callback):
         trainer.log_metrics({"goodput/goodput": goodput_of(self._totals), **shares})
 
 
-def _markdown(totals: Mapping[Category, int]) -> str:
+def _markdown(totals: Mapping[Category, int], advice: str) -> str:
     total = max(1, sum(totals.values()))
     rows = [f"| {category} | {clock(part, tenths=True)} | {part / total:.1%} |" for category, part in totals.items()]
-    return "\n".join([f"Goodput {goodput_of(totals):.1%}", "", "| time | h:mm:ss | share |", "|---|---|---|", *rows])
+    return "\n".join(
+        [
+            f"Goodput {goodput_of(totals):.1%}",
+            "",
+            "| time | h:mm:ss | share |",
+            "|---|---|---|",
+            *rows,
+            *(["", advice] if advice else []),
+        ]
+    )
 
 
 def _process_start() -> float:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import monotonic
 from typing import Any, Final, Literal, cast
 
 from torch import nn
 
-from ..common.console import Console, current_console, outlives_output_errors
+from ..common.console import Console, current_console, outlives_output_errors, say
 from ..common.errors import ConfigError
 from .callback import Callback
 from .helpers.bars import Bar, FewLines, LineBar, Postfix, Stays
 from .run import Recoverable, Run
+
+_log = logging.getLogger(__name__)
 
 Kind = Literal["train", "sanity_check", "validate", "test", "predict"]
 
@@ -310,6 +313,14 @@ class ProgressDisplay(Callback):
         self._training = None
         self._has_begun = self._is_epoch_over = False
         self._due = _NEVER
+
+
+def tell_beside_bar(callbacks: Iterable[object], line: str) -> None:
+    """Print a line beside the bar that one of these callbacks shows; without a bar, only log it."""
+    if any(isinstance(one, ProgressDisplay) and one.is_enabled for one in callbacks):
+        say(line)
+    else:
+        _log.info("%s", line)
 
 
 def _short(value: float | str) -> str:

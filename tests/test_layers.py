@@ -42,6 +42,7 @@ LEVELS = (
     ("trainer.loop",),
     ("trainer.resume",),
     ("trainer.planning", "trainer.engine", "trainer.tuning"),
+    ("trainer.savings",),
     ("trainer",),
     ("trainer.verify", "lightning.tuning", "lightning.extras"),
     ("lightning",),

@@ -35,7 +35,7 @@ _SET_IN_RUNS: Final = ("accumulate_grad_batches", "logger")
 _FIXED: Final = (
     *("strategy", "accelerator", "devices", "num_nodes", "precision", "sync_batchnorm", "callbacks"),
     *("profiler", "default_root_dir", "fast_dev_run", "overfit_batches", "barebones"),
-    *("enable_progress_bar", "enable_checkpointing", "enable_model_summary", "enable_autolog_hparams"),
+    *("enable_progress_bar", "enable_checkpointing", "enable_model_summary", "enable_advice", "enable_autolog_hparams"),
 )
 """Settings by which a trainer is made: its strategy, callbacks and folder are what they said."""
 

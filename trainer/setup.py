@@ -25,6 +25,7 @@ from ..callbacks.progress_display import ProgressDisplay
 from ..callbacks.run import Logger
 from ..common.errors import ConfigError, ModuleError
 from ..strategies.devices.streams import pins_memory
+from ..strategies.module.activation_checkpointing import ActivationCheckpointing
 from ..strategies.module.blocks import repeated_blocks
 from ..strategies.module.compiled_calls import compile_calls
 from ..strategies.module.traces import KeptObjects
@@ -50,6 +51,7 @@ from .module.optimizers import (
     warn_of_shared_parameters,
 )
 from .module.train_module import TrainModule
+from .savings.advisor import TimeAdvisor
 from .session.session import Session, take_placed
 from .session.settings import Settings
 from .unplaced import forget_placed, place
@@ -97,15 +99,20 @@ def make_callbacks(settings: Settings) -> list[Callback]:
             )
         if own is None and getattr(settings, name):
             mine.append(default())
+    if settings.enable_advice and not any(isinstance(callback, TimeAdvisor) for callback in mine):
+        recomputes = ActivationCheckpointing.of(settings.activation_checkpointing)
+        mine.append(TimeAdvisor(recomputes=recomputes, compiles=bool(settings.compile)))
     if settings.fast_dev_run:
         mine = [callback for callback in mine if not isinstance(callback, ModelCheckpoint)]
     return in_order(mine)
 
 
 def in_order(callbacks: Sequence[Callback]) -> list[Callback]:
-    """Return the progress bar first and those that save checkpoints last."""
+    """Return the progress bar first, those that save checkpoints last, and after them the one that measures waits."""
 
     def rank(callback: Callback) -> int:
+        if isinstance(callback, TimeAdvisor):
+            return 3
         return 0 if isinstance(callback, ProgressDisplay) else 2 if isinstance(callback, ModelCheckpoint) else 1
 
     return sorted(callbacks, key=rank)

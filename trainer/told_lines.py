@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-
 from ..callbacks.early_stopping import EarlyStopping
 from ..callbacks.model_checkpoint import ModelCheckpoint
-from ..callbacks.progress_display import ProgressDisplay
-from ..common.console import say
+from ..callbacks.progress_display import tell_beside_bar
 from ..common.storage import Pending
 from ..common.units import in_units
 from .request import Request
 from .session.session import Session
-
-_log = logging.getLogger(__name__)
 
 
 def tell_start(session: Session, request: Request) -> None:
@@ -62,7 +57,4 @@ def tell(session: Session, line: str) -> None:
     """Print a line beside the progress bar; without a bar, only log it."""
     if not session.run.is_global_zero or session.strategy.ranks.all.is_rehearsed:
         return
-    if any(isinstance(one, ProgressDisplay) and one.is_enabled for one in session.callbacks):
-        say(line)
-    else:
-        _log.info("%s", line)
+    tell_beside_bar(session.callbacks, line)

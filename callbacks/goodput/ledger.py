@@ -8,7 +8,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal, Self, TypeAlias, get_args
 
@@ -30,6 +30,7 @@ _LARGEST: Final = 1 << 30
 """Bytes; a line a second for a month has half of them."""
 _LONGEST_LINE: Final = 1 << 16
 _LONGEST_TEXT: Final = 300
+_LONGEST_ADVICE: Final = 1000
 _LATEST: Final = 1e11  # seconds; no run lies beyond
 
 
@@ -128,9 +129,31 @@ class EndRecord:
         return cls(_time(fields["time"]), statuses[statuses.index(fields["status"])], _text(fields["cause"]))
 
 
-LedgerRecord: TypeAlias = StartRecord | PeriodRecord | EndRecord
+@dataclass(frozen=True, slots=True)
+class AdviceRecord:
+    """What would shorten the steps of a round most, as they were measured there."""
 
-_KINDS: Final[Mapping[str, type[LedgerRecord]]] = {"start": StartRecord, "steps": PeriodRecord, "end": EndRecord}
+    time: int
+    text: str
+
+    def to_fields(self) -> dict[str, Any]:
+        """Return the fields of the line."""
+        return {"kind": "advice", "time": _seconds(self.time), "text": self.text}
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Self:
+        """Return the record in a line."""
+        return cls(_time(fields["time"]), _text(fields["text"], _LONGEST_ADVICE))
+
+
+LedgerRecord: TypeAlias = StartRecord | PeriodRecord | AdviceRecord | EndRecord
+
+_KINDS: Final[Mapping[str, type[LedgerRecord]]] = {
+    "start": StartRecord,
+    "steps": PeriodRecord,
+    "advice": AdviceRecord,
+    "end": EndRecord,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +163,8 @@ class LedgerRound:
     start: StartRecord
     periods: Sequence[PeriodRecord]
     end: EndRecord | None
+    advice: str = ""
+    """What would shorten its steps most, if that was found out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +245,10 @@ def read_ledger(path: Path) -> Ledger:
             num_skipped += 1
         elif isinstance(record, PeriodRecord):
             periods.append(record)
+        elif isinstance(record, AdviceRecord):
+            rounds[-1] = replace(rounds[-1], advice=record.text)
         else:
-            rounds[-1] = LedgerRound(rounds[-1].start, periods, record)
+            rounds[-1] = replace(rounds[-1], end=record)
     return Ledger(rounds, num_skipped)
 
 
@@ -274,8 +301,8 @@ def _count(value: object) -> int:
     return value
 
 
-def _text(value: object) -> str:
+def _text(value: object, longest: int = _LONGEST_TEXT) -> str:
     """Return one printable line: text from a foreign ledger must not move the terminal's cursor."""
     if not isinstance(value, str):
         raise TypeError(f"A text must be a string, got {value!r}; skip this line.")
-    return "".join(letter if letter.isprintable() else " " for letter in value[:_LONGEST_TEXT])
+    return "".join(letter if letter.isprintable() else " " for letter in value[:longest])

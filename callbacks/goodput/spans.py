@@ -51,6 +51,8 @@ class RoundAccount:
     """Why it ended, if known."""
     upload: LeftUpload | None = None
     """What was being uploaded when it wrote its last record."""
+    advice: str = ""
+    """What would shorten its steps most, if that was found out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +261,7 @@ def _of_round(rounds: Sequence[LedgerRound], index: int, spans: Sequence[Span], 
         end=end,
         cause=cause,
         upload=rounds[index].periods[-1].upload if rounds[index].periods else None,
+        advice=rounds[index].advice,
     )
 
 

@@ -39,6 +39,7 @@ _KEPT: Final = {
     "aten::_flash_attention_forward",
     "aten::_efficient_attention_forward",
 }
+_OF_LAYERS: Final = {"aten::mm", "aten::addmm", "aten::linear"}
 _KEPT_PREFIXES: Final = ("_c10d_functional", "_dtensor::", "flex_attention")
 
 
@@ -63,6 +64,9 @@ class ActivationCheckpointing:
     attention and collectives, and recomputes the rest. None recomputes nothing, for use with `offload` alone."""
     every: int = 1
     """Checkpoint only every n-th submodule, starting with the first."""
+    every_product: int | None = None
+    """With ``"selective"``, also recompute every n-th matrix product of linear layers: 2 keeps half of them, as
+    torchtitan does."""
     modules: type[nn.Module] | Sequence[type[nn.Module]] | Predicate | None = None
     """The classes of the submodules, or a function of a submodule's name and the submodule that selects them. By
     default the repeated blocks: submodules of one class, side by side in a ModuleList or a Sequential."""
@@ -82,6 +86,13 @@ class ActivationCheckpointing:
             raise ConfigError(
                 f"every of ActivationCheckpointing must be an int >= 1, got {self.every!r}; give 1 for each submodule, "
                 "n for every n-th."
+            )
+        if self.every_product is not None and (
+            self.mode != "selective" or isinstance(self.every_product, bool) or self.every_product < 2
+        ):
+            raise ConfigError(
+                "every_product of ActivationCheckpointing must be an int >= 2, with mode='selective', got "
+                f"{self.every_product!r} with mode={self.mode!r}; leave it out to keep all matrix products."
             )
         if self.modules is not None and as_predicate(self.modules) is None:
             raise ConfigError(
@@ -175,7 +186,12 @@ def _make_forward(
     options: dict[str, Any] = {"use_reentrant": False}
     is_selective = setting.mode == "selective"
     if is_selective:
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        every = setting.every_product
+
+        def contexts() -> Any:
+            return create_selective_checkpoint_contexts(_policy if every is None else _EveryProduct(every))
+
+        options["context_fn"] = contexts
         # lets hooks such as those of offloading see the kept tensors; torch versions older than 2.14 may not have it
         if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
             options["respect_saved_tensors_hooks"] = True
@@ -265,6 +281,24 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
     name = operator.name().partition(".")[0]
     is_kept = (name in _KEPT and not _has_dropout(operator, args, kwargs)) or name.startswith(_KEPT_PREFIXES)
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _EveryProduct:
+    """The policy for one call of a submodule that computes every n-th product of a linear layer again, too."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._counts = {False: 0, True: 0}
+        """The products so far, of the first forward and of the second one."""
+
+    def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        from torch.utils.checkpoint import CheckpointPolicy
+
+        if operator.name().partition(".")[0] in _OF_LAYERS:
+            self._counts[context.is_recompute] += 1
+            if self._counts[context.is_recompute] % self._every == 0:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+        return _policy(context, operator, *args, **kwargs)
 
 
 def _has_dropout(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

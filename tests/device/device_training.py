@@ -1,9 +1,11 @@
 """Training on a device beyond the matrix: names, launching, checkpoints, precisions, and copies to the host."""
 
 import os
+import time
 import warnings
 from functools import partial
 
+import simulated_device
 import torch
 from device_matrix import DEVICE
 from torch import nn
@@ -27,6 +29,7 @@ from echelon import (
 from echelon.strategies.devices.kinds import available_types, device_type_of
 from echelon.strategies.devices.moves import move_module, move_tensor
 from echelon.testing import run_ranks
+from echelon.trainer.savings.advisor import MEASURED, WARM_UP, TimeAdvisor
 
 
 class Net(TrainModule):
@@ -272,3 +275,32 @@ def replicas():
     """Return how far two devices of one process are from two slices on the CPU: weights, and a buffer."""
     ends = [fitted(place, make=Recurrent, strategy="dp", devices=2)[1] for place in ("cpu", DEVICE)]
     return far(*ends), (ends[0].norm.running_mean - ends[1].norm.running_mean.cpu()).abs().max().item()
+
+
+class SlowRows:
+    """A logger that takes a while for each row, in which the device has nothing to do once it has been read."""
+
+    name = version = None
+
+    def log_metrics(self, metrics, step):
+        time.sleep(0.01)
+
+    def log_hyperparams(self, params):
+        pass
+
+
+def advice_of_logs(folder):
+    """Return, by the interval of logs, what a run is advised to change, and how often its host has waited."""
+    found, library = {}, simulated_device.library()
+    for every in (1, 50):
+        advisor = TimeAdvisor(seconds=0.0)
+        steps = WARM_UP + MEASURED + 2
+        settings = {"logger": SlowRows(), "log_every_n_steps": every, "callbacks": [advisor], "max_steps": steps}
+        quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+        library.taken_waits()
+        library.count_waits(True)
+        rows = DataLoader(TensorDataset(torch.ones(4 * steps, 16)), 4)
+        Trainer(accelerator=DEVICE, devices=1, default_root_dir=folder, **settings, **quiet).fit(Plain(), rows)
+        library.count_waits(False)
+        found[every] = sorted(saving.kind for saving in advisor.savings), len(library.taken_waits())
+    return found

@@ -72,3 +72,11 @@ def test_predictions_come_as_from_the_cpu(elsewhere):
     far, types = elsewhere.call(training.predictions)
     assert far <= 1e-12
     assert "cpu" in types
+
+
+def test_logs_that_an_accelerator_waits_for_are_named_and_rarer_ones_wait_less(simulated, tmp_path):
+    found = simulated.call(training.advice_of_logs, str(tmp_path))
+    (often, waits), (seldom, fewer) = found[1], found[50]
+    assert "logs" in often
+    assert "logs" not in seldom
+    assert waits - fewer > 50  # one for each step that is not logged

@@ -135,7 +135,7 @@ def test_norms_of_gradients_are_named_with_a_float():
 def test_summaries_of_a_module():
     summary = module("utilities.model_summary").ModelSummary(boring.BoringModel(), max_depth=1)
     assert (summary.total_parameters, summary.layer_names) == (66, ["layer"])
-    own = trainer(callbacks=[L.RichModelSummary(max_depth=2)], enable_model_summary=True)
+    own = trainer(callbacks=[L.RichModelSummary(max_depth=2)], enable_model_summary=True, enable_advice=False)
     assert [type(callback).__name__ for callback in own.callbacks] == ["RichModelSummary"]
 
 

@@ -106,6 +106,9 @@ def render(goodput: Goodput) -> str:
             left, size = in_units(one.upload.left), in_units(one.upload.size)
             text = f"Round {one.round}: {left} of {size} of the checkpoint of step {one.upload.step} were still to be "
             lines.append(textwrap.fill(f"{text}uploaded by rank 0 at its last record.", 80, subsequent_indent="    "))
+    advice = next((one.advice for one in reversed(goodput.rounds) if one.advice), "")
+    if advice:
+        lines.append(textwrap.fill(f"Advice: {advice}", 80, subsequent_indent="    "))
     if goodput.num_skipped:
         lines.append(f"Skipped {goodput.num_skipped} lines that are incomplete, damaged or not from a ledger.")
     return "\n".join(lines)

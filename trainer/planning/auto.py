@@ -16,7 +16,7 @@ from ..module.train_module import TrainModule
 from ..session.settings import Settings
 from .layouts import RunLayout, replicas
 from .machine import Machine, lift_limits, this_machine
-from .plan import PlannedLayout, Profiles, choose_micro_batch
+from .plan import PlannedLayout, Profiles, Recomputed, choose_micro_batch
 from .profiles import FitOnce, take_profiles
 from .profiling import ProfilingStrategy
 
@@ -38,7 +38,7 @@ class Choice:
     """What ``strategy="auto"`` stands for in a run."""
 
     layout: RunLayout
-    recomputes: bool
+    recomputes: Recomputed
     num_micro_batches: int
     """Of a step, on each rank that reads samples, for each micro-batch that the settings ask for."""
     reason: str
@@ -48,7 +48,7 @@ class Choice:
         """Return the settings with all that the choice changes except the strategy; the global batch stays the same."""
         changed: dict[str, Any] = {}
         if self.recomputes and settings.activation_checkpointing is None:
-            changed["activation_checkpointing"] = "full"
+            changed["activation_checkpointing"] = self.recomputes
         if settings.global_batch_size is None:
             changed["accumulate_grad_batches"] = settings.accumulate_grad_batches * self.num_micro_batches
         return replace(settings, **changed)
@@ -155,18 +155,20 @@ def climb(
     return Choice(planned.layout, planned.recomputes, planned.num_micro_batches, _reason(tried, at, machine))
 
 
-def _ladder(machine: Machine, profiles: Profiles, *, must: bool) -> list[tuple[RunLayout, bool]]:
+def _ladder(machine: Machine, profiles: Profiles, *, must: bool) -> list[tuple[RunLayout, Recomputed]]:
     """Return the rungs, from the simplest to the one that needs the least memory."""
-    number, can_recompute = machine.num_devices, True in profiles.whole
+    number, modes = machine.num_devices, [mode for mode in profiles.whole if mode]
+    most: Recomputed = modes[-1] if modes else ""
+    given: Recomputed = most if must else ""
     fsdp = RunLayout("fsdp", FSDPStrategy, "fsdp", number)
-    rungs = [(layout, must) for layout in (*replicas(number, profiles.whole[False]), fsdp)]
-    if can_recompute and not must:
-        rungs.append((fsdp, True))
+    rungs = [(layout, given) for layout in (*replicas(number, profiles.whole[""]), fsdp)]
+    if most and not must:
+        rungs.append((fsdp, most))
     tp = next((degree for degree in range(2, number + 1) if number % degree == 0), number)
     while tp <= number:
         make = partial(ParallelStrategy, tp=tp)
         config = {"_target_": "echelon.strategies.ParallelStrategy", "tp": tp}
-        rungs.append((RunLayout(f"tp={tp} with fsdp", make, config, number // tp), can_recompute))
+        rungs.append((RunLayout(f"tp={tp} with fsdp", make, config, number // tp), most))
         tp *= 2
     return [rung for rung in rungs if number % rung[0].num_readers == 0]
 
@@ -204,4 +206,4 @@ def _nothing_fits(tried: list[PlannedLayout], profiles: Profiles, machine: Machi
 
 
 def _name(planned: PlannedLayout) -> str:
-    return planned.layout.name + (" with activation checkpointing" if planned.recomputes else "")
+    return planned.layout.name + planned.again

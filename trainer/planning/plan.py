@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Literal
 
 from ...common.errors import ConfigError, EchelonError
 from ...strategies import Strategy
@@ -24,6 +24,10 @@ _EQUAL: Final = 1.1
 """Steps that take no longer than this times another's count as equal: an estimate says no more."""
 
 
+Recomputed = Literal["", "selective", "full"]
+"""What backward computes again: nothing, cheap operators, or whole blocks."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Profiles:
     """The profiles of a step, without and with activation checkpointing, each for two micro-batch sizes.
@@ -32,14 +36,14 @@ class Profiles:
     taken only when it is asked for (`LazyProfiles`), so do not ask for more than you need.
     """
 
-    whole: Mapping[bool, Profile]
-    """By whether activations are computed again: of the loader's batch."""
-    halved: Mapping[bool, Profile]
+    whole: Mapping[Recomputed, Profile]
+    """By what is computed again: of the loader's batch."""
+    halved: Mapping[Recomputed, Profile]
     """Of half of it."""
     can_accumulate: bool = True
     """Whether a step can have several micro-batches; in manual optimization the trainer makes one of each batch."""
 
-    def of(self, num_samples: int, *, recomputes: bool) -> Profile:
+    def of(self, num_samples: int, *, recomputes: Recomputed) -> Profile:
         """Return the profile for a micro-batch of this size."""
         whole = self.whole[recomputes]
         if num_samples == whole.num_samples or recomputes not in self.halved:
@@ -57,7 +61,7 @@ class PlannedLayout:
     """A layout with its setting of activation checkpointing and its micro-batch."""
 
     layout: RunLayout
-    recomputes: bool
+    recomputes: Recomputed
     num_samples: int
     """Of a micro-batch."""
     num_micro_batches: int
@@ -97,11 +101,17 @@ class PlannedLayout:
         return replace(self, layout=other.layout) == other
 
     @property
+    def again(self) -> str:
+        """What backward computes again, in words that follow the layout's name; empty for nothing."""
+        kind = "selective " if self.recomputes == "selective" else ""
+        return f" with {kind}activation checkpointing" if self.recomputes else ""
+
+    @property
     def settings(self) -> dict[str, object]:
         """What the ``trainer`` of a config says for it; the loader's batch size is `num_samples`."""
         changed: dict[str, object] = {"strategy": self.layout.config}
         if self.recomputes:
-            changed["activation_checkpointing"] = "full"
+            changed["activation_checkpointing"] = self.recomputes
         if self.num_micro_batches > 1:
             changed["accumulate_grad_batches"] = self.num_micro_batches
         return changed
@@ -165,7 +175,7 @@ def make_plan(
 
 
 def choose_micro_batch(
-    profiles: Profiles, machine: Machine, layout: RunLayout, global_batch_size: int, *, recomputes: bool
+    profiles: Profiles, machine: Machine, layout: RunLayout, global_batch_size: int, *, recomputes: Recomputed
 ) -> PlannedLayout:
     """Return a layout with the largest micro-batch that fits, or with the smallest one.
 
@@ -211,7 +221,7 @@ def _planned(
     strategy: Strategy,
     sizes: tuple[int, int],
     *,
-    recomputes: bool,
+    recomputes: Recomputed,
 ) -> PlannedLayout:
     num_samples, global_batch_size = sizes
     number = max(1, global_batch_size // (layout.num_readers * num_samples))

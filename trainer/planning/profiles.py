@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,26 +13,26 @@ from ...common.errors import ConfigError
 from ...strategies import ActivationCheckpointing
 from ...strategies.estimate.profile import Profile
 from ..module.train_module import TrainModule
-from .plan import Profiles
+from .plan import Profiles, Recomputed
 from .profiling import ProfilingStrategy, take_profile
 
 FitOnce = Callable[[ProfilingStrategy, Callback, ActivationCheckpointing | None], None]
 """Trains the module with a strategy, a callback and a setting of activation checkpointing."""
 
 
-class LazyProfiles(Mapping[bool, Profile]):
-    """Profiles by whether activations are recomputed, each taken when it is first asked for.
+class LazyProfiles(Mapping[Recomputed, Profile]):
+    """Profiles by what is recomputed, each taken when it is first asked for.
 
     Args:
         take: takes the profile for a key.
         keys: the keys that exist.
     """
 
-    def __init__(self, take: Callable[[bool], Profile], *keys: bool) -> None:
+    def __init__(self, take: Callable[[Recomputed], Profile], *keys: Recomputed) -> None:
         self._take, self._keys = take, keys
-        self._taken: dict[bool, Profile] = {}
+        self._taken: dict[Recomputed, Profile] = {}
 
-    def __getitem__(self, recomputes: bool) -> Profile:
+    def __getitem__(self, recomputes: Recomputed) -> Profile:
         if recomputes not in self._keys:
             raise KeyError(recomputes)
         if recomputes not in self._taken:
@@ -41,7 +42,7 @@ class LazyProfiles(Mapping[bool, Profile]):
     def __contains__(self, recomputes: object) -> bool:
         return recomputes in self._keys
 
-    def __iter__(self) -> Iterator[bool]:
+    def __iter__(self) -> Iterator[Recomputed]:
         return iter(self._keys)
 
     def __len__(self) -> int:
@@ -61,7 +62,7 @@ def take_profiles(
     Args:
         fit: trains the module.
         module: see `take_profile`.
-        given: the user's setting of activation checkpointing, used where activations are recomputed.
+        given: the user's setting of activation checkpointing, the only one then where activations are recomputed.
         measures: see `ProfilingStrategy`.
         mode: see `ProfilingStrategy`.
     """
@@ -69,14 +70,14 @@ def take_profiles(
     if not measures:
         mode = strategy.mode
     first = take_profile(lambda strategy, callback: fit(strategy, callback, None), module, strategy)
-    setting = _usable(given or ActivationCheckpointing(), module)
+    settings = _settings(given, module)
 
-    def take(num_samples: int | None, recomputes: bool) -> Profile:
+    def take(num_samples: int | None, recomputes: Recomputed) -> Profile:
         if num_samples is None and not recomputes:
             return first
         strategy = ProfilingStrategy(num_samples=num_samples, measures=measures, mode=mode, updates=False)
-        again = setting if recomputes else None
-        profile = take_profile(lambda strategy, callback: fit(strategy, callback, again), module, strategy)
+        setting = settings[recomputes]
+        profile = take_profile(lambda strategy, callback: fit(strategy, callback, setting), module, strategy)
         return replace(
             profile,
             state=first.state,
@@ -88,7 +89,7 @@ def take_profiles(
             work_of_update=first.work_of_update,
         )
 
-    keys, half = (False,) if setting is None else (False, True), first.num_samples // 2
+    keys, half = tuple(settings), first.num_samples // 2
     return Profiles(
         whole=LazyProfiles(partial(take, None), *keys),
         halved=LazyProfiles(partial(take, half), *(keys if half else ())),
@@ -96,9 +97,17 @@ def take_profiles(
     )
 
 
-def _usable(setting: ActivationCheckpointing, module: TrainModule) -> ActivationCheckpointing | None:
-    try:
-        setting.submodules(module)
-    except ConfigError:
-        return None  # there is nothing whose activations could be computed again
-    return setting
+def _settings(
+    given: ActivationCheckpointing | None, module: TrainModule
+) -> dict[Recomputed, ActivationCheckpointing | None]:
+    """Return the settings to choose from, those that compute the least again first."""
+    settings: dict[Recomputed, ActivationCheckpointing | None] = {"": None}
+    if given is not None:
+        possible: dict[Recomputed, ActivationCheckpointing] = {given.mode or "full": given}
+    else:
+        possible = {mode: ActivationCheckpointing(mode=mode) for mode in ("selective", "full")}
+    for mode, setting in possible.items():
+        with suppress(ConfigError):  # there is nothing whose activations could be computed again
+            setting.submodules(module)
+            settings[mode] = setting
+    return settings

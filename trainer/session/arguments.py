@@ -81,6 +81,7 @@ class TrainerArguments:
         enable_progress_bar: bool | None = True,
         enable_checkpointing: bool | None = True,
         enable_model_summary: bool | None = True,
+        enable_advice: bool | None = True,
         profiler: str | Profiler | None = None,
         default_root_dir: str | Path | None = None,
         deterministic: bool | Literal["warn"] | None = False,
@@ -138,6 +139,7 @@ class TrainerArguments:
             enable_progress_bar: show a progress bar.
             enable_checkpointing: save the newest state, if `callbacks` has no ModelCheckpoint.
             enable_model_summary: print the module's layers before training.
+            enable_advice: say after the first steps what would shorten them most, if anything.
             profiler: ``"simple"``, ``"advanced"``, ``"pytorch"``, or a profiler.
             default_root_dir: the folder of logs and checkpoints, or a URL (``s3://bucket/runs``); None: the working
                 directory.

@@ -64,7 +64,7 @@ OF_LIGHTNING_1: Final[Mapping[str, str]] = {
 
 _SWITCHED_OFF: Final = (
     *("logger", "log_every_n_steps", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"),
-    *("num_sanity_val_steps", "fast_dev_run", "detect_anomaly", "profiler"),
+    *("enable_advice", "num_sanity_val_steps", "fast_dev_run", "detect_anomaly", "profiler"),
 )
 """The settings that ``barebones`` switches off."""
 
@@ -123,6 +123,7 @@ class Settings:
     enable_progress_bar: Defaulted[bool] = Defaulted(True)
     enable_checkpointing: Defaulted[bool] = Defaulted(True)
     enable_model_summary: Defaulted[bool] = Defaulted(True)
+    enable_advice: Defaulted[bool] = Defaulted(True)
     profiler: str | Profiler | None = None
     default_root_dir: str | Path | None = None
 
@@ -203,6 +204,8 @@ class Settings:
         if self.barebones:
             changed.update(logger=False, enable_checkpointing=False, num_sanity_val_steps=0)
             changed.update(enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=0)
+        if self.barebones or self.fast_dev_run or self.overfit_batches:
+            changed.update(enable_advice=False)
         return replace(self, **changed) if changed else self
 
     def _development_run(self, num_batches: int) -> dict[str, Any]:

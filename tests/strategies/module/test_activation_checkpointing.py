@@ -97,6 +97,7 @@ def by_name(name, part):
 SETTINGS = {
     "full": "full",
     "selective": "selective",
+    "selective, every second product": ActivationCheckpointing(mode="selective", every_product=2),
     "every second": 2,
     "by class": ActivationCheckpointing(modules=Block),
     "by classes": ActivationCheckpointing(modules=(Block, nn.GELU), mode="selective"),
@@ -152,12 +153,13 @@ def test_every_mode_ends_like_a_run_that_keeps_everything(plain, name):
 
 
 def test_less_is_kept_and_more_is_computed(plain):
-    kept = {name: trained(SETTINGS[name]).kept_bytes[-1] for name in ("full", "selective", "every second")}
+    names = "full", "selective, every second product", "selective", "every second"
+    kept = {name: trained(SETTINGS[name]).kept_bytes[-1] for name in names}
     assert kept["full"] < 0.1 * plain.kept_bytes[-1]
     assert kept["full"] < kept["every second"] < 0.5 * plain.kept_bytes[-1]
     assert kept["full"] <= kept["selective"] < 0.7 * plain.kept_bytes[-1]
     if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:  # else the kept ones are not seen
-        assert kept["full"] < kept["selective"]
+        assert kept["full"] < kept["selective, every second product"] < kept["selective"]
     assert (plain.calls, trained("full").calls) == (6, 12)
 
 
@@ -300,6 +302,14 @@ def test_a_module_without_blocks_is_refused_with_what_was_looked_for():
         (
             lambda: ActivationCheckpointing(mode="selectiv"),
             "or None, got 'selectiv'. Did you mean 'selective'",
+        ),
+        (
+            lambda: ActivationCheckpointing(every_product=2),
+            "every_product of .* must be an int >= 2, with mode='selective', got 2 with mode='full'; leave it out",
+        ),
+        (
+            lambda: ActivationCheckpointing(mode="selective", every_product=1),
+            "every_product of .* must be an int >= 2, .*, got 1",
         ),
         (
             lambda: ActivationCheckpointing(every=0),

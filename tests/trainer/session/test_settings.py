@@ -129,6 +129,7 @@ OF_NONE = {
     "enable_progress_bar": True,
     "enable_checkpointing": True,
     "enable_model_summary": True,
+    "enable_advice": True,
     "logger": True,
     "deterministic": False,
     "gradient_clip_algorithm": "norm",

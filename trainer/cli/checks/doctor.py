@@ -19,6 +19,7 @@ from ....strategies.doctor.examine import Patient, examine, examined
 from ....strategies.doctor.finding import Finding
 from ....strategies.doctor.machine import NestedTimeouts
 from ....strategies.doctor.peers import NodeReport, Way, meet
+from ...savings.kinds import EXPLANATIONS
 from ..launch import seconds
 from ..output import printable, terminal_width
 
@@ -33,6 +34,9 @@ on a node, before a launch whose nodes meet at 10.0.0.1, port {DEFAULT_PORT}:
 on every node, with a table of latency and bandwidth between them:
   echelon launch --nproc 1 --nnodes 2 --node-rank 0 --rdzv 10.0.0.1 -m echelon doctor      on the first
   echelon launch --nproc 1 --nnodes 2 --node-rank 1 --rdzv 10.0.0.1 -m echelon doctor      on the second
+
+what the advice of a run on its time means:
+  echelon doctor --advice
 
 It contacts only this machine, the host of --rdzv, and the nodes of the launch.
 
@@ -56,10 +60,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         shown = f" ({default:g})" if default is not None else ""
         parser.add_argument(f"--{name}", type=seconds, default=default, metavar="S", help=what + shown)
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument("--advice", action="store_true", help="explain what a run may say of its time, and end")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print what is wrong; return 1 if anything would stop a run, else 0."""
+    if options.advice:
+        say(json.dumps(dict(EXPLANATIONS)) if options.json else printable("\n".join(map(_explained, EXPLANATIONS))))
+        return 0
     environment = detect_environment()
     host, port = _endpoint(options)
     is_launched = environment.is_external and environment.num_nodes > 1
@@ -81,6 +89,11 @@ def run(options: argparse.Namespace) -> int:
     else:
         say(printable("\n".join([*(one.describe() for one in found), _checked(patient), _verdict(found)])))
     return int(any(one.stops for one in found))
+
+
+def _explained(kind: str) -> str:
+    width = terminal_width() or 120
+    return textwrap.fill(f"{kind}: {EXPLANATIONS[kind]}", width, subsequent_indent="    ", break_on_hyphens=False)
 
 
 def _checked(patient: Patient) -> str:

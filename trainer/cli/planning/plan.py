@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
     Settings(**{name: trainer[name] for name in _OF_A_STEP if name in trainer})
     machine = _machine(options, Precision(trainer.get("precision", "32-true")))
     profiles = _profiles(config.values, trainer, measures=options.measure)
-    first = profiles.whole[False]
+    first = profiles.whole[""]
     plan = make_plan(profiles, machine, global_batch_size=_global_batch_size(asked, trainer, machine, profiles))
     number = sum(parameter.numel() for parameter in first.parameters)
     title = f"{type(first.module).__name__}, {f'{number / 1e6:,.1f} M' if number >= 1e5 else f'{number:,}'} parameters"
@@ -278,7 +278,7 @@ def _row(planned: PlannedLayout, *, has_times: bool) -> list[str]:
     state = estimate.parameters + estimate.gradients + estimate.optimizer
     cells = [
         planned.layout.name,
-        "blocks" if planned.recomputes else "",
+        {"": "", "selective": "selective", "full": "blocks"}[planned.recomputes],
         f"{planned.num_samples} x {planned.num_micro_batches}",
         in_units(state),
         in_units(estimate.activations),
@@ -293,7 +293,7 @@ def _row(planned: PlannedLayout, *, has_times: bool) -> list[str]:
 
 
 def _label(planned: PlannedLayout) -> str:
-    return planned.layout.name + (" with activation checkpointing" if planned.recomputes else "")
+    return planned.layout.name + planned.again
 
 
 def _indented(text: str) -> str:

@@ -95,5 +95,5 @@ def _shown_sizes(estimate: Estimate) -> dict[str, float]:
 
 
 def _label(planned: PlannedLayout) -> str:
-    again = ", recomputing" if planned.recomputes else ""
+    again = {"": "", "selective": ", selective", "full": ", recomputing"}[planned.recomputes]
     return f"{planned.layout.name}{again}, {planned.num_samples} x {planned.num_micro_batches}"

@@ -129,6 +129,8 @@ def test_layouts_that_fit_come_first_by_what_they_send(capsys, config):
     order = [(layout["idle"] > 0, *sent_by(layout["traffic"])) for layout in layouts if layout["fits"]]
     assert order == sorted(order)
     assert "pp 2 x fsdp 2" in {layout["layout"] for layout in layouts}
+    modes = {layout["trainer"].get("activation_checkpointing") for layout in layouts}
+    assert modes == {None, "selective", "full"}
     by_name = {(layout["layout"], "activation_checkpointing" in layout["trainer"]): layout for layout in layouts}
     assert by_name["ddp", False]["parameters"] == by_name["ddp", False]["gradients"] == PARAMETERS
     assert by_name["ddp", False]["total"] > 4 * PARAMETERS > 14e6 * 0.9
@@ -152,6 +154,22 @@ def test_what_is_printed_can_be_pasted(capsys, config):
     assert yaml.safe_load(lines) == {"trainer": {"strategy": "ddp"}}
     assert "Step" in printed
     assert (config / "plan.png").exists()
+
+
+def test_selective_recomputation_lies_between_none_and_full(capsys, config):
+    plan = planned(capsys, "--devices", "2", "--memory", "1GB", "--gpu", "H100", "--png", "bars.png")
+    of_ddp = [layout for layout in plan["layouts"] if layout["layout"] == "ddp"]
+    by_mode = {layout["trainer"].get("activation_checkpointing"): layout for layout in of_ddp}
+    kept = [by_mode[mode]["activations"] for mode in (None, "selective", "full")]
+    times = [by_mode[mode]["seconds"] for mode in (None, "selective", "full")]
+    assert kept == sorted(kept, reverse=True) and kept[0] > kept[2]
+    assert times == sorted(times) and times[0] < times[2]
+
+
+def test_a_setting_of_the_config_is_the_only_one_that_is_planned(capsys, config):
+    plan = planned(capsys, "--devices", "2", "--memory", "1GB", "trainer.activation_checkpointing=selective")
+    modes = {layout["trainer"].get("activation_checkpointing") for layout in plan["layouts"]}
+    assert modes == {None, "selective"}
 
 
 def test_what_auto_takes_is_said_where_another_layout_comes_first(capsys, config):

@@ -1,0 +1,185 @@
+"""TimeAdvisor: measures the first steps of a fit, and says once which change would shorten its steps most."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable
+from statistics import mean, median
+from time import perf_counter, process_time
+from typing import Any, Final, cast
+
+from torch import nn
+
+from ...callbacks.callback import Callback
+from ...callbacks.goodput_monitor import GoodputMonitor
+from ...callbacks.progress_display import tell_beside_bar
+from ...callbacks.run import Run
+from ...strategies.module.activation_checkpointing import ActivationCheckpointing
+from .layers import Layers
+from .loading import Loading
+from .logs import Logs
+from .padding import Padding
+from .recomputing import Recomputing
+from .stopwatch import num_interruptions
+from .updates import Updates
+from .watch import Saving, SavingWatch, Subject, TypicalStep, Watched
+
+_log = logging.getLogger(__name__)
+
+WARM_UP: Final = 5
+"""Steps that do not count: they compile, allocate, and fill caches."""
+MEASURED: Final = 50
+"""Steps that do, at least."""
+_LEAST: Final = 0.05
+"""The smallest share of a step that is worth a line."""
+_KINDS: Final = (Updates, Loading, Layers, Padding, Recomputing, Logs)
+
+
+class TimeAdvisor(Callback):
+    """Says after the first steps what takes their time without need, and what to do: the largest saving, in one line.
+
+    Rank 0 measures; nothing communicates. Steps with a validation or a checkpoint, and the first of each epoch, do not
+    count. Nothing is said of a saving below 5%, in a fit that ends before, and where no kind of saving is known. A
+    GoodputMonitor keeps the line in its ledger. A measured step costs a few microseconds, a later one 0.1 us.
+
+    Args:
+        recomputes: the setting of activation checkpointing.
+        compiles: whether the module is compiled.
+        seconds: the shortest time that the measured steps must take: what a program of a few seconds could save is not
+            worth a line.
+    """
+
+    def __init__(
+        self, *, recomputes: ActivationCheckpointing | None = None, compiles: bool = False, seconds: float = 1.0
+    ) -> None:
+        self._recomputes, self._compiles, self._least_seconds = recomputes, compiles, seconds
+        self._is_measuring = False
+        self._watches: list[SavingWatch] = []
+        self.savings: list[Saving] = []
+        """What was found in the current or last fit, the largest first; only that is said."""
+        self._forget()
+
+    def _forget(self) -> None:
+        self._left_to_warm_up = WARM_UP
+        self._due = math.inf
+        """When what was measured is judged: at the earliest after the shortest time since the warm-up."""
+        self._steps: list[tuple[float, float, float, int]] = []
+        """Of each step its time, the wait for its data, and its processor time and interruptions in it."""
+        self._began = self._ended = self._cpu_ended = self._saved = 0.0
+        self._wait = self._busy_wait = 0.0
+        self._interrupted = self._interruptions = 0
+        self._is_in_step = False
+        self._counts = False
+
+    # --- hooks -------------------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Run, module: nn.Module) -> None:
+        """Begin to measure, on rank 0."""
+        self._forget()
+        self.savings = []
+        ranks = trainer.strategy.ranks
+        self._is_measuring = trainer.is_global_zero and not ranks.all.is_rehearsed
+
+    def on_train_epoch_start(self, trainer: Run, module: nn.Module) -> None:
+        """Leave out the first step of an epoch, which waits for workers that start."""
+        self._counts = False
+
+    def on_validation_start(self, trainer: Run, module: nn.Module) -> None:
+        """Leave out a step with a validation."""
+        self._counts = False
+
+    def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
+        """End the wait for data, and let the watches see the batch."""
+        if not self._is_measuring:
+            return  # as most steps do
+        if not self._is_in_step:
+            self._is_in_step, self._began = True, perf_counter()
+            self._wait, self._busy_wait = self._began - self._ended, process_time() - self._cpu_ended
+            self._interruptions = num_interruptions() - self._interrupted
+        for watch in self._watches:
+            watch.see(batch)
+
+    def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
+        """Count the step; say what was found once there are enough."""
+        if not self._is_measuring:
+            if self._watches and perf_counter() >= self._due:
+                self._advise(trainer)
+            return
+        now, run = perf_counter(), cast(Watched, trainer)
+        saved = run.checkpoint_seconds
+        if self._left_to_warm_up:
+            self._left_to_warm_up -= 1
+            if not self._left_to_warm_up:
+                self._due = now + self._least_seconds
+                self._watches = self._begun(kind(self._subject(run, module)) for kind in _KINDS)
+        else:
+            if self._counts and saved == self._saved and self._is_in_step:
+                self._steps.append((now - self._began + self._wait, self._wait, self._busy_wait, self._interruptions))
+            for watch in self._watches:
+                watch.end_step()
+            if len(self._steps) == MEASURED:
+                self._is_measuring = False
+                for watch in self._watches:
+                    watch.end()
+                if now >= self._due:
+                    self._advise(trainer)
+        self._is_in_step, self._counts, self._saved = False, True, saved
+        self._interrupted = num_interruptions()
+        self._ended, self._cpu_ended = perf_counter(), process_time()
+
+    def on_train_end(self, trainer: Run, module: nn.Module) -> None:
+        """Stop: a fit that was too short is not judged."""
+        self._stop()
+
+    def on_exception(self, trainer: Run, module: nn.Module, exception: BaseException) -> None:
+        """Stop."""
+        self._stop()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to a fit of this process."""
+        return {**self.__dict__, "_watches": [], "_is_measuring": False}
+
+    # --- parts -------------------------------------------------------------------------------------------------------
+
+    def _subject(self, run: Watched, module: nn.Module) -> Subject:
+        return Subject(run, module, self._recomputes, self._compiles)
+
+    def _begun(self, watches: Iterable[SavingWatch]) -> list[SavingWatch]:
+        begun = list(watches)
+        for watch in begun:
+            watch.begin()
+        return begun
+
+    def _advise(self, trainer: Run) -> None:
+        """Say which saving is the largest, to the user and to the ledger of a GoodputMonitor."""
+        steps, waits, busy, interruptions = zip(*self._steps, strict=True)
+        loader = cast(Watched, trainer).train_dataloader
+        typical = mean if getattr(loader, "num_workers", 0) else median
+        times = TypicalStep(median(steps), typical(waits), typical(busy), median(interruptions))
+        found = [saving for watch in self._watches for saving in _savings_of(watch, times)]
+        self._stop()
+        worth = (one for one in found if one.share >= _LEAST)
+        self.savings = sorted(worth, key=lambda saving: -saving.share)
+        if not self.savings:
+            return
+        best = self.savings[0]
+        tell_beside_bar(trainer.callbacks, f"{best.text} Trainer(enable_advice=False) leaves this line out.")
+        for callback in trainer.callbacks:
+            if isinstance(callback, GoodputMonitor):
+                callback.note_advice(best.text)
+
+    def _stop(self) -> None:
+        self._is_measuring = False
+        for watch in self._watches:
+            watch.end()
+        self._watches = []
+
+
+def _savings_of(watch: SavingWatch, times: TypicalStep) -> list[Saving]:
+    """Return what a watch has found; what goes wrong in a trial must not end a run."""
+    try:
+        return list(watch.savings(times))
+    except Exception:  # noqa: BLE001 - such as too little memory for it
+        _log.debug("%s found nothing out.", type(watch).__name__, exc_info=True)
+        return []
