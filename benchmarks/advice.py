@@ -30,7 +30,7 @@ BATCH = 16
 class Sentences(echelon.TrainModule):
     """MiniLM's shape, with random weights."""
 
-    def __init__(self, **options: bool) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__()
         from transformers import BertConfig, BertModel
 

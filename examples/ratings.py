@@ -24,7 +24,7 @@ NAMED = {"war", "heartbreak", "smog", "tricky", "profiteroles", "adventure", "ro
 def folder_of(package, install):
     """Return the folder of an installed package, without importing it: MiniLM's would import others."""
     found = find_spec(package)
-    if found is None:
+    if found is None or found.submodule_search_locations is None:
         raise SystemExit(f"No package {package} is installed; run `make finetune`, or: pip install {install}")
     return Path(found.submodule_search_locations[0])
 
@@ -82,7 +82,7 @@ class Ratings(echelon.TrainModule):
         return loss
 
     def on_validation_epoch_start(self):
-        self.rated = []
+        self.rated: Any = []
 
     def validation_step(self, batch):
         tokens, mask, ratings, numbers = batch
