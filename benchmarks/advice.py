@@ -3,8 +3,8 @@
 Usage: python benchmarks/advice.py [--steps N] [--length N]
 
 A Trainer trains it on one thread of a CPU, as it is and with the ``fused=True`` that it is advised; the shares
-of a step that were promised and saved are printed, from medians. The target is to save 0.8 of what was promised. It
-needs transformers.
+of a step that were promised and saved are printed, from medians of processor time. The target is to save 0.8 of what
+was promised. It needs transformers.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Sentences(echelon.TrainModule):
 
 
 class Times(echelon.Callback):
-    """Notes when each step ends."""
+    """Notes the processor time at the end of each step, in which other programs of the machine do not count."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
 
     def on_train_step_end(self, trainer: Any, module: Any) -> None:
-        self.ends.append(time.perf_counter())
+        self.ends.append(time.process_time())
 
     def step(self) -> float:
         """Return the median of the steps after the warm-up, in seconds."""

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from statistics import mean, median
 from time import perf_counter, process_time
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
+import torch
 from torch import nn
 
 from ...callbacks.callback import Callback
 from ...callbacks.goodput_monitor import GoodputMonitor
 from ...callbacks.progress_display import tell_beside_bar
 from ...callbacks.run import Run
+from ...strategies.devices.kinds import CPU
 from ...strategies.module.activation_checkpointing import ActivationCheckpointing
 from .layers import Layers
 from .loading import Loading
 from .logs import Logs
 from .padding import Padding
 from .recomputing import Recomputing
-from .stopwatch import num_interruptions
+from .stopwatch import num_interruptions, num_threads
 from .updates import Updates
 from .watch import Saving, SavingWatch, Subject, TypicalStep, Watched
 
@@ -31,6 +33,8 @@ WARM_UP: Final = 5
 """Steps that do not count: they compile, allocate, and fill caches."""
 MEASURED: Final = 50
 """Steps that do, at least."""
+_CALM: Final = 10
+"""Steps that must have had the processor to themselves for their times to be believed."""
 _LEAST: Final = 0.05
 """The smallest share of a step that is worth a line."""
 _KINDS: Final = (Updates, Loading, Layers, Padding, Recomputing, Logs)
@@ -64,11 +68,10 @@ class TimeAdvisor(Callback):
         self._left_to_warm_up = WARM_UP
         self._due = math.inf
         """When what was measured is judged: at the earliest after the shortest time since the warm-up."""
-        self._steps: list[tuple[float, float, float, int]] = []
-        """Of each step its time, the wait for its data, and its processor time and interruptions in it."""
+        self._steps: list[_Step] = []
         self._began = self._ended = self._cpu_ended = self._saved = 0.0
         self._wait = self._busy_wait = 0.0
-        self._interrupted = self._interruptions = 0
+        self._interrupted = 0
         self._is_in_step = False
         self._counts = False
 
@@ -96,7 +99,6 @@ class TimeAdvisor(Callback):
         if not self._is_in_step:
             self._is_in_step, self._began = True, perf_counter()
             self._wait, self._busy_wait = self._began - self._ended, process_time() - self._cpu_ended
-            self._interruptions = num_interruptions() - self._interrupted
         for watch in self._watches:
             watch.see(batch)
 
@@ -115,7 +117,10 @@ class TimeAdvisor(Callback):
                 self._watches = self._begun(kind(self._subject(run, module)) for kind in _KINDS)
         else:
             if self._counts and saved == self._saved and self._is_in_step:
-                self._steps.append((now - self._began + self._wait, self._wait, self._busy_wait, self._interruptions))
+                busy, interruptions = process_time() - self._cpu_ended, num_interruptions() - self._interrupted
+                self._steps.append(
+                    _Step(now - self._began + self._wait, self._wait, busy, self._busy_wait, interruptions)
+                )
             for watch in self._watches:
                 watch.end_step()
             if len(self._steps) == MEASURED:
@@ -153,10 +158,8 @@ class TimeAdvisor(Callback):
 
     def _advise(self, trainer: Run) -> None:
         """Say which saving is the largest, to the user and to the ledger of a GoodputMonitor."""
-        steps, waits, busy, interruptions = zip(*self._steps, strict=True)
         loader = cast(Watched, trainer).train_dataloader
-        typical = mean if getattr(loader, "num_workers", 0) else median
-        times = TypicalStep(median(steps), typical(waits), typical(busy), median(interruptions))
+        times = _typical(self._steps, trainer.strategy.device, has_workers=bool(getattr(loader, "num_workers", 0)))
         found = [saving for watch in self._watches for saving in _savings_of(watch, times)]
         self._stop()
         worth = (one for one in found if one.share >= _LEAST)
@@ -174,6 +177,33 @@ class TimeAdvisor(Callback):
         for watch in self._watches:
             watch.end()
         self._watches = []
+
+
+class _Step(NamedTuple):
+    """A step that was measured, in seconds."""
+
+    step: float
+    wait: float
+    busy: float
+    """Of the processors, in all threads of this process."""
+    busy_wait: float
+    interruptions: int
+
+
+def _typical(steps: Sequence[_Step], device: torch.device, *, has_workers: bool) -> TypicalStep:
+    """Return what is typical of the steps in which no other program took the processor.
+
+    If nearly all were interrupted, as on a machine with more programs than processors, the time of the processors
+    stands for that of a step, and nothing is known of waits.
+    """
+    calm = [one for one in steps if not one.interruptions] if device.type == CPU else list(steps)
+    if len(calm) < _CALM:
+        busy = median(one.busy for one in steps) / num_threads(device)
+        return TypicalStep(busy, 0.0, 0.0)
+    middle = mean if has_workers else median
+    return TypicalStep(
+        median(one.step for one in calm), middle(one.wait for one in calm), middle(one.busy_wait for one in calm)
+    )
 
 
 def _savings_of(watch: SavingWatch, times: TypicalStep) -> list[Saving]:

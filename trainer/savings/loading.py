@@ -38,8 +38,7 @@ class Loading(SavingWatch):
         if not isinstance(loader, DataLoader) or not times.wait or self._has_other_work() or _reads_devices(loader):
             return
         rest, now = times.step - times.wait, loader.num_workers
-        # a program that was interrupted had work to do, however little of it was done
-        is_busy = (times.busy_wait >= _BUSY * times.wait or times.interruptions >= 1) and not now
+        is_busy = times.busy_wait >= _BUSY * times.wait and not now
         # what it takes to read one step's batches in one worker
         reading = times.step * now if now else times.wait
         wanted = math.ceil(reading / max(rest, 1e-9))

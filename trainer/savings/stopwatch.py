@@ -37,8 +37,12 @@ def times_of(functions: Sequence[Callable[[], object]], device: torch.device) ->
             taken = clock() - began
             if turn and taken < shortest[index]:  # the first call allocates and chooses kernels
                 shortest[index] = taken
-    threads = torch.get_num_threads() if device.type == CPU else 1
-    return [seconds / threads for seconds in shortest]
+    return [seconds / num_threads(device) for seconds in shortest]
+
+
+def num_threads(device: torch.device) -> int:
+    """Return by how many the processor time of operators on a device is divided to get their duration."""
+    return torch.get_num_threads() if device.type == CPU else 1
 
 
 def num_interruptions() -> int:
@@ -49,7 +53,7 @@ def num_interruptions() -> int:
 
 
 class Stopwatch:
-    """Takes times between marks: on the host, or with events where a device runs behind it, which nothing awaits."""
+    """Takes times between marks: of the processors, or with events where a device runs behind the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -72,7 +76,7 @@ class Stopwatch:
         if self._uses_events:
             self._events.append((began, now))
         else:
-            self._seconds.append(now - began)
+            self._seconds.append((now - began) / num_threads(self._device))
 
     def typical(self) -> float:
         """Return the median of the times, in seconds; waits for the device."""
@@ -83,4 +87,4 @@ class Stopwatch:
         return median(self._seconds)
 
     def _mark(self) -> Any:
-        return recorded_event(self._device, enable_timing=True) if self._uses_events else perf_counter()
+        return recorded_event(self._device, enable_timing=True) if self._uses_events else process_time()

@@ -87,8 +87,7 @@ class Subject:
 class TypicalStep:
     """A typical step of those that were measured, on this rank, in seconds of the host.
 
-    Medians, since other programs of a machine take time from some steps; but the wait for workers, which read several
-    batches at once, is a mean.
+    Medians; but the wait for workers, which read several batches at once, is a mean.
     """
 
     step: float
@@ -97,8 +96,6 @@ class TypicalStep:
     """From the end of the last step to the data of this one."""
     busy_wait: float
     """The processor time of this process in that wait."""
-    interruptions: float = 0.0
-    """How often another program took the processor from this one in that wait."""
 
 
 @dataclass(frozen=True)
