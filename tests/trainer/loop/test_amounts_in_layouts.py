@@ -149,7 +149,7 @@ def in_layouts(folder):
     for name in ("fsdp", "tp", "cp"):
         found[name, "budget"] = fit_to_a_budget(LAYOUTS[name](), 2)
     with raises(ConfigError, "A pipeline has the same number of micro-batches in each step", "accumulate_tokens=80"):
-        fit_to_a_budget(LAYOUTS["pp"](), 2)
+        fit_to_a_budget(ParallelStrategy(pp=2, schedule="gpipe"), 2)
     found["local_sgd"] = fit_by("tokens", LocalSGDStrategy(period=2), folder / "local")[0]
     return found
 
