@@ -149,7 +149,8 @@ class IterableStream:
         start = self.position * (1 if deal.is_addressed else deal.block) if deal.knows_place else 0
         dealt = state.get("dealt", {})
         is_near = start <= NUM_PROBED and saves(self._loader.dataset)  # these were read ahead, beyond any state
-        if start and "stream" not in dealt.get("turns", {}) and not is_near:
+        is_told = not {"stream", "is_over"}.isdisjoint(dealt.get("turns", {}))
+        if start and not is_told and not is_near:
             self._warn_of_skipping()
         batches = deal.batches(epoch, derive(self._seed, epoch), start, dealt)
         is_found = deal.knows_place or (deal.is_by_shards and "shards" in dealt)

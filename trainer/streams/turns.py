@@ -63,7 +63,7 @@ class TurnDataset(IterableDataset[Any]):
         self._place = torch.zeros(3, dtype=torch.int64).share_memory_()
         self._state: Mapping[str, Any] = {}
         self._begun: tuple[tuple[int, int], AbstractContextManager[None], Iterator[Any]] | None = None
-        self.worker, self._read, self._num_ahead = 0, 0, 0
+        self.worker, self._read, self._num_ahead, self._is_over = 0, 0, 0, False
         self._info: tuple[int, int] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -131,7 +131,9 @@ class TurnDataset(IterableDataset[Any]):
     def _samples(self, epoch: int, seed: int, start: int, wanted: Callable[[int], bool]) -> Iterator[tuple[int, Any]]:
         dataset, state = self.dataset, self._state
         begun, self._begun, self._state = self._begun, None, {}
-        self._num_ahead = 0
+        self._num_ahead, self._is_over = 0, bool(state.get("is_over"))
+        if self._is_over:
+            return
         if begun is not None and begun[0] == (epoch, seed) and "stream" not in state:
             _, context, samples = begun
             self._num_ahead = NUM_PROBED
@@ -150,6 +152,7 @@ class TurnDataset(IterableDataset[Any]):
             with context:
                 sample = next(samples, samples)
             if sample is samples:
+                self._is_over = True
                 return
             if wanted(position):
                 yield position, sample
@@ -163,6 +166,8 @@ class TurnDataset(IterableDataset[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return where this reader is, with the state of the stream if it has one."""
         state: dict[str, Any] = {"samples": self._read}
+        if self._is_over:  # by then most streams are where they began, as they can be read again
+            return {**state, "is_over": True}
         if self.division.workers and self._read >= self._num_ahead and saves(self.dataset):
             state["stream"] = self.dataset.state_dict()
         return state

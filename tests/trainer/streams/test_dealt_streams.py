@@ -297,6 +297,14 @@ def test_a_stream_with_a_state_is_not_read_again():
     assert again.reads == SIZE - 4 * BATCH == sum(map(len, steps))
 
 
+@pytest.mark.filterwarnings("ignore:.* is dealt batch by batch", "ignore:DataLoader cannot skip to a position")
+@pytest.mark.parametrize("kind", [Plain, Stateful])
+@pytest.mark.parametrize(("before", "after"), [((1, 0), (1, 0)), ((1, 2), (2, 0))])
+def test_nothing_is_left_after_the_last_batch(kind, before, after):
+    last = -(-SIZE // BATCH)  # by then the stream is where it began
+    assert list(itertools.chain(*interrupted(kind, before, after, last))) == list(range(SIZE))
+
+
 class Masking:
     """A collate function that draws at random."""
 
