@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from statistics import mean, median
 from time import perf_counter, process_time
 from typing import Any, Final, NamedTuple, cast
@@ -99,8 +99,8 @@ class TimeAdvisor(Callback):
         if not self._is_in_step:
             self._is_in_step, self._began = True, perf_counter()
             self._wait, self._busy_wait = self._began - self._ended, process_time() - self._cpu_ended
-        for watch in self._watches:
-            watch.see(batch)
+        for watch in list(self._watches):
+            self._try(watch, watch.see, batch)
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
         """Count the step; say what was found once there are enough."""
@@ -114,15 +114,18 @@ class TimeAdvisor(Callback):
             self._left_to_warm_up -= 1
             if not self._left_to_warm_up:
                 self._due = now + self._least_seconds
-                self._watches = self._begun(kind(self._subject(run, module)) for kind in _KINDS)
+                subject = Subject(run, module, self._recomputes, self._compiles)
+                self._watches = [kind(subject) for kind in _KINDS]
+                for watch in list(self._watches):
+                    self._try(watch, watch.begin)
         else:
             if self._counts and saved == self._saved and self._is_in_step:
                 busy, interruptions = process_time() - self._cpu_ended, num_interruptions() - self._interrupted
                 self._steps.append(
                     _Step(now - self._began + self._wait, self._wait, busy, self._busy_wait, interruptions)
                 )
-            for watch in self._watches:
-                watch.end_step()
+            for watch in list(self._watches):
+                self._try(watch, watch.end_step)
             if len(self._steps) == MEASURED:
                 self._is_measuring = False
                 for watch in self._watches:
@@ -147,14 +150,14 @@ class TimeAdvisor(Callback):
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
-    def _subject(self, run: Watched, module: nn.Module) -> Subject:
-        return Subject(run, module, self._recomputes, self._compiles)
-
-    def _begun(self, watches: Iterable[SavingWatch]) -> list[SavingWatch]:
-        begun = list(watches)
-        for watch in begun:
-            watch.begin()
-        return begun
+    def _try(self, watch: SavingWatch, look: Callable[..., None], *args: object) -> None:
+        """Let a watch look; one that meets what it does not know, in a batch or an optimizer, must not end a run."""
+        try:
+            look(*args)
+        except Exception:  # noqa: BLE001 - of objects of the user's, which may raise anything
+            _log.debug("%s stops looking.", type(watch).__name__, exc_info=True)
+            self._watches.remove(watch)
+            watch.end()
 
     def _advise(self, trainer: Run) -> None:
         """Say which saving is the largest, to the user and to the ledger of a GoodputMonitor."""

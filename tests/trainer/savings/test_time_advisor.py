@@ -124,6 +124,30 @@ def test_an_optimizer_of_the_user_is_not_named():
     assert "optimizer" not in found(Owned(), DataLoader(rows(STEPS), 1))
 
 
+def test_what_a_watch_does_not_know_ends_its_look_and_not_the_run():
+    class Closed(torch.optim.SGD):
+        def register_step_post_hook(self, hook):
+            raise NotImplementedError("no hooks after a step")
+
+    class Rows(dict):
+        def get(self, key, default=None):
+            if key == "attention_mask":
+                raise RuntimeError(f"there is no {key}")
+            return super().get(key, default)
+
+    class Odd(Masked):
+        def configure_optimizers(self):
+            return Closed(self.parameters(), 1e-3)
+
+    module = Odd()
+    advisor = TimeAdvisor(seconds=0.0)
+    trainer = quiet(max_steps=STEPS, callbacks=[advisor])
+    trainer.fit(module, DataLoader(rows(STEPS), 1, collate_fn=lambda given: Rows(x=torch.stack([x for (x,) in given]))))
+    assert trainer.global_step == STEPS
+    assert not {saving.kind for saving in advisor.savings} & {"optimizer", "padding"}
+    assert not trainer.optimizers[0]._optimizer_step_pre_hooks
+
+
 def test_hooks_are_gone_from_the_optimizer_and_the_layers_after_the_advice():
     module, held = Many(), []
 
