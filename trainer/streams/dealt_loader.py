@@ -179,9 +179,7 @@ class DealtLoader:
             own = self.state_dict().get("turns", {})  # of the epoch before: new workers know nothing of it
         dataset, self._states, self._last = self._dataset, {}, None
         self._epoch, self._seed = epoch, seed
-        if (
-            isinstance(self._loader.dataset, Skipping) and "stream" in own
-        ):  # it knows for itself where its state is from
+        if is_placed and "stream" in own:
             own = {**own, "samples": 0}
         elif not state:
             own = {}

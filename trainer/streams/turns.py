@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain, islice
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -36,6 +36,18 @@ class Skipping(Protocol):
         """Return the first samples of what it reads, which all ranks must have alike; it is left as it was."""
 
 
+class _Begun(NamedTuple):
+    """An epoch whose first samples were looked at."""
+
+    place: tuple[int, int]
+    """The epoch and its seed."""
+    context: AbstractContextManager[None]
+    samples: Iterator[Any]
+    """All of its samples, those that were looked at included."""
+    before: Any
+    """The state of the stream before, if it has one."""
+
+
 class TurnDataset(IterableDataset[Any]):
     """One reader's samples of a stream: every n-th block of as many as a batch has.
 
@@ -62,7 +74,7 @@ class TurnDataset(IterableDataset[Any]):
         # workers that outlive an epoch keep their copies of this object, and see changes of this alone
         self._place = torch.zeros(3, dtype=torch.int64).share_memory_()
         self._state: Mapping[str, Any] = {}
-        self._begun: tuple[tuple[int, int], AbstractContextManager[None], Iterator[Any]] | None = None
+        self._begun: _Begun | None = None
         self.worker, self._read, self._num_ahead, self._is_over = 0, 0, 0, False
         self._info: tuple[int, int] | None = None
 
@@ -91,11 +103,12 @@ class TurnDataset(IterableDataset[Any]):
     def look_ahead(self, epoch: int, seed: int) -> int:
         """Return the fingerprint of an epoch's first samples here; a next iteration of it yields them, too."""
         context = self._numbers.stream(seed & _MASK)
+        before = self.dataset.state_dict() if saves(self.dataset) else None
         self._tell(epoch)
         with context:
             iterator = iter(self.dataset)
             first = list(islice(iterator, NUM_PROBED))
-        self._begun = (epoch, seed & _MASK), context, chain(first, iterator)
+        self._begun = _Begun((epoch, seed & _MASK), context, chain(first, iterator), before)
         return fingerprint(first)
 
     # --- reading -----------------------------------------------------------------------------------------------------
@@ -130,12 +143,12 @@ class TurnDataset(IterableDataset[Any]):
 
     def _samples(self, epoch: int, seed: int, start: int, wanted: Callable[[int], bool]) -> Iterator[tuple[int, Any]]:
         dataset, state = self.dataset, self._state
-        begun, self._begun, self._state = self._begun, None, {}
-        self._num_ahead, self._is_over = 0, bool(state.get("is_over"))
+        self._state, self._num_ahead, self._is_over = {}, 0, bool(state.get("is_over"))
+        begun = self._take_begun((epoch, seed), is_needed=not self._is_over and "stream" not in state)
         if self._is_over:
             return
-        if begun is not None and begun[0] == (epoch, seed) and "stream" not in state:
-            _, context, samples = begun
+        if begun is not None:
+            context, samples = begun.context, begun.samples
             self._num_ahead = NUM_PROBED
         else:
             self._tell(epoch)
@@ -157,6 +170,16 @@ class TurnDataset(IterableDataset[Any]):
             if wanted(position):
                 yield position, sample
             position += 1
+
+    def _take_begun(self, place: tuple[int, int], *, is_needed: bool) -> _Begun | None:
+        """Return an epoch that was begun, if it is this one; else bring the stream back to where it was before."""
+        begun, self._begun = self._begun, None
+        if begun is None or (is_needed and begun.place == place):
+            return begun
+        before, begun = begun.before, None  # an iterator may change the state as it ends
+        if before is not None:
+            self.dataset.load_state_dict(before)
+        return None
 
     def _tell(self, epoch: int) -> None:
         tell = getattr(self.dataset, "set_epoch", None)
