@@ -14,6 +14,7 @@ from scenarios import SCENARIOS
 from surroundings import unchanged
 
 from echelon.strategies.placement import BY_NAME
+from echelon.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -21,6 +22,12 @@ WITH_ALL = ("an_error_in_training_step", "sigint")
 DEALT = [(LAUNCHED[number % len(LAUNCHED)], name) for number, name in enumerate(SCENARIOS) if name not in WITH_ALL]
 WITHOUT_STREAMS = ("ps", "a_program_that_was_started_without_streams")  # its transport changes standard error
 WITH_RANKS = [*((strategy, name) for strategy in LAUNCHED for name in WITH_ALL), *DEALT, WITHOUT_STREAMS]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fork_server() -> None:
+    """Start what forks processes, whose pipes would be a change that the first scenario with ranks leaves behind."""
+    run_ranks(int, 1)
 
 
 def test_the_tour_has_every_strategy_and_sixty_scenarios() -> None:
