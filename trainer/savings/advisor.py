@@ -50,12 +50,12 @@ class TimeAdvisor(Callback):
     Args:
         recomputes: the setting of activation checkpointing.
         compiles: whether the module is compiled.
-        seconds: the shortest time that the measured steps must take: what a program of a few seconds could save is not
+        seconds: how long after the warm-up it judges at the earliest: what a fit of a few seconds could save is not
             worth a line.
     """
 
     def __init__(
-        self, *, recomputes: ActivationCheckpointing | None = None, compiles: bool = False, seconds: float = 1.0
+        self, *, recomputes: ActivationCheckpointing | None = None, compiles: bool = False, seconds: float = 10.0
     ) -> None:
         self._recomputes, self._compiles, self._least_seconds = recomputes, compiles, seconds
         self._is_measuring = False
