@@ -51,10 +51,7 @@ def copy_out(path: StorePath, pending: Pending | None = None) -> Iterator[Path]:
     """Yield the name of a new local file, whose content becomes an object when the block ends without an error."""
     with tempfile.TemporaryDirectory(prefix="echelon-copy-") as folder:
         yield (file := Path(folder, path.name))
-        with file.open("rb") as source, Upload(path, file.stat().st_size, pending) as upload:
-            while block := source.read(PART):
-                upload.write(block)
-            upload.finish()
+        _send(file, path, pending)
 
 
 def at_hand(path: AnyPath) -> Path:
@@ -85,15 +82,19 @@ def send_folder(folder: Path, path: StorePath, last: Collection[str], *, is_all:
         path.store.delete([one for one in before if one.relative_to(path).as_posix() not in found])
 
     def send(name: str) -> None:
-        with found[name].open("rb") as source, Upload(path / name, found[name].stat().st_size) as upload:
-            while block := source.read(PART):
-                upload.write(block)
-            upload.finish()
+        _send(found[name], path / name)
 
     is_last = {name: name.rpartition("/")[2] in last for name in found}
     for name in [name for name in found if not is_last[name]]:  # each is sent by several threads
         send(name)
     in_parallel(send, [name for name in found if is_last[name]])
+
+
+def _send(file: Path, path: StorePath, pending: Pending | None = None) -> None:
+    with file.open("rb") as source, Upload(path, file.stat().st_size, pending) as upload:
+        while block := source.read(PART):
+            upload.write(block)
+        upload.finish()
 
 
 def _new_folder() -> Path:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol, cast
-
-from torch import Tensor
 
 from ...callbacks.model_checkpoint import ModelCheckpoint
 from ...common.errors import ConfigError
 from ...common.storage import is_url
 from ...common.units import in_units
+from ...strategies.distributed.nested import iterate_tensors
 from ..session.session import Session
 
 
@@ -42,22 +41,10 @@ def check_room(session: Session, parts: Mapping[str, Any]) -> None:
             f"A checkpoint in one file is staged in the temporary folder, and there is none ({error}); set TMPDIR to "
             "a folder that can be written, or use single_file=False."
         ) from error
-    needed = sum(_sizes(parts))
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in iterate_tensors(parts))  # as wholes
     if needed > free:
         raise ConfigError(
             f"A checkpoint in one file is staged in the temporary folder {folder!r}, which has {in_units(free)} free, "
             f"and takes {in_units(needed)}; set TMPDIR to a folder with more room, or use single_file=False, which "
             "stages nothing on a disk."
         )
-
-
-def _sizes(value: Any) -> Iterator[int]:
-    """Yield the bytes of each tensor in a state, as a whole."""
-    if isinstance(value, Tensor):
-        yield value.numel() * value.element_size()
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _sizes(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _sizes(item)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
@@ -12,10 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ...strategies.devices.kinds import CPU
-from ...strategies.devices.memory import peak_allocated, total_memory
 from ...strategies.state.dtensor import is_dtensor, local_shard
 from ...strategies.torch_internals import BatchNorm
-from ..planning.machine import memory_of_host
 from .stopwatch import times_of
 from .watch import Saving, SavingWatch, Subject, TypicalStep
 
@@ -48,7 +45,6 @@ class Layers(SavingWatch):
     def __init__(self, subject: Subject) -> None:
         super().__init__(subject)
         self._counts: Counter[Product] = Counter()
-        self._handles: list[Any] = []
 
     def begin(self) -> None:
         if self.subject.compiles:
@@ -68,11 +64,6 @@ class Layers(SavingWatch):
 
     def end_step(self) -> None:
         self.end()
-
-    def end(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
 
     def savings(self, times: TypicalStep) -> Iterator[Saving]:
         yield from self._of_precision(times)
@@ -141,16 +132,11 @@ class Layers(SavingWatch):
 
     def _has_room(self) -> bool:
         """Return whether there is memory for micro-batches of twice the size."""
-        device = self.subject.device
-        if device.type == CPU:
-            import resource  # not on Windows
-
-            # Linux counts in kilobytes, macOS in bytes
-            unit = 1 if sys.platform == "darwin" else 1024
-            held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-            return memory_of_host() > held * self.subject.run.strategy.environment.local_world_size
-        total, most = total_memory(device), peak_allocated(device)
-        return total is not None and most > 0 and total > 2.2 * most
+        memory = self.subject.held_and_free()
+        if memory is None:
+            return False
+        held, free = memory
+        return free > (held if self.subject.device.type == CPU else 1.2 * held)
 
 
 def _multiplied(product: Product, held_in: torch.dtype, device: torch.device) -> Callable[[], object]:

@@ -20,7 +20,6 @@ class Logs(SavingWatch):
         super().__init__(subject)
         self._ended: Any = None
         self._gaps: list[tuple[Any, Any]] = []
-        self._handles: list[Any] = []
         self._is_read_late = False
 
     @property
@@ -40,11 +39,6 @@ class Logs(SavingWatch):
         if self._ended is not None:
             self._gaps.append((self._ended, recorded_event(self.subject.device, enable_timing=True)))
             self._ended = None
-
-    def end(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
 
     def savings(self, times: TypicalStep) -> Iterator[Saving]:
         if not self._gaps:

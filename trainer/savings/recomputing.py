@@ -9,11 +9,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ...strategies.devices.kinds import CPU
-from ...strategies.devices.memory import peak_allocated, total_memory
 from ...strategies.state.dtensor import is_dtensor, local_shard
 from ...strategies.torch_internals import TorchDispatchMode
-from ..planning.machine import memory_of_host
 from .stopwatch import Stopwatch
 from .watch import Saving, SavingWatch, Subject, TypicalStep
 
@@ -28,7 +25,6 @@ class Recomputing(SavingWatch):
 
     def __init__(self, subject: Subject) -> None:
         super().__init__(subject)
-        self._handles: list[Any] = []
         self._clock = Stopwatch(subject.device)
         self._results: _Results | None = None
         self._counting = ExitStack()
@@ -71,33 +67,21 @@ class Recomputing(SavingWatch):
             self._counting.close()
             self.end()
 
-    def end(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
     def savings(self, times: TypicalStep) -> Iterator[Saving]:
         if self._results is None or not self._clock.num_times:
             return
         number = self._num_blocks * self.subject.run.accumulate_grad_batches
         share = number * self._clock.typical() / times.step
-        needed, free = self._num_blocks * self._results.num_bytes, self._free()
-        if free is None or needed > _ROOM * free:
+        needed, memory = self._num_blocks * self._results.num_bytes, self.subject.held_and_free()
+        if memory is None or needed > _ROOM * memory[1]:
             return
+        free = memory[1]
         yield Saving(
             "recomputation",
             share,
             f"{share:.0%} of each step computes {self._num_blocks} blocks again, to save at most {needed / 1e9:.2g} GB,"
             f" and {free / 1e9:.3g} GB are free: without activation_checkpointing a step is {share:.0%} shorter.",
         )
-
-    def _free(self) -> float | None:
-        """Return the bytes that are free for each rank at the fullest moment of a step; None if nobody can tell."""
-        device = self.subject.device
-        if device.type == CPU:
-            return memory_of_host() / self.subject.run.strategy.environment.local_world_size
-        total, most = total_memory(device), peak_allocated(device)
-        return None if total is None or not most else total - most
 
 
 class _Results(TorchDispatchMode):

@@ -27,7 +27,6 @@ class Updates(SavingWatch):
     def __init__(self, subject: Subject) -> None:
         super().__init__(subject)
         self._clocks: dict[Optimizer, Stopwatch] = {}
-        self._handles: list[Any] = []
         self._num_steps = 0
         self._evaluating: set[Optimizer] = set()
         """Those that were given a closure, whose time is that of the whole step."""
@@ -50,11 +49,6 @@ class Updates(SavingWatch):
 
     def end_step(self) -> None:
         self._num_steps += 1
-
-    def end(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
 
     def savings(self, times: TypicalStep) -> Iterator[Saving]:
         self.end()

@@ -9,10 +9,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ...callbacks.run import Logger
+from ...common.process_memory import peak_of_process
 from ...strategies import Strategy
+from ...strategies.devices.kinds import CPU
+from ...strategies.devices.memory import peak_allocated, total_memory
 from ...strategies.module.activation_checkpointing import ActivationCheckpointing
+from ..planning.machine import memory_of_host
 
 
 class Watched(Protocol):
@@ -77,6 +82,13 @@ class Subject:
         """The device of this rank."""
         return self.run.strategy.device
 
+    def held_and_free(self) -> tuple[float, float] | None:
+        """Return the bytes of this rank at its fullest moment, and what is free beside it; None if nobody can tell."""
+        if self.device.type == CPU:
+            return float(peak_of_process()), memory_of_host() / self.run.strategy.environment.local_world_size
+        total, most = total_memory(self.device), peak_allocated(self.device)
+        return None if total is None or not most else (most, total - most)
+
     @property
     def has_stages(self) -> bool:
         """Whether the module is cut into the stages of a pipeline."""
@@ -118,6 +130,8 @@ class SavingWatch(ABC):
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
+        self._handles: list[RemovableHandle] = []
+        """Of the hooks that it has added to modules and optimizers."""
 
     def begin(self) -> None:
         """Begin to look, before the first step that is measured."""
@@ -134,3 +148,6 @@ class SavingWatch(ABC):
 
     def end(self) -> None:
         """Take away all that `begin` and `see` have added to the run."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
