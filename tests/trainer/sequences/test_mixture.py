@@ -10,6 +10,7 @@ import torch
 from in_step import on_ranks
 from recording_logger import RecordingLogger
 from small import Regression, quiet, raises, samples
+from stateful_stream import WithState
 from stopped_reading import read, steps_of, train_data
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
@@ -31,23 +32,8 @@ class Numbers(IterableDataset):
         yield from range(self.start, self.stop)
 
 
-class Resumable(Numbers):
+class Resumable(WithState, Numbers):
     """The same with a state; it counts what it reads."""
-
-    position = reads = 0
-
-    def __iter__(self):
-        start, self.position = self.position, 0
-        for number in range(self.start + start, self.stop):
-            self.position, self.reads = number + 1 - self.start, self.reads + 1
-            yield number
-        self.position = 0
-
-    def state_dict(self):
-        return {"position": self.position}
-
-    def load_state_dict(self, state):
-        self.position = state["position"]
 
 
 class Staged(Dataset):

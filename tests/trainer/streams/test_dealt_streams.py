@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from in_step import on_ranks
+from stateful_stream import WithState
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from echelon.trainer.data.evaluation_data import EvaluationData
@@ -61,24 +62,8 @@ class ByRank(IterableDataset):
         yield from range(self.rank, SIZE, self.size)
 
 
-class Stateful(IterableDataset):
+class Stateful(WithState, Plain):
     """Numbers in order; it knows where it is, and counts what it reads."""
-
-    def __init__(self):
-        self.position, self.reads = 0, 0
-
-    def __iter__(self):
-        start, self.position = self.position, 0
-        for number in range(start, SIZE):
-            self.position, self.reads = number + 1, self.reads + 1
-            yield number
-        self.position = 0
-
-    def state_dict(self):
-        return {"position": self.position}
-
-    def load_state_dict(self, state):
-        self.position = state["position"]
 
 
 class Shards(IterableDataset):
