@@ -112,11 +112,10 @@ def by_accelerate(model: Any, steps: int) -> None:
         optimizer.step()
 
 
-def by_lightning(model: Any, steps: int) -> None:
-    """Train by Lightning's Trainer."""
-    import lightning
+def fit_by(base: Any, trainer: Any, model: Any, steps: int) -> None:
+    """Train a module over `base` by the Trainer of its framework."""
 
-    class Module(lightning.LightningModule):
+    class Module(base):
         def __init__(self) -> None:
             super().__init__()
             self.model = model
@@ -127,34 +126,22 @@ def by_lightning(model: Any, steps: int) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return optimizer_of(self.model)
 
-    trainer = lightning.Trainer(
+    trainer(
         accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False, enable_checkpointing=False,
         enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(Module(), DataLoader(Rows(model, BATCH * steps), BATCH))
+    ).fit(Module(), DataLoader(Rows(model, BATCH * steps), BATCH))  # fmt: skip
 
 
-class Finetuning(echelon.TrainModule):
-    """The model in a module of Echelon."""
+def by_lightning(model: Any, steps: int) -> None:
+    """Train by Lightning's Trainer."""
+    import lightning
 
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> Any:
-        return self.model(**batch).loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return optimizer_of(self.model)
+    fit_by(lightning.LightningModule, lightning.Trainer, model, steps)
 
 
 def by_echelon(model: Any, steps: int) -> None:
     """Train by Echelon's Trainer."""
-    trainer = echelon.Trainer(
-        accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False, enable_checkpointing=False,
-        enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(Finetuning(model), DataLoader(Rows(model, BATCH * steps), BATCH))
+    fit_by(echelon.TrainModule, echelon.Trainer, model, steps)
 
 
 def by_transformers(model: Any, steps: int) -> None:
