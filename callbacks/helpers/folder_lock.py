@@ -27,7 +27,9 @@ LOCK: Final = ".lock"
 _PATIENCE: Final = 5.0
 """Seconds to wait for a run that is about to end, such as one whose job was restarted."""
 _PAUSE: Final = 0.05
-_TRIES: Final = 20
+_ALONE_WITHIN: Final = 10.0
+"""Seconds to wait for who changes the lock at this moment, if it is not stopped in it: a loaded machine is slow."""
+_SHORTEST_PAUSE: Final = 0.001
 _LONGEST: Final = 4096
 
 
@@ -87,7 +89,8 @@ class FolderLock:
                         return  # another callback of this run holds it, as long as this one needs it
                     is_ours = holder is not None and holder["host"] == self._own["host"]
                     if holder is not None and (self._is_followed(holder) or (is_ours and not _is_alive(holder))):
-                        self._path.unlink(missing_ok=True)  # surviving children keep the lock of an unlinked file
+                        if self._holder() == holder:  # not that of who came first, if this process is not alone
+                            self._path.unlink(missing_ok=True)  # surviving children keep the lock of an unlinked file
                         continue
                     if time.monotonic() > deadline or (is_ours and holder is not None and holder["pid"] == os.getpid()):
                         raise _taken(folder, holder)
@@ -166,11 +169,13 @@ def _alone(folder: Path) -> Iterator[None]:
 
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        for _ in range(_TRIES):
+        deadline, pause = time.monotonic() + _ALONE_WITHIN, _SHORTEST_PAUSE
+        while time.monotonic() < deadline:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                time.sleep(_PAUSE)
+                time.sleep(pause)
+                pause = min(2 * pause, _PAUSE)
             except OSError:  # not on every file system
                 break
             else:

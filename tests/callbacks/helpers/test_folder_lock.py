@@ -15,6 +15,7 @@ from scripted import Scripted, batches, trainer_in
 
 from echelon import CSVLogger, TensorBoardLogger
 from echelon.callbacks import Callback, GoodputMonitor, ModelCheckpoint, SampleLedger
+from echelon.callbacks.helpers import folder_lock
 from echelon.callbacks.helpers.folder_lock import LOCK, FolderLock
 from echelon.common.errors import CheckpointError
 
@@ -116,6 +117,35 @@ if 0 not in children:
 def test_runs_that_take_turns_never_hold_a_folder_together_though_each_removes_it(tmp_path: Path) -> None:
     done = run_program("-c", TURNS, tmp_path, folder=tmp_path, timeout=120)
     assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+
+
+def test_who_finds_a_holder_dead_does_not_remove_the_lock_of_who_found_it_first(tmp_path: Path, monkeypatch) -> None:
+    process, child = holder_of(tmp_path)
+    process.kill()
+    process.wait()
+    first, second = FolderLock(), FolderLock()
+    is_alive = folder_lock._is_alive
+
+    def slowly(holder: dict[str, Any]) -> bool:  # as a process is that nothing keeps alone, such as after a stop
+        if not first_has_it:
+            first_has_it.append(True)
+            (tmp_path / LOCK).unlink()
+            first.take(tmp_path, run=1)
+            return False
+        return is_alive(holder)
+
+    first_has_it: list[bool] = []
+    monkeypatch.setattr(folder_lock, "_is_alive", slowly)
+    monkeypatch.setattr(folder_lock, "_ALONE_WITHIN", 0.1)
+    try:
+        with pytest.raises(CheckpointError, match=f"process {os.getpid()} "):
+            second.take(tmp_path, run=2, patience=0.1)
+        first.release()
+        assert not tmp_path.exists()
+    finally:
+        assert process.stdout is not None
+        process.stdout.close()
+        os.kill(child, signal.SIGKILL)
 
 
 def test_a_run_waits_for_one_that_is_about_to_end(tmp_path: Path) -> None:
