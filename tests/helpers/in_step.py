@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
@@ -46,5 +45,21 @@ def on_ranks(data_size: int, function: Callable[[DataRanks], T], ranks: DataRank
                 meeting.abort()
                 raise
 
-    with ThreadPoolExecutor(data_size) as pool:
-        return list(pool.map(run, range(data_size)))
+    results: dict[int, T] = {}
+    errors: dict[int, BaseException] = {}
+
+    def note(data_rank: int) -> None:
+        try:
+            results[data_rank] = run(data_rank)
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+            errors[data_rank] = error
+
+    # Not a pool: a process forked by a thread of concurrent.futures ends with code 1, as it joins that thread, itself.
+    threads = [threading.Thread(target=note, args=[data_rank]) for data_rank in range(data_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for _, error in sorted(errors.items()):
+        raise error
+    return [results[data_rank] for data_rank in range(data_size)]
