@@ -103,7 +103,7 @@ class CutActivations:
             return one * (use.num_calls + 1) if layer.shard_dim is not None else 2 * one * use.num_calls
         if isinstance(layer, VocabularyCut):
             return all_reduced(use.output_bytes, self._tp) * use.num_calls
-        if isinstance(layer, EmbeddingColumnCut):
+        if isinstance(layer, EmbeddingColumnCut) and layer.gathers_output:
             return exchanged(use.output_bytes, self._tp) * use.num_calls
         if isinstance(layer, AttentionCut):
             return all_reduced(use.output_bytes, self._tp) * use.num_calls + all_reduced(use.input_bytes, self._tp)

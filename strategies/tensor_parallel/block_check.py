@@ -23,7 +23,7 @@ from ..torch_internals import without_dispatch_modes
 from .cutting import run_as
 from .exchanges import TensorGroup
 from .layers import SummedGradients
-from .shares import guard_shares, shared_dim
+from .shares import OutputShare, admit_shares, guard_shares, plain, shared_dim
 from .skeleton import Skeleton, private
 from .tensor_plan import TensorPlan
 
@@ -65,7 +65,9 @@ class BlockCheck:
     def __init__(self, module: nn.Module, plan: TensorPlan, mesh: Any) -> None:
         self._module, self._plan, self._group = module, plan, TensorGroup(mesh)
         self._skeletons = {name: Skeleton(module.get_submodule(name)) for name in plan.blocks(module)}
+        self._blocks = [module.get_submodule(name) for name in self._skeletons]
         self._hooks: list[Any] = []
+        self._has_shares = False
 
     @property
     def is_complete(self) -> bool:
@@ -73,7 +75,7 @@ class BlockCheck:
         return not self._skeletons
 
     def __enter__(self) -> BlockCheck:
-        compare: Any = self._compare
+        compare: Any = self._meet
         if "torch._dynamo" in sys.modules:  # the check of a compiled block must not be compiled
             compare = torch.compiler.disable(compare)
         for name in self._skeletons:
@@ -85,6 +87,9 @@ class BlockCheck:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        if self._has_shares and self.is_complete:
+            for block in self._blocks:
+                admit_shares(block)
         is_mixed = "mixed torch.Tensor and DTensor" in str(error)
         if is_mixed and not isinstance(error, ModuleError):
             between = ", or hidden states between two blocks" if self._plan.sequence_parallel else ""
@@ -98,6 +103,11 @@ class BlockCheck:
                 f"{type(self._module).__name__} itself, but its step does not call its forward, so that the cut cannot "
                 "be checked. Put these layers into a submodule with a forward, or call self(...) in the step."
             )
+
+    def _meet(self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compare the block, and let it compute with the shares that it is given."""
+        self._compare(name, block, args, kwargs)
+        return map_tensors(plain, (args, kwargs)) if self._has_shares else None
 
     def _compare(self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare the block, once. Collective: every rank of the tensor parallel group calls it."""
@@ -113,22 +123,32 @@ class BlockCheck:
         paused = nullcontext() if asked is None else asked.paused()
         with Untouched(block) as streams, _apart(), torch.enable_grad(), paused:
             run_whole = partial(skeleton.run, block, lambda p: leaves[id(p)])
-            inputs = private(map_tensors(_whole, (args, kwargs)))
+            inputs = private(map_tensors(self._whole, (args, kwargs)))
             with _Dtypes() as met:
                 whole = _Trial.of(run_whole, inputs, {own: leaves[id(p)] for own, p in names.items()})
             skeleton.release()
             streams.rewind()
             try:
-                cut = _Trial.of(block.forward, private((args, kwargs)), names, like=whole, group=self._group)
+                cut = _Trial.of(block.forward, private(map_tensors(plain, (args, kwargs))), names, like=whole, group=self._group)
             except Exception as error:
                 raise ModuleError(
                     f"the block {name!r} ({type(block).__name__}) fails when it is cut by {self._plan.source}: "
                     f"{type(error).__name__}: {str(error)[:200]}. {self._causes(name)}. Correct the block, or "
                     "leave its layers out of tp_plan."
                 ) from error
-        self._judge(name, block, whole.as_seen_by(cut, self._group), cut, met.found)
+        given = enumerate(iterate_tensors((args, kwargs)))
+        taken = {at: tensor.cut_dim for at, tensor in given if isinstance(tensor, OutputShare)}
+        self._judge(name, block, whole.as_seen_by(cut, taken, self._group), cut, met.found)
         if cut.shares:
+            self._has_shares = True
             guard_shares(name, block, cut.shares)
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        """Return all of an input. Collective for a share."""
+        if not isinstance(tensor, OutputShare):
+            return _whole(tensor)
+        own: Tensor = plain(tensor).detach()
+        return self._group.join(own, tensor.cut_dim).requires_grad_(tensor.requires_grad)
 
     def _judge(self, name: str, block: nn.Module, whole: _Trial, cut: _Trial, met: Collection[torch.dtype]) -> None:
         output = self._differences(whole.outputs, cut.outputs, met)
@@ -226,7 +246,7 @@ class _Trial:
         args, kwargs = inputs
         outputs = [t for t in iterate_tensors(run(*args, **kwargs)) if t.is_floating_point()]
         shares = _shares(outputs, like, group)
-        given = {f"the gradient of its input {at}": t for at, t in enumerate(iterate_tensors(inputs))}
+        given = {_gradient_of_input(at): t for at, t in enumerate(iterate_tensors(inputs))}
         given |= {f"{_GRADIENT_OF}{name}": p for name, p in parameters.items()}
         wanted = {name: t for name, t in given.items() if t.requires_grad} if parameters else {}
         sources = {at: output for at, output in enumerate(outputs) if output.requires_grad}
@@ -242,12 +262,26 @@ class _Trial:
             shares,
         )
 
-    def as_seen_by(self, cut: _Trial, group: TensorGroup) -> _Trial:
-        """Return this trial, of a whole block, with this rank's share of what is cut in another trial."""
-        outputs = dict(self.outputs)
+    def as_seen_by(self, cut: _Trial, taken: Mapping[int, int], group: TensorGroup) -> _Trial:
+        """Return this trial, of a whole block, with this rank's share of what is cut in another trial.
+
+        Args:
+            cut: the other trial.
+            taken: the inputs of which it got a share, by number, with the dimension that is cut.
+            group: the ranks.
+        """
+        outputs, gradients = dict(self.outputs), dict(self.gradients)
         for at, dim in cut.shares.items():
             outputs[f"output {at}"] = outputs[f"output {at}"].chunk(group.size, dim)[group.rank]
-        return replace(self, outputs=outputs)
+        for at, dim in taken.items():
+            if _gradient_of_input(at) in gradients:
+                whole = gradients[_gradient_of_input(at)]
+                gradients[_gradient_of_input(at)] = whole.chunk(group.size, dim)[group.rank]
+        return replace(self, outputs=outputs, gradients=gradients)
+
+
+def _gradient_of_input(at: int) -> str:
+    return f"the gradient of its input {at}"
 
 
 def _shares(outputs: Sequence[Tensor], like: _Trial | None, group: TensorGroup | None) -> dict[int, int]:

@@ -79,7 +79,7 @@ class KnownLayers:
         words, width = _attention(submodule)
         norms = _norms_of_heads(submodule, width) if words else {}
         if words and norms is not None:
-            self._set(name, words | norms)
+            self._set(name, words | norms | _tables_of_heads(submodule))
             self.numbers[name] = tuple(_numbers(submodule, width))
 
     def _set(self, prefix: str, words: dict[str, str]) -> None:
@@ -217,6 +217,13 @@ def _norms_of_heads(holder: nn.Module, width: int) -> dict[str, str] | None:
         if weight is not None:
             words[name] = "replicated_with_grad_allreduce"
     return words
+
+
+def _tables_of_heads(holder: nn.Module) -> dict[str, str]:
+    """Return the words for tables with a column for each head, such as T5's of relative positions."""
+    counts = {count for name, count in head_counts(holder).items() if name in _HEADS}
+    tables = {name: child for name, child in holder.named_children() if isinstance(child, nn.Embedding)}
+    return {name: "embedding_of_heads" for name, table in tables.items() if table.embedding_dim in counts}
 
 
 def _numbers(holder: nn.Module, width: int) -> Iterator[str]:

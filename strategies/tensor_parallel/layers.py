@@ -156,9 +156,12 @@ class VocabularyCut(CutLayer):
 class EmbeddingColumnCut(CutLayer):
     """An embedding that holds some columns of its table."""
 
+    gathers_output: bool = True
+
     def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
         with local_parameters(module):
-            return group.join(forward(*inputs, **named), -1)
+            output = forward(*inputs, **named)
+        return group.join(output, -1) if self.gathers_output else output
 
 
 @dataclass(frozen=True)

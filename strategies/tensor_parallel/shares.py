@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -20,16 +20,22 @@ _HARMLESS: Final = frozenset(
     ]
 )
 """What may be asked of a share: it is the same for all ranks' shares, and computes nothing."""
+_KEEPING: Final = frozenset([Tensor.view_as, Tensor.detach, Tensor.requires_grad_])
+"""What FSDP and checkpoints do to the inputs of a block: the result is the same share."""
 
 
 class OutputShare(Tensor):
     """This rank's share of an output of a block; every rank has another one.
 
+    Another block of the plan may take it, as T5's layers take the biases of their heads from the first.
+
     Raises:
-        ModuleError: by whatever computes with it, as one process would compute with all of it.
+        ModuleError: by whatever else computes with it, as one process would compute with all of it.
     """
 
     block: str
+    cut_dim: int
+    """The dimension of which this rank has a part."""
 
     @classmethod
     def __torch_function__(
@@ -43,6 +49,8 @@ class OutputShare(Tensor):
             if func in _HARMLESS:
                 return func(*args, **(kwargs or {}))
             share = next((one for one in _leaves((args, kwargs)) if isinstance(one, OutputShare)), None)
+            if share is not None and func in _KEEPING and args[0].shape == share.shape:
+                return marked(func(*map(plain, args), **(kwargs or {})), share.block, share.cut_dim)
             name = "a block" if share is None else f"the block {share.block!r}"
             shape = () if share is None else tuple(share.shape)
             raise ModuleError(
@@ -50,6 +58,21 @@ class OutputShare(Tensor):
                 f"{_called(func)} computes with it, which needs all of them: leave the block's "
                 "layers out of tp_plan, or compute without this output."
             )
+
+
+def marked(tensor: Tensor, block: str, cut_dim: int) -> OutputShare:
+    """Return a tensor as a share of a block's output."""
+    share = tensor.as_subclass(OutputShare)
+    share.block, share.cut_dim = block, cut_dim
+    return share
+
+
+def plain(tensor: Any) -> Any:
+    """Return a share as a tensor, with which everything computes; another object as is."""
+    if not isinstance(tensor, OutputShare):
+        return tensor
+    with DisableTorchFunctionSubclass():
+        return tensor.as_subclass(Tensor)
 
 
 def _called(func: Any) -> str:
@@ -74,8 +97,23 @@ def shared_dim(whole: torch.Size, own: torch.Size, number: int) -> int | None:
     return cut[0] if len(cut) == 1 and own[cut[0]] * number == whole[cut[0]] else None
 
 
-def guard_shares(name: str, block: nn.Module, places: Collection[int]) -> None:
-    """Make these of a block's floating-point outputs, by number, a `OutputShare` whenever it is called."""
+def admit_shares(block: nn.Module) -> None:
+    """Let a block of the plan compute with the shares that it is given: its heads are those of the shares."""
+
+    def admit(block: nn.Module, args: Any, kwargs: Any) -> Any:
+        return None if torch.compiler.is_compiling() else map_tensors(plain, (args, kwargs))
+
+    block.register_forward_pre_hook(admit, with_kwargs=True)
+
+
+def guard_shares(name: str, block: nn.Module, places: Mapping[int, int]) -> None:
+    """Make some of a block's floating-point outputs a `OutputShare` whenever it is called.
+
+    Args:
+        name: the block's.
+        block: the block.
+        places: the numbers of these outputs, and the dimension that is cut.
+    """
 
     def mark(block: nn.Module, args: Any, outputs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -87,9 +125,7 @@ def guard_shares(name: str, block: nn.Module, places: Collection[int]) -> None:
             number += tensor.is_floating_point()
             if number not in places or not tensor.is_floating_point():
                 return tensor
-            share = tensor.as_subclass(OutputShare)
-            share.block = name
-            return share
+            return marked(tensor, name, places[number])
 
         return map_tensors(of, outputs)
 

@@ -28,7 +28,7 @@ OPEN_COLUMNS: Final = frozenset({"colwise", "packed_colwise"})
 """The words whose layers return cut activations."""
 OPEN_ROWS: Final = frozenset({"rowwise", "packed_rowwise"})
 """The words whose layers take cut activations."""
-OPEN_OTHERS: Final = frozenset({"replicated_with_grad_allreduce", "all_reduce", "mla_kv_a_proj"})
+OPEN_OTHERS: Final = frozenset({"replicated_with_grad_allreduce", "all_reduce", "mla_kv_a_proj", "embedding_of_heads"})
 """The words whose layers are used between those."""
 _PACKED_IN_THREE: Final = ("qkv", "c_attn", "in_proj")
 _EXPERTS: Final = frozenset(
@@ -153,8 +153,12 @@ def _vocabulary(name: str, module: nn.Module, sections: int | None) -> CutLayer 
     return VocabularyCut({"weight": Slices(0)}) if _is_plain_embedding(name, module) else None
 
 
-def _embedding_columns(name: str, module: nn.Module, sections: int | None) -> CutLayer | None:
-    return EmbeddingColumnCut({"weight": Slices(1)}) if _is_plain_embedding(name, module) else None
+def _table(*, gathers_output: bool) -> _Make:
+    def make(name: str, module: nn.Module, sections: int | None) -> CutLayer | None:
+        cut = EmbeddingColumnCut({"weight": Slices(1)}, gathers_output=gathers_output)
+        return cut if _is_plain_embedding(name, module) else None
+
+    return make
 
 
 def _is_plain_embedding(name: str, module: nn.Module) -> bool:
@@ -186,7 +190,8 @@ _WORDS: Final[dict[str, _Make]] = {
     "packed_colwise": _packed_column,
     "packed_rowwise": _packed_row,
     "embedding_rowwise": _vocabulary,
-    "embedding_colwise": _embedding_columns,
+    "embedding_colwise": _table(gathers_output=True),
+    "embedding_of_heads": _table(gathers_output=False),
     "attention": _attention,
     "sequence_parallel": _always(ShardedLayer({})),
     "replicated_with_grad_allreduce": _always(SummedGradients({})),

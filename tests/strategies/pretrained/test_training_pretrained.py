@@ -14,10 +14,14 @@ from echelon import FSDPStrategy, ParallelStrategy, TrainModule
 from echelon.testing import run_ranks
 
 sys.path.append(str(Path(__file__).parent))
-from tiny_models import build, read, saved
+from tiny_models import MODELS, build, read, saved
 
 pytest.importorskip("transformers")
-TRAINED = ("llama", "qwen3", "gpt2", "mixtral")
+CHANGES = {
+    "t5": {"dropout_rate": 0.0, "decoder_start_token_id": 0},
+    "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+}
+"""Settings without which a layout could not be compared with one process: dropout draws from each rank's own generator."""
 LAYOUTS = {
     "ddp": lambda: "ddp",
     "fsdp": lambda: FSDPStrategy(deferred_init=True),
@@ -25,6 +29,22 @@ LAYOUTS = {
     "pp": lambda: ParallelStrategy(pp=2, deferred_init=True),
     "pp at once": lambda: ParallelStrategy(pp=2),
 }
+
+
+def loss_of(model, rows):
+    """Return the model's own loss: of a row's tokens, or of an image that is made of them, and the class of its first."""
+    if not hasattr(model, "vit"):
+        return model(input_ids=rows, labels=rows).loss
+    images = rows.to(next(model.parameters()).dtype).repeat(1, 24).view(-1, 3, 8, 8) / 12 - 1
+    return model(pixel_values=images, labels=rows[:, 0] % 2).loss
+
+
+CASES = [
+    (name, layout)
+    for name in MODELS
+    for layout in LAYOUTS
+    if not (name == "gemma3" and layout.startswith("pp"))  # its embedding is registered after its vision, called before
+]
 
 
 class Finetuning(TrainModule):
@@ -37,14 +57,18 @@ class Finetuning(TrainModule):
     def configure_model(self):
         if self.reads:
             self.lm = read(self.kind, self.folder).train()
+            for name, parameter in self.lm.named_parameters():  # text alone trains nothing that sees
+                parameter.requires_grad_("vision_tower" not in name and "multi_modal" not in name)
         elif self.lm is None:
-            self.lm = echelon.load_pretrained(build(self.kind), self.folder).train()
+            self.lm = echelon.load_pretrained(build(self.kind, **CHANGES.get(self.kind, {})), self.folder).train()
+            for name, parameter in self.lm.named_parameters():  # text alone trains nothing that sees
+                parameter.requires_grad_("vision_tower" not in name and "multi_modal" not in name)
 
     def on_train_start(self):
         self.first = {name: value.clone() for name, value in self.trainer.strategy.full_model_state().items()}
 
     def training_step(self, batch, batch_idx):
-        return self.lm(input_ids=batch[0], labels=batch[0]).loss
+        return loss_of(self.lm, batch[0])
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -63,11 +87,7 @@ def train(name, folder, strategy, **settings):
 def train_all(folders):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    return {
-        (name, layout): train(name, folder, make())
-        for name, folder in folders.items()
-        for layout, make in LAYOUTS.items()
-    }
+    return {(name, layout): train(name, folders[name], LAYOUTS[layout]()) for name, layout in CASES}
 
 
 def by_hand(name, folder):
@@ -75,7 +95,7 @@ def by_hand(name, folder):
     model = read(name, folder).double().train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for start in range(0, 12, 4):
-        losses = [model(input_ids=rows, labels=rows).loss for rows in TOKENS[start : start + 4].split(2)]
+        losses = [loss_of(model, rows) for rows in TOKENS[start : start + 4].split(2)]
         optimizer.zero_grad()
         (sum(losses) / 2).backward()
         optimizer.step()
@@ -86,12 +106,9 @@ def by_hand(name, folder):
 def trained(tmp_path_factory):
     """Return the folders, and the weights before and after, of all models and layouts."""
     folder = tmp_path_factory.mktemp("folders")
-    folders = {name: saved(name, folder) for name in TRAINED}
+    folders = {name: saved(name, folder, **CHANGES.get(name, {})) for name in MODELS}
     both, _ = run_ranks(train_all, 2, folders, timeout=400)
     return folders, both
-
-
-CASES = [(name, layout) for name in TRAINED for layout in LAYOUTS]
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
@@ -105,9 +122,9 @@ def test_the_values_are_those_of_from_pretrained_and_three_steps_those_of_a_loop
         torch.testing.assert_close(last[key], value, rtol=0, atol=1e-6, msg=key)
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", MODELS)
 def test_one_process_trains_as_a_loop(name, tmp_path):
-    first, last = train(name, saved(name, tmp_path), "single")
+    first, last = train(name, saved(name, tmp_path, **CHANGES.get(name, {})), "single")
     assert first["lm." + next(iter(read(name, tmp_path / name).state_dict()))].dtype == torch.float64
     for key, value in by_hand(name, tmp_path / name).items():
         torch.testing.assert_close(last[key], value, rtol=0, atol=1e-6, msg=key)

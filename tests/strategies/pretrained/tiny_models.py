@@ -27,6 +27,7 @@ MODELS = {
         "Gemma3ForConditionalGeneration",
         {"text_config": GROUPED | {"head_dim": 8}, "vision_config": VISION, "mm_tokens_per_image": 4},
     ),
+    "gemma3_text": ("Gemma3ForCausalLM", GROUPED | {"head_dim": 8}),
     "t5": ("T5ForConditionalGeneration", {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2,
                                           "vocab_size": 24}),
     "bert": ("BertForMaskedLM", TEXT | {"pad_token_id": 0}),
