@@ -37,7 +37,7 @@ from .setup import (
     warn_if_endless,
     warn_of_late_parameters,
 )
-from .told_lines import tell_end, tell_start, tell_upload
+from .told_lines import tell_end, tell_frozen_base, tell_start, tell_upload
 
 _log = logging.getLogger(__name__)
 
@@ -81,6 +81,7 @@ def fit(session: Session, request: Request) -> None:
             session.metrics.clear_stage()  # what is logged from here on belongs to the first epoch
         look_at(session, is_resumed=saved is not None)
         tell_start(session, request)
+        tell_frozen_base(session)
         known = set(session.module.parameters())
         left_in_eval = left_in_eval_mode(session.module)
         session.hooks.call("on_fit_start")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from ..callbacks.early_stopping import EarlyStopping
 from ..callbacks.model_checkpoint import ModelCheckpoint
+from ..callbacks.omit_frozen_weights import OmitFrozenWeights
 from ..callbacks.progress_display import tell_beside_bar
 from ..common.storage import Pending
 from ..common.units import in_units
+from ..strategies.pretrained.adapters import is_adapted
 from .request import Request
 from .session.session import Session
 
@@ -23,6 +25,26 @@ def tell_start(session: Session, request: Request) -> None:
         origin = ""
     device = strategy.device.type if num_processes else strategy.device
     tell(session, f"Training on {device}{num_processes}{origin}.")
+
+
+def tell_frozen_base(session: Session) -> None:
+    """Tell how checkpoints of a model with adapters of peft leave its base out, if they do not.
+
+    They keep it by default: a resumed run needs a base that is the same bit by bit, and a module that draws rows for
+    added tokens, say, would build another one.
+    """
+    model = next((part for part in session.module.modules() if is_adapted(part)), None)
+    kinds = {type(callback) for callback in session.callbacks}
+    if model is None or ModelCheckpoint not in kinds or OmitFrozenWeights in kinds:
+        return
+    size = {p: p.numel() * p.element_size() for p in model.parameters()}
+    frozen = sum(size[p] for p in size if not p.requires_grad)
+    if frozen > sum(size.values()) / 2:
+        tell(
+            session,
+            f"Each checkpoint holds {in_units(frozen)} of frozen weights beside the adapters; if the module always "
+            "builds the same base, as from a folder, callbacks=OmitFrozenWeights() leaves them out.",
+        )
 
 
 def tell_upload(session: Session, upload: Pending) -> None:

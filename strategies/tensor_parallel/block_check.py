@@ -129,7 +129,9 @@ class BlockCheck:
             skeleton.release()
             streams.rewind()
             try:
-                cut = _Trial.of(block.forward, private(map_tensors(plain, (args, kwargs))), names, like=whole, group=self._group)
+                cut = _Trial.of(
+                    block.forward, private(map_tensors(plain, (args, kwargs))), names, like=whole, group=self._group
+                )
             except Exception as error:
                 raise ModuleError(
                     f"the block {name!r} ({type(block).__name__}) fails when it is cut by {self._plan.source}: "

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from scripted import Scripted, batches, trainer_in
+from torch.utils.data import DataLoader
 
-from echelon import Callback, CSVLogger, EarlyStopping, ModelCheckpoint
+from echelon import Callback, CSVLogger, EarlyStopping, ModelCheckpoint, OmitFrozenWeights, TrainModule
 from echelon.testing import run_ranks
 
 
@@ -49,6 +51,39 @@ def test_a_fit_says_where_it_starts_and_what_it_leaves(tmp_path: Path, capsys: p
     fit(tmp_path, EarlyStopping("loss", patience=1, mode="max"), logger=False, max_epochs=9)
     end = lines()[1]
     assert re.fullmatch(r"Trained to step \d+; stopping: loss has not improved on [\d.e-]+ in 1 checks", end), end
+
+
+class Adapted(TrainModule):
+    """A layer with an adapter of peft."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        peft: Any = pytest.importorskip("peft")
+        base = torch.nn.Sequential(torch.nn.Linear(2, 1000))
+        self.model = peft.get_peft_model(base, peft.LoraConfig(r=rank, target_modules=["0"]))
+
+    def training_step(self, batch: Any) -> Any:
+        return self.model(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD((p for p in self.parameters() if p.requires_grad), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("rank", "callbacks", "is_told"),
+    [
+        (1, [ModelCheckpoint()], True),
+        (1, [ModelCheckpoint(), OmitFrozenWeights()], False),
+        (1, [], False),
+        (4, [ModelCheckpoint()], False),  # most is trained
+    ],
+)
+def test_who_saves_the_base_of_adapters_is_told_its_size(
+    rank: int, callbacks: list[Callback], is_told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = trainer_in(tmp_path, *callbacks, enable_progress_bar=True, max_epochs=1, logger=False)
+    trainer.fit(Adapted(rank), DataLoader(torch.zeros(2, 2)))
+    assert ("holds 12.0 kB of frozen weights beside the adapters" in capsys.readouterr().out) == is_told
 
 
 def test_without_a_bar_it_is_only_logged(

@@ -21,7 +21,7 @@ CHANGES = {
     "t5": {"dropout_rate": 0.0, "decoder_start_token_id": 0},
     "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
 }
-"""Settings without which a layout could not be compared with one process: dropout draws from each rank's own generator."""
+"""Settings to compare a layout with one process: dropout draws from each rank's own generator."""
 LAYOUTS = {
     "ddp": lambda: "ddp",
     "fsdp": lambda: FSDPStrategy(deferred_init=True),
@@ -32,7 +32,7 @@ LAYOUTS = {
 
 
 def loss_of(model, rows):
-    """Return the model's own loss: of a row's tokens, or of an image that is made of them, and the class of its first."""
+    """Return the model's own loss: of tokens, or of an image that is made of them and the class of the first."""
     if not hasattr(model, "vit"):
         return model(input_ids=rows, labels=rows).loss
     images = rows.to(next(model.parameters()).dtype).repeat(1, 24).view(-1, 3, 8, 8) / 12 - 1
