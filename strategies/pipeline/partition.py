@@ -1,8 +1,12 @@
-"""Partition: the parts of a module, in the order in which it registers them, and the stages they are assigned to."""
+"""Partition: the parts of a module, in the order in which they run, and the stages they are assigned to."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
@@ -13,6 +17,8 @@ from ...common.errors import ConfigError, ModuleError
 from ..module.blocks import has_forward, repeated_blocks
 
 HOOK: Final = "configure_pipeline"
+_FRAMEWORKS: Final = ("torch", __name__.partition(".")[0])
+"""Packages whose methods of modules, such as ``log``, call none of their children."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +79,10 @@ def make_partition(module: Any, num_stages: int) -> Partition:
 
 
 def find_parts(module: nn.Module) -> dict[str, Part]:
-    """Return the parts of a module by name, in its order; what has no parameters is none, and runs on every stage.
+    """Return the parts of a module by name; what has no parameters is none, and runs on every stage.
 
-    What is never called, such as a ModuleDict or a ParameterList, is none either: its submodules are.
+    They are in the order in which the module registers them, but for what its code calls before or after the blocks
+    beside it. What is never called, such as a ModuleDict or a ParameterList, is none either: its submodules are.
     """
     blocks = {name for name, _ in repeated_blocks(module)}
     inside = {name.rpartition(".")[0] for name in blocks}
@@ -84,13 +91,91 @@ def find_parts(module: nn.Module) -> dict[str, Part]:
 
     def visit(name: str, submodule: nn.Module) -> None:
         if name in around or not has_forward(submodule):
-            for child_name, child in submodule.named_children():
+            for child_name, child in _in_order_of_calls(submodule, name, around | blocks):
                 visit(f"{name}.{child_name}" if name else child_name, child)
         elif next(submodule.parameters(), None) is not None:
             parts[name] = _part(name, submodule, is_block=name in blocks)
 
     visit("", module)
     return parts
+
+
+# --- the order of calls ----------------------------------------------------------------------------------------------
+
+
+def _in_order_of_calls(module: nn.Module, name: str, of_blocks: Collection[str]) -> list[tuple[str, nn.Module]]:
+    """Return a module's children in order: those with blocks as registered, others where its code calls them.
+
+    A norm that is registered after the layers is often called before them, and a head may be registered first. A child
+    that the code does not call by its name stays behind the one that is registered before it.
+    """
+    children = dict(module.named_children())
+    calls = _calls_of(type(module), "training_step" if hasattr(module, "training_step") else "forward")
+    with_blocks = [child for child in children if f"{name}.{child}".lstrip(".") in of_blocks]
+    places = [calls.get(child) for child in with_blocks]
+    if not places or None in places or places != sorted(places, key=lambda place: place or 0):
+        return list(children.items())
+    order: list[tuple[int, int]] = []
+    last = -1
+    for index, child in enumerate(children):
+        last = calls.get(child, last)
+        order.append((last, index))
+    return [item for _, item in sorted(zip(order, children.items(), strict=True), key=lambda pair: pair[0])]
+
+
+@functools.cache
+def _calls_of(kind: type, method: str) -> dict[str, int]:
+    """Return the attributes of ``self`` that a method calls, iterates over or hands on, numbered in order.
+
+    Calls of its own methods count as what these call; of a method that cannot be read nothing is known.
+    """
+    found: dict[str, int] = {}
+    visited: set[str] = set()
+
+    def visit(method: str) -> None:
+        if method in visited:
+            return
+        visited.add(method)
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(kind, method)))))
+        except (AttributeError, OSError, TypeError, SyntaxError):
+            return
+        for node in _in_textual_order(tree):
+            name = _own_attribute(node)
+            if name == "":
+                visit("forward")
+            elif name is not None and inspect.isfunction(own := getattr(kind, name, None)):
+                if own.__module__.partition(".")[0] not in _FRAMEWORKS:
+                    visit(name)
+            elif name is not None:
+                found.setdefault(name, len(found))
+
+    visit(method)
+    return found
+
+
+def _in_textual_order(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield what is called, iterated over, indexed or handed on, as the text has it: arguments before their call."""
+    if isinstance(tree, ast.For | ast.comprehension):
+        yield from _in_textual_order(tree.iter)
+        yield tree.iter
+    children = list(ast.iter_child_nodes(tree))
+    for node in sorted(children, key=lambda child: not isinstance(child, ast.comprehension)):  # before the element
+        yield from _in_textual_order(node)
+    if isinstance(tree, ast.Call):
+        yield from tree.args
+        yield from (keyword.value for keyword in tree.keywords)
+        yield tree.func
+    elif isinstance(tree, ast.Subscript):
+        yield tree.value
+
+
+def _own_attribute(node: ast.AST) -> str | None:
+    """Return the first attribute of ``self`` in an expression such as ``self.layers[0].norm``; "" for self alone."""
+    name: str | None = "" if isinstance(node, ast.Name) else None
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        name, node = (node.attr if isinstance(node, ast.Attribute) else name), node.value
+    return name if isinstance(node, ast.Name) and node.id == "self" else None
 
 
 def _dots(name: str) -> list[int]:
