@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from echelon import ConfigError, ModuleError
+from echelon import ConfigError, ModuleError, TrainModule
 from echelon.strategies.pipeline.draws import Draws
 from echelon.strategies.pipeline.partition import find_parts, make_partition
 from echelon.strategies.pipeline.spec import KnownShapes, Shapes, signature_of, specs_of
@@ -76,6 +76,63 @@ def test_parts_are_blocks_and_the_largest_modules_around_none() -> None:
     assert partition.stages == (("table", "blocks.0", "blocks.1"), ("blocks.2", "blocks.3", "head"))
     assert partition.everywhere == ("bias",)
     assert [partition.boundary(stage) for stage in range(2)] == ["blocks.1", "blocks.3"]
+
+
+class Decoder(nn.Module):
+    """Registers a norm after the layers that it precedes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.positions = nn.Embedding(8, 4), nn.Embedding(8, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.last_norm, self.first_norm = nn.LayerNorm(4), nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.last_norm is None:
+            return x
+        hidden = self.first_norm(self.embed(x))
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.last_norm(hidden)
+
+    def embed(self, x: Tensor) -> Tensor:
+        return self.table(x) + self.positions(x)
+
+
+class HeadFirst(TrainModule):
+    """Registers a head before its body, and calls both in a method of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.body, self.other = nn.Linear(4, 8), Decoder(), nn.Linear(4, 1)
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        self.log("mean", batch.mean())
+        return self(batch).square().mean()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+class BodiesInAnyOrder(HeadFirst):
+    """Calls a body before the one that is registered before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Decoder()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x) + self.body(x))
+
+
+def test_parts_are_in_the_order_in_which_the_code_calls_them_and_else_as_registered() -> None:
+    names = ["table", "positions", "first_norm", "layers.0", "layers.1", "last_norm"]
+    body = [f"body.{name}" for name in names]
+    # what is never called by its name stays behind the one that is registered before it
+    assert list(find_parts(HeadFirst())) == [*body, "other", "head"]
+    # blocks stay in the order of registration, and with them all that is beside them
+    encoder = [f"encoder.{name}" for name in names]
+    assert list(find_parts(BodiesInAnyOrder())) == ["head", *body, "other", *encoder]
 
 
 @pytest.mark.parametrize("number", [2, 3, 4])
