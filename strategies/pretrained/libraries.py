@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ...common.errors import CheckpointError, MissingDependencyError
+from ...common.foreign import attribute_of
 from .adapters import plain_kind
 from .conversions import is_of_transformers
 from .find_folder import CONFIG, DIFFUSION, SINGLE, config_of, pipeline_of
@@ -91,7 +92,9 @@ def copy_pipeline(source: Path, folder: Path) -> Path:
 def _config_of_transformers(model: Any, folder: Path, dtype: torch.dtype) -> None:
     """Write the config of a model, and that of its generation, as ``save_pretrained`` does."""
     config: Any = copy.deepcopy(model.config)
-    config.dtype = str(dtype).removeprefix("torch.")
+    parts = [attribute_of(config, name) for name in attribute_of(config, "sub_configs") or ()]
+    for one in (config, *(part for part in parts if part is not None)):  # such as of text and of vision
+        one.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [plain_kind(model).__name__]
     if getattr(getattr(config, "quantization_config", None), "quant_method", None) == "gguf":
         del config.quantization_config  # a model that was read from such a file has plain values, and so has the folder

@@ -14,14 +14,9 @@ from echelon import FSDPStrategy, ParallelStrategy, TrainModule
 from echelon.testing import run_ranks
 
 sys.path.append(str(Path(__file__).parent))
-from tiny_models import MODELS, build, read, saved
+from tiny_models import MODELS, build, freeze_what_sees, loss_of, read, saved
 
 pytest.importorskip("transformers")
-CHANGES = {
-    "t5": {"dropout_rate": 0.0, "decoder_start_token_id": 0},
-    "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
-}
-"""Settings to compare a layout with one process: dropout draws from each rank's own generator."""
 LAYOUTS = {
     "ddp": lambda: "ddp",
     "fsdp": lambda: FSDPStrategy(deferred_init=True),
@@ -29,14 +24,6 @@ LAYOUTS = {
     "pp": lambda: ParallelStrategy(pp=2, deferred_init=True),
     "pp at once": lambda: ParallelStrategy(pp=2),
 }
-
-
-def loss_of(model, rows):
-    """Return the model's own loss: of tokens, or of an image that is made of them and the class of the first."""
-    if not hasattr(model, "vit"):
-        return model(input_ids=rows, labels=rows).loss
-    images = rows.to(next(model.parameters()).dtype).repeat(1, 24).view(-1, 3, 8, 8) / 12 - 1
-    return model(pixel_values=images, labels=rows[:, 0] % 2).loss
 
 
 CASES = [
@@ -60,9 +47,7 @@ class Finetuning(TrainModule):
             for name, parameter in self.lm.named_parameters():  # text alone trains nothing that sees
                 parameter.requires_grad_("vision_tower" not in name and "multi_modal" not in name)
         elif self.lm is None:
-            self.lm = echelon.load_pretrained(build(self.kind, **CHANGES.get(self.kind, {})), self.folder).train()
-            for name, parameter in self.lm.named_parameters():  # text alone trains nothing that sees
-                parameter.requires_grad_("vision_tower" not in name and "multi_modal" not in name)
+            self.lm = freeze_what_sees(echelon.load_pretrained(build(self.kind), self.folder)).train()
 
     def on_train_start(self):
         self.first = {name: value.clone() for name, value in self.trainer.strategy.full_model_state().items()}
@@ -106,7 +91,7 @@ def by_hand(name, folder):
 def trained(tmp_path_factory):
     """Return the folders, and the weights before and after, of all models and layouts."""
     folder = tmp_path_factory.mktemp("folders")
-    folders = {name: saved(name, folder, **CHANGES.get(name, {})) for name in MODELS}
+    folders = {name: saved(name, folder) for name in MODELS}
     both, _ = run_ranks(train_all, 2, folders, timeout=400)
     return folders, both
 
@@ -124,7 +109,7 @@ def test_the_values_are_those_of_from_pretrained_and_three_steps_those_of_a_loop
 
 @pytest.mark.parametrize("name", MODELS)
 def test_one_process_trains_as_a_loop(name, tmp_path):
-    first, last = train(name, saved(name, tmp_path, **CHANGES.get(name, {})), "single")
+    first, last = train(name, saved(name, tmp_path), "single")
     assert first["lm." + next(iter(read(name, tmp_path / name).state_dict()))].dtype == torch.float64
     for key, value in by_hand(name, tmp_path / name).items():
         torch.testing.assert_close(last[key], value, rtol=0, atol=1e-6, msg=key)

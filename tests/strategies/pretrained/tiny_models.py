@@ -29,10 +29,28 @@ MODELS = {
     ),
     "gemma3_text": ("Gemma3ForCausalLM", GROUPED | {"head_dim": 8}),
     "t5": ("T5ForConditionalGeneration", {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2,
-                                          "vocab_size": 24}),
-    "bert": ("BertForMaskedLM", TEXT | {"pad_token_id": 0}),
+                                          "vocab_size": 24, "dropout_rate": 0.0, "decoder_start_token_id": 0}),
+    "bert": (
+        "BertForMaskedLM",
+        TEXT | {"pad_token_id": 0, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    ),
     "vit": ("ViTForImageClassification", VISION),
 }  # fmt: skip
+
+
+def loss_of(model, rows):
+    """Return the model's own loss: of tokens, or of an image that is made of them and the class of the first."""
+    if not hasattr(model, "vit"):
+        return model(input_ids=rows, labels=rows).loss
+    images = rows.to(next(model.parameters()).dtype).repeat(1, 24).view(-1, 3, 8, 8) / 12 - 1
+    return model(pixel_values=images, labels=rows[:, 0] % 2).loss
+
+
+def freeze_what_sees(model):
+    """Freeze the parts of a model that text alone does not train."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("vision_tower" not in name and "multi_modal" not in name)
+    return model
 
 
 def build(name, **changes):
