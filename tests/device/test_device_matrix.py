@@ -30,6 +30,7 @@ def of_line(elsewhere):
     return run
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("title", device_matrix.OF_DEVICE)
 def test_a_strategy_on_a_device_is_as_one_process_on_the_cpu(of_line, title):
     check(of_line(title)[0])

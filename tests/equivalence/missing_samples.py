@@ -14,6 +14,7 @@ from as_rank import step_by_hand_on
 from matrix import whole_state
 from pairwise import covering
 from residual import PLAN, Block
+from sweep import IS_SWEEP, dealt
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import SumMetric
@@ -102,11 +103,20 @@ LAYOUTS = [
     of("dp_shard 2 x cp 2", 4, lambda: ParallelStrategy(dp_shard=2, cp=2), is_checked=True),
     of("pp 2 x dp_shard 2", 4, lambda: ParallelStrategy(pp=2, dp_shard=2), global_batch=8),
 ]
-CELLS = covering(
-    [(layout, number) for layout in LAYOUTS for number in NUMBERS],
-    lambda cell: {"strategy": cell[0].strategy, "use": cell[0].use, "number": cell[1]},
+FIRST = {layout.strategy: layout for layout in reversed(LAYOUTS)}
+"""The first layout of each strategy."""
+OTHERS = [layout for layout in LAYOUTS if layout not in FIRST.values()]
+CELLS = (
+    covering(
+        [(layout, number) for layout in LAYOUTS for number in NUMBERS],
+        lambda cell: {"strategy": cell[0].strategy, "use": cell[0].use, "number": cell[1]},
+    )
+    if IS_SWEEP
+    else [*dealt(list(FIRST.values()), NUMBERS, (0, 2)), *dealt(OTHERS, NUMBERS[:3], (0,))]
 )
-"""Each strategy, and each way to use one, with each number; each layout with one at least."""
+"""In a sweep each strategy, and each way to use one, with each number; else each layout with a number that has a rest,
+and the first of each strategy with two numbers.
+"""
 
 
 class Tracing(TrainModule):

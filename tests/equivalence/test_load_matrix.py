@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, load_model
+from sweep import dealt
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -75,13 +76,15 @@ BESIDE_STAGES = ("single", "zero x 2", "fsdp x 4", "fsdp 2 x tp 2")
 """Layouts of every kind that exchange checkpoints with layouts that have pipeline stages."""
 
 
-def is_read(writer: str, reader: str) -> bool:
-    """Return whether a layout is resumed from another one's checkpoint: two layouts without stages always are."""
-    without_stages = [title for title in (writer, reader) if "pp" not in title]
-    return len(without_stages) == 2 or all(title in BESIDE_STAGES for title in without_stages)
-
-
-PAIRS = [(writer, reader) for writer in TITLES for reader in TITLES if is_read(writer, reader)]
+STAGES = [title for title in TITLES if "pp" in title]
+WITHOUT_STAGES = [title for title in TITLES if title not in STAGES]
+PAIRS = [
+    *dealt(WITHOUT_STAGES, WITHOUT_STAGES, (0, 1, 3, 7)),
+    *dealt(STAGES, STAGES, (0, 1)),
+    *dealt(STAGES, BESIDE_STAGES, (0, 2)),
+    *((writer, reader) for reader, writer in dealt(STAGES, BESIDE_STAGES, (1, 3))),
+]
+"""Layouts that write, and others that are resumed from that: two with stages, two without, or one of each."""
 
 
 class Residual(nn.Sequential):
@@ -166,7 +169,7 @@ def read_all(layouts: list[Layout], root: Path, scratch: Path) -> dict[str, dict
         reader.title: {
             writer: train(reader, scratch / reader.title / writer, LAST, checkpoint_of(writer, root))
             for writer in TITLES
-            if is_read(writer, reader.title)
+            if (writer, reader.title) in PAIRS
         }
         for reader in layouts
     }
@@ -205,6 +208,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
     return train(LAYOUTS[0], tmp_path_factory.mktemp("undisturbed"), LAST)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("writer", "reader"), PAIRS)
 def test_a_layout_goes_on_from_what_another_has_saved_as_if_nothing_had_stopped(
     writer: str, reader: str, ends: dict[str, dict[str, dict[str, Tensor]]], undisturbed: dict[str, Tensor]

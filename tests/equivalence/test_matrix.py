@@ -38,6 +38,7 @@ def check(end, expected, case):
     assert found.counts == 0, f"{end} for {expected}"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("line", "case"), CELLS, ids=[f"{line.title}-{case.title}" for line, case in CELLS])
 def test_every_rank_ends_like_one_process(line, case, ends_of, expected_of):
     for end in ends_of(line)[case]:

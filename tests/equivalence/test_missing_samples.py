@@ -21,6 +21,8 @@ from once import once
 
 from echelon.testing import run_ranks
 
+pytestmark = pytest.mark.sweep
+
 BY_TITLE = {layout.title: layout for layout in LAYOUTS}
 TITLES = pytest.mark.parametrize("title", BY_TITLE)
 LOOPS = pytest.mark.parametrize(("strategy", "processes"), [(s, n) for n in OWN_LOOPS for s in ("ddp", "fsdp")])

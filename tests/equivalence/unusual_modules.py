@@ -46,15 +46,29 @@ class Layout:
     """The modules that fail on one rank while others wait for it, so that no other module can follow them."""
     leaves_out: frozenset[str] = frozenset()
     """Modules that are not tried."""
+    always: frozenset[str] = frozenset()
+    """Modules that are tried whatever its share: no other layout refuses them as it does."""
 
     @property
     def kinds(self) -> list[str]:
-        """The modules that are tried: all on two processes; on more, where much is as on two, a share of them each."""
+        """The modules that are tried: all in one process, on shards and in stages; elsewhere a share of them each.
+
+        Each module is tried on one of the layouts of more than two processes, where much is as on two, and on two of
+        the others of two processes.
+        """
         large = [layout.title for layout in LAYOUTS if layout.processes > 2]
-        share = [kind for kind, title in dealt(list(MODULES), large, (0,)) if title == self.title]
-        return [kind for kind in (share if self.title in large else MODULES) if kind not in self.leaves_out]
+        others = [layout.title for layout in LAYOUTS if layout.processes == 2 and layout.title not in WHOLE]
+        met = [*dealt(list(MODULES), large, (0,)), *dealt(list(MODULES), others, (0, 2))]
+        share = {kind for kind, title in met if title == self.title} | self.always
+        return [
+            kind
+            for kind in MODULES
+            if kind not in self.leaves_out and (kind in share or self.title not in {*large, *others})
+        ]
 
 
+WHOLE = ("fsdp x 2", "pp x 2")
+"""The layouts of two processes that try all modules: most of what they cannot train is refused there."""
 FAIL_ON_ONE_STAGE = frozenset(("early exit", "gradient penalty", "a penalty on weights"))
 AS_THESE = frozenset(("heads by task", "experts by task", "a block called twice"))
 """Modules that a pipeline refuses as it does the former."""
@@ -65,7 +79,7 @@ LAYOUTS = [
     Layout("zero x 2", 2, lambda: ZeroStrategy(ddp=DDPOptions(find_unused_parameters=True))),
     Layout("fsdp x 2", 2, lambda: "fsdp"),
     Layout("tp x 2", 2, lambda: ParallelStrategy(tp=2)),
-    Layout("cp x 2", 2, lambda: ParallelStrategy(cp=2)),
+    Layout("cp x 2", 2, lambda: ParallelStrategy(cp=2), always=frozenset(("gradient penalty",))),
     Layout("pp x 2", 2, lambda: ParallelStrategy(pp=2), fails_on_one=FAIL_ON_ONE_STAGE, leaves_out=AS_THESE),
     Layout("ps x 2 + 1 server", 2, lambda: "ps"),
     Layout("hsdp 2 x 2", 4, lambda: FSDPStrategy(replicate=2), global_batch=8),

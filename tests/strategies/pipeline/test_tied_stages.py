@@ -87,7 +87,7 @@ def train(kind: type[Tied], accumulate: int, degrees: dict[str, Any] | None) -> 
     trainer = double_trainer(
         strategy=strategy, max_epochs=2, accumulate_grad_batches=accumulate, num_sanity_val_steps=0
     )
-    tokens: Any = torch.randint(16, (24, 5), generator=torch.Generator().manual_seed(1))
+    tokens: Any = torch.randint(16, (16, 5), generator=torch.Generator().manual_seed(1))
     size = 4 // (degrees or {}).get("dp_shard", 1)
     trainer.fit(kind(), DataLoader(tokens, size), DataLoader(tokens, size))
     state = trainer.strategy.ranks.all.broadcast(trainer.strategy.full_model_state())

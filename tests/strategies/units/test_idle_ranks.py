@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from as_rank import double_trainer, run_all, world_size
 from residual import Block
+from sweep import IS_SWEEP
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import SumMetric
@@ -160,6 +161,12 @@ ON_FOUR = {
     "replicas that send by themselves": (SendsByItself, 1, whole(replicate=2)),
     "replicas of one rank": (Net, SAMPLES, {"strategy": ParallelStrategy(dp_replicate=4, dp_shard=1)}),
 }
+ALSO_ON_THREE = ("plain", "recomputed", "accumulated", "sends by itself", "sends by itself at once", "by hand")
+ON_THREE = {
+    name: case for place, (name, case) in enumerate(CASES.items()) if IS_SWEEP or place % 2 or name in ALSO_ON_THREE
+}
+ON_TWO = {name: case for name, case in CASES.items() if IS_SWEEP or name not in ON_THREE or name in ALSO_ON_THREE}
+"""Each case is tested on two ranks or on three, the hardest on both."""
 RUNS_STEPS = ("sends by itself", "sends by itself at once", "replicas that send by themselves")
 
 
@@ -191,14 +198,15 @@ def train(kind, number, settings, batch=BATCH):
 @pytest.fixture(scope="module")
 def found():
     return {
-        2: run_ranks(run_all, 2, train, CASES),
-        3: run_ranks(run_all, 3, train, CASES),
+        2: run_ranks(run_all, 2, train, ON_TWO),
+        3: run_ranks(run_all, 3, train, ON_THREE),
         4: run_ranks(run_all, 4, train, ON_FOUR),
     }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("number", "name"), [*((n, name) for n in (2, 3) for name in CASES), *((4, name) for name in ON_FOUR)]
+    ("number", "name"), [(n, name) for n, cases in ((2, ON_TWO), (3, ON_THREE), (4, ON_FOUR)) for name in cases]
 )
 def test_all_ranks_together_do_what_one_process_does(found, number, name):
     kind, samples, settings = (CASES if number < 4 else ON_FOUR)[name]
