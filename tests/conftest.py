@@ -112,11 +112,12 @@ def pytest_collection_finish(session):
     """Have the fork server of this session import once what ranks of its tests would each import.
 
     It starts with what the first test needs, and each rank of a later one imports the rest. A session of few files
-    starts it with that alone.
+    starts it with pytest alone, which the helpers of most tests import. The name is that of a module of the package:
+    the fork server does not have the folder of the helpers on its path, and leaves out in silence what it cannot find.
     """
     slow = [path for path in dict.fromkeys(item.path for item in session.items) if is_slow(path)]
-    if len(slow) > 20 or any(re.search("torchmetrics|transformers", path.read_text()) for path in slow):
-        multiprocessing.set_forkserver_preload(["imported_for_ranks"])
+    is_large = len(slow) > 20 or any(re.search("torchmetrics|transformers", path.read_text()) for path in slow)
+    multiprocessing.set_forkserver_preload(["echelon.tests.helpers.imported_for_ranks" if is_large else "pytest"])
 
 
 @pytest.fixture(autouse=True)

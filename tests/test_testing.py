@@ -1,7 +1,9 @@
 """What `run_ranks` promises to users' own tests."""
 
 import os
+import sys
 import time
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -23,6 +25,14 @@ def test_results_come_by_rank_and_functions_from_anywhere():
     factor = torch.tensor(2.0)
     assert run_ranks(total, 3, 10) == [33, 33, 33]
     assert run_ranks(lambda: int(os.environ["RANK"]) * factor, 2) == [torch.tensor(0.0), torch.tensor(2.0)]
+
+
+def test_a_rank_has_what_the_fork_server_of_tests_imports():
+    def is_there(names):
+        return [name for name in names if name in sys.modules]
+
+    names = ["pytest", *(name for name in ("transformers", "torchmetrics") if find_spec(name))]
+    assert run_ranks(is_there, 1, names) == [names]
 
 
 def test_a_rank_that_hangs_is_killed_and_the_error_says_where_it_stood():

@@ -153,7 +153,7 @@ def test_code_is_whole_at_1400_pixels_and_can_be_copied(site, chromium):
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1400, "height": 1000})
-        for name in ("index", "module", *(f"howto/{recipe}" for recipe in QUESTIONS.values())):
+        for name in ("index", "module", *(f"howto/{recipe}" for recipe in dict.fromkeys(QUESTIONS.values()))):
             page.goto((site / f"{name}.html").as_uri())
             blocks = page.locator("div.highlight-python pre")
             assert [block.inner_text() for block in blocks.all() if block.evaluate(is_cut)] == [], name

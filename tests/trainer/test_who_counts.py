@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import traceback
 from importlib.util import find_spec
 
 import pytest
 import torch
 from as_rank import calm_down, double_trainer, world_size
+from once import once
 from shared_replicas import SharedReplicas
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -41,11 +44,32 @@ def loader(size=2, num_samples=NUM_SAMPLES):
     return DataLoader(data(num_samples), batch_size=BATCH_SIZE // max(world_size() // size, 1))
 
 
-def at_rank_0_and_alone(function, num_ranks, size, *args):
-    """Return what a function returns on several ranks, which must be equal on all, and in one process."""
-    of_ranks = run_ranks(functools.partial(function, size, *args), num_ranks)
+CASES = {}
+"""The runs whose results on several ranks are compared with those in one process: function and arguments, by name."""
+
+
+def run_cases(cases, size):
+    """Return the result of each case on this rank, or its error."""
+    ends = {}
+    for name, (function, *args) in cases.items():
+        try:
+            ends[name] = function(size, *args)
+        except Exception:  # noqa: BLE001 - the test shows it, and the other cases still run
+            ends[name] = traceback.format_exc()
+    return ends
+
+
+@pytest.fixture(scope="module")
+def ends():
+    """Return the results of all cases on each of a number of ranks, which start once."""
+    return once(lambda num_ranks: run_ranks(run_cases, num_ranks, CASES, 2))
+
+
+def at_rank_0_and_alone(ends, name, num_ranks):
+    """Return what a case returns on several ranks, which must be equal on all, and in one process."""
+    of_ranks, (alone,) = ([copy.deepcopy(end[name]) for end in ends(number)] for number in (num_ranks, 1))
+    assert not isinstance(of_ranks[0], str) and not isinstance(alone, str), f"{of_ranks}\n{alone}"
     assert all(result == of_ranks[0] for result in of_ranks), of_ranks
-    (alone,) = run_ranks(functools.partial(function, size, *args), 1)
     return of_ranks[0], alone
 
 
@@ -100,9 +124,12 @@ def log_everything(size):
     return {**values, "by_hand": module.by_hand}
 
 
+CASES["logged"] = (log_everything,)
+
+
 @LAYOUTS
-def test_what_is_logged_counts_each_replica_once(num_ranks, size):
-    found, alone = at_rank_0_and_alone(log_everything, num_ranks, size)
+def test_what_is_logged_counts_each_replica_once(num_ranks, size, ends):
+    found, alone = at_rank_0_and_alone(ends, "logged", num_ranks)
     assert alone["samples"] == NUM_SAMPLES
     alone["of_rank_zero"] /= num_ranks // size  # of the samples that rank 0 had
     assert found == pytest.approx(alone, abs=1e-12)
@@ -135,10 +162,14 @@ def log_torchmetrics(size):
     return {**{name: value.item() for name, value in trainer.callback_metrics.items()}, "copied": module.copied}
 
 
+if find_spec("torchmetrics"):
+    CASES["torchmetrics"] = (log_torchmetrics,)
+
+
 @needs_torchmetrics
 @LAYOUTS
-def test_torchmetrics_gather_from_each_replica_once(num_ranks, size):
-    found, alone = at_rank_0_and_alone(log_torchmetrics, num_ranks, size)
+def test_torchmetrics_gather_from_each_replica_once(num_ranks, size, ends):
+    found, alone = at_rank_0_and_alone(ends, "torchmetrics", num_ranks)
     assert found == alone == dict.fromkeys(("total", "elsewhere", "by_hand", "copied"), NUM_SAMPLES)
 
 
@@ -185,11 +216,18 @@ def count_units(size, module_class, num_samples):
     return [*module.net.weight.flatten().tolist(), *getattr(module, "totals", [])]
 
 
+COUNTED = {
+    f"{kind.__name__}, {number} samples": (count_units, kind, number)
+    for kind in (Counting, Small)
+    for number in (NUM_SAMPLES, NUM_SAMPLES + 1)
+}
+CASES |= COUNTED
+
+
 @LAYOUTS
-@pytest.mark.parametrize("module_class", [Counting, Small])
-@pytest.mark.parametrize("num_samples", [NUM_SAMPLES, NUM_SAMPLES + 1])
-def test_counts_of_losses_are_those_of_one_process(num_ranks, size, module_class, num_samples):
-    found, alone = at_rank_0_and_alone(count_units, num_ranks, size, module_class, num_samples)
+@pytest.mark.parametrize("name", COUNTED)
+def test_counts_of_losses_are_those_of_one_process(num_ranks, size, name, ends):
+    found, alone = at_rank_0_and_alone(ends, name, num_ranks)
     assert found == pytest.approx(alone, abs=1e-12)
 
 
@@ -215,9 +253,12 @@ def cut_sequences(size):
     return [*module.net.weight.flatten().tolist(), trainer.callback_metrics["units"].item()]
 
 
+CASES["parts"] = (cut_sequences,)
+
+
 @LAYOUTS
-def test_parts_of_sequences_count_by_their_units(num_ranks, size):
-    found, alone = at_rank_0_and_alone(cut_sequences, num_ranks, size)
+def test_parts_of_sequences_count_by_their_units(num_ranks, size, ends):
+    found, alone = at_rank_0_and_alone(ends, "parts", num_ranks)
     assert found == pytest.approx(alone, abs=1e-12)
 
 

@@ -74,7 +74,12 @@ def mix(mixed: int, key: int) -> int:
 
     Neighboring keys give unrelated seeds. ``mix(derive(a, b), c)`` is ``derive(a, b, c)``.
     """
-    mixed = (mixed + key + 0x9E3779B97F4A7C15) & _MASK
+    return finalized(mixed + key + 0x9E3779B97F4A7C15)
+
+
+def finalized(number: int) -> int:
+    """Return a number of 64 bits, each of which depends on all of the last 64 bits of an integer."""
+    mixed = number & _MASK
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
     return mixed ^ (mixed >> 31)

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from ...common.errors import ConfigError
-from ..data.seed import derive
+from ..data.seed import derive, finalized
 
 _NUM_ROUNDS: Final = 10
 """As in NIST's FF1; four suffice in theory (Luby and Rackoff 1988) for large halves, but not for halves of few bits."""
 _LARGEST: Final = 1 << 62
 """So that a position of two halves of 31 bits stays positive in 64."""
+_FEW: Final = 32
+"""Positions up to which numbers are faster than tensors, each of whose 130 operations takes a microsecond."""
 
 
 class KeyedPermutation:
@@ -80,9 +82,12 @@ class KeyedPermutation:
         position = index(positions)
         if not -self._size <= position < self._size:
             raise IndexError(f"position must be below {self._size}, got {position}")
-        return int(self._at(torch.tensor([position % self._size])))
+        return self._one(position % self._size)
 
     def _at(self, positions: Tensor) -> Tensor:
+        if positions.numel() <= _FEW:
+            found = [self._one(position) for position in positions.flatten().tolist()]
+            return torch.tensor(found, dtype=torch.int64, device=positions.device).view(positions.shape)
         values = self._permuted(positions)
         flat = values.view(-1)
         outside = (flat >= self._size).nonzero().flatten()
@@ -91,6 +96,17 @@ class KeyedPermutation:
             flat[outside] = walked
             outside = outside[walked >= self._size]
         return values
+
+    def _one(self, value: int) -> int:
+        """Return the element at a position, as `_at` does with tensors."""
+        bits, mask = self._half_bits, (1 << self._half_bits) - 1
+        while True:
+            left, right = value >> bits, value & mask
+            for key in self._round_keys:
+                left, right = right, finalized(right + key) & mask ^ left
+            value = left << bits | right
+            if value < self._size:
+                return value
 
     def _permuted(self, values: Tensor) -> Tensor:
         """Return the images of numbers below the power of four, in new memory."""
@@ -102,7 +118,7 @@ class KeyedPermutation:
 
 
 def _hashed(values: Tensor, key: int) -> Tensor:
-    """Return `seed.mix` of each number; arithmetic in 64 bits wraps around."""
+    """Return `finalized` of each number with the key; arithmetic in 64 bits wraps around."""
     mixed = values + key
     mixed ^= _shifted(mixed, 30)
     mixed *= _FIRST

@@ -45,9 +45,9 @@ def state(step: int = 0, size: int = 100) -> dict[str, Any]:
         ("rank-0-file", 40),
     ],
 )
-def test_a_kill_anywhere_leaves_every_earlier_checkpoint_valid(mode: str, at_least: int, tmp_path: Path) -> None:
+def test_a_kill_anywhere_leaves_every_earlier_checkpoint_valid(mode: str, at_least: int, memory_path: Path) -> None:
     script = Path(__file__).with_name("killed_everywhere.py")
-    done = run_program(script, tmp_path / "run", mode, folder=tmp_path, timeout=1200)
+    done = run_program(script, memory_path / "run", mode, folder=memory_path, timeout=1200)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= at_least
 

@@ -5,6 +5,7 @@ import itertools
 import pytest
 from in_step import on_ranks
 from stop_everywhere import IN_SHARDS, KINDS, NUM_EPOCHS, sweep
+from sweep import dealt
 
 from echelon.trainer.data.index_stream import DataRanks
 from echelon.trainer.data.stream import Cut
@@ -57,22 +58,38 @@ def in_order(steps):
     return list(itertools.chain(*steps))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in IN_SHARDS])
-def test_a_run_goes_on_after_every_step(kind, num_ranks, workers):
-    expected, _ = read(kind, num_ranks, workers)
+WHOLE = [kind for kind in KINDS if kind not in IN_SHARDS]
+"""Kinds whose order is the same on any layout."""
+NUM_RANKS = (3, 2, 1)
+
+
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
+@pytest.mark.parametrize("kind", WHOLE)
+def test_a_run_goes_on_after_every_step(kind, num_ranks):
+    expected, _ = read(kind, num_ranks, 0)
     alone, _ = read(kind, 1, 0)
     assert in_order(expected) == in_order(alone)
-    # a resume with workers starts many processes: one stop, another for each number of ranks
-    for stop in [len(expected) // num_ranks - 1] if workers else range(1, len(expected)):
-        begun, states = read(kind, num_ranks, workers, stop)
+    for stop in range(1, len(expected)):
+        begun, states = read(kind, num_ranks, 0, stop)
         assert begun == expected[:stop]
-        rest, _ = read(kind, num_ranks, workers, states=states)
+        rest, _ = read(kind, num_ranks, 0, states=states)
         assert begun + rest == expected
-        if not workers:
-            others, _ = read(kind, num_ranks % 3 + 1, 0, states=states)
-            assert in_order(begun + others) == in_order(alone)
+        others, _ = read(kind, num_ranks % 3 + 1, 0, states=states)
+        assert in_order(begun + others) == in_order(alone)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("kind", "num_ranks"), dealt(WHOLE, NUM_RANKS, [0]))
+def test_a_run_with_workers_goes_on_after_a_step(kind, num_ranks):
+    # each reading starts two processes for each rank and epoch: one stop, another for each number of ranks
+    expected, _ = read(kind, num_ranks, 2)
+    alone, _ = read(kind, 1, 0)
+    assert in_order(expected) == in_order(alone)
+    stop = len(expected) // num_ranks - 1
+    begun, states = read(kind, num_ranks, 2, stop)
+    assert begun == expected[:stop]
+    rest, _ = read(kind, num_ranks, 2, states=states)
+    assert begun + rest == expected
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,15 @@ def deviations(counts, expected, freedom):
     return (float(((counts - expected) ** 2 / expected).sum()) - freedom) / math.sqrt(2 * freedom)
 
 
+@pytest.mark.parametrize("size", [1, 2, 9, 40, 10**6, 2**62])
+def test_a_position_read_alone_or_with_a_few_is_the_one_read_with_many(size):
+    order = KeyedPermutation(size, 7, -size)
+    positions = torch.randint(0, size, (200,))
+    many = order[positions].tolist()
+    assert [order[int(position)] for position in positions] == many
+    assert order[positions.view(20, 2, 5)[:3]].flatten().tolist() == many[:30]
+
+
 def test_each_index_is_at_each_place_equally_often_over_epochs():
     size, epochs = 64, 320
     counts, places = torch.zeros(size, size), torch.arange(size)
