@@ -122,11 +122,12 @@ class Line:
     def tested_cases(self):
         """The cases of the test: on one process all; on more, each two settings in double precision meet in one.
 
-        A line of more than two takes the two hardest, as its parts have lines of two; in a sweep, it takes as many.
+        A line of more than two takes the two hardest, as its parts have lines of two, but for hsdp; in a sweep, it takes
+        as many.
         """
         if self.processes == 1:
             return self.cases
-        if self.processes > 2 and not IS_SWEEP:
+        if self.processes > 2 and self.strategy != "hsdp" and not IS_SWEEP:
             return [case for case in self.cases if is_harder(case) and case.units]
         double = [case for case in self.cases if case.precision == "64-true"]
         return covering(double, vars) + [case for case in self.cases if case not in double]

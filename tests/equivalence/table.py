@@ -5,6 +5,7 @@ network namespaces; by default, both tables.
 """
 
 import argparse
+import os
 import re
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "helpers"))
+os.environ["ECHELON_SWEEP"] = "1"  # all cases
 
 from matrix import ALONE, CASES, LINES, compare, largest, run
 from unusual_modules import LAYOUTS, MODULES, alone, ends_of
