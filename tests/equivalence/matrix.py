@@ -122,8 +122,8 @@ class Line:
     def tested_cases(self):
         """The cases of the test: on one process all; on more, each two settings in double precision meet in one.
 
-        A line of more than two takes the two hardest, as its parts have lines of two, but for hsdp; in a sweep, it takes
-        as many.
+        A line of more than two takes the two hardest, as its parts have lines of two. That of hsdp, whose parts have
+        none, takes as many as those, and so do all in a sweep.
         """
         if self.processes == 1:
             return self.cases
