@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import inspect
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -123,7 +122,6 @@ def _in_order_of_calls(module: nn.Module, name: str, of_blocks: Collection[str])
     return [item for _, item in sorted(zip(order, children.items(), strict=True), key=lambda pair: pair[0])]
 
 
-@functools.cache
 def _calls_of(kind: type, method: str) -> dict[str, int]:
     """Return the attributes of ``self`` that a method calls, iterates over or hands on, numbered in order.
 
