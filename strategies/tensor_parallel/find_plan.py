@@ -10,7 +10,7 @@ from torch import nn
 from ...common.errors import ConfigError, did_you_mean
 from ...common.foreign import attribute_of
 from ..module.blocks import repeated_blocks
-from .brought_plans import Plan, brought_plans, matches
+from .brought_plans import Plan, brought_plans, matches, reaching_inside
 from .known_layers import KnownLayers, widths
 from .plan_table import generic_name
 from .tensor_plan import TensorPlan
@@ -35,8 +35,8 @@ def find_plan(
         loss_parallel: whether logits stay sharded by vocabulary; see `loss_context`.
 
     Raises:
-        ConfigError: for a plan that matches nothing, a word that does not exist or does not suit its layer, and a
-            module without any known layer to cut.
+        ConfigError: for a plan that matches nothing, a word that does not exist or does not suit its layer, a module
+            without any known layer to cut, and adapters among shards of sequences.
     """
     numbers: Mapping[str, tuple[str, ...]] = {}
     own = getattr(module, "tp_plan", None)
@@ -56,6 +56,7 @@ def find_plan(
             f"{', '.join(sorted({type(child).__name__ for child in module.modules() if child is not module})[:8])}; "
             "give tp_plan={'name of a layer': 'colwise', ...}; see docs/model_parallel.md."
         )
+    words = reaching_inside(module, words)
     head = _head(module, words) if loss_parallel else None
     words |= {} if head is None or head in words else {head: "colwise_gather_output"}
     words |= _tied(module, words)
@@ -64,6 +65,12 @@ def find_plan(
         raise ConfigError(
             "sequence_parallel=True shards the sequence inside blocks that are in a ModuleList or a Sequential, but "
             f"{type(module).__name__} has none around {', '.join(list(words)[:3])}; leave sequence_parallel out."
+        )
+    adapted = next((name for name in words if name.endswith(".base_layer")), None)
+    if sequence_parallel and adapted is not None:
+        raise ConfigError(
+            "sequence_parallel=True does not go with adapters inside blocks, but "
+            f"{adapted.removesuffix('.base_layer')} has one; leave sequence_parallel out."
         )
     plan.layers(module)  # raises for a word that does not suit its layer
     return plan

@@ -8,6 +8,7 @@ from typing import Any, Final, Literal
 
 from torch import nn
 
+from .brought_plans import outside
 from .known_layers import KEY_HEADS, head_counts, is_of_feed_forward, is_of_keys, is_projection, key_heads
 from .layers import ColumnCut, CutLayer, VocabularyCut
 
@@ -60,9 +61,10 @@ def copies_of_heads(name: str, module: nn.Module, word: object, tp: int) -> int:
 
 def _key_heads(name: str, module: nn.Module, word: object) -> int | None:
     """Return the number of heads of a projection of keys or values that is cut by heads; None for other layers."""
-    if word != "colwise" or not is_of_keys(name):
+    projection = outside(name)
+    if word != "colwise" or not is_of_keys(projection):
         return None
-    return key_heads(name, module.get_submodule(name), module.get_submodule(_parent(name)))
+    return key_heads(projection, module.get_submodule(name), module.get_submodule(_parent(projection)))
 
 
 def _of_layer(name: str, module: nn.Module, words: Mapping[str, Any], layer: CutLayer) -> Iterator[Limit]:
@@ -73,14 +75,15 @@ def _of_layer(name: str, module: nn.Module, words: Mapping[str, Any], layer: Cut
         yield from _widths(name, own, layer, is_uneven=feeds or _is_whole_outside(layer))
     if isinstance(own, nn.MultiheadAttention):
         yield Limit(name, "num_heads", own.num_heads, kind="heads")
-    elif isinstance(layer, ColumnCut) and not layer.is_whole_after and is_projection(name):
-        counts = head_counts(module.get_submodule(_parent(name)))
+    elif isinstance(layer, ColumnCut) and not layer.is_whole_after and is_projection(outside(name)):
+        attention = _parent(outside(name))
+        counts = head_counts(module.get_submodule(attention))
         for key, count in counts.items():
-            if key not in KEY_HEADS or (not is_of_keys(name) and words[name] != "colwise"):
-                yield Limit(_parent(name), key, count, kind="heads")
+            if key not in KEY_HEADS or (not is_of_keys(outside(name)) and words[name] != "colwise"):
+                yield Limit(attention, key, count, kind="heads")
         if keys is not None:
             label = next((key for key in counts if key in KEY_HEADS), "key-value heads")
-            yield Limit(_parent(name), label, keys, kind="key heads")
+            yield Limit(attention, label, keys, kind="key heads")
 
 
 def _is_whole_outside(layer: CutLayer) -> bool:

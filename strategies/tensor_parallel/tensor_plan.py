@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ...common.errors import ConfigError
 from .attention import AttentionCut
+from .brought_plans import outside
 from .known_layers import KEY_HEADS, groups_of, is_projection
 from .layers import ColumnCut, CutLayer
 from .limits import Limit, copies_of_heads, degrees_within, limits_of
@@ -70,9 +71,10 @@ class TensorPlan:
             # several ranks may hold one head of keys
             own[holder] = {name: max(n // tp, int(name in KEY_HEADS)) for name, n in numbers.items()}
         for layer, copies in self.copies(module, tp).items():
-            attention = module.get_submodule(_parent(layer))
+            holder = _parent(outside(layer))
+            attention = module.get_submodule(holder)
             groups = {name: vars(attention)[name] // copies for name in groups_of(attention)}
-            own.setdefault(_parent(layer), {}).update(groups)
+            own.setdefault(holder, {}).update(groups)
         return own
 
     def holders(self, module: nn.Module) -> dict[str, CutLayer]:

@@ -37,7 +37,7 @@ ADAPTERS = {
     "packed": {"target_modules": ["c_attn"], "r": 2, "fan_in_fan_out": True},
 }
 FULL = [*MODELS] if IS_SWEEP else ["llama", "mixtral"]
-LORA = ["llama", "gemma3_text"] if IS_SWEEP else []
+LORA = ["llama", "gemma3_text", "mixtral"] if IS_SWEEP else []
 CASES = [
     *(("full", name) for name in FULL),
     *((adapter, "gpt2" if adapter == "packed" else "qwen3") for adapter in ADAPTERS),
