@@ -50,13 +50,13 @@ def find_plan(
         if not words:
             known = KnownLayers.of(module)
             words, numbers, source = dict(known.words), known.numbers, "the plan that was found"
+    words = reaching_inside(module, words)
     if not words:
         raise ConfigError(
             f"no layer to cut was found in {type(module).__name__}, which consists of "
             f"{', '.join(sorted({type(child).__name__ for child in module.modules() if child is not module})[:8])}; "
             "give tp_plan={'name of a layer': 'colwise', ...}; see docs/model_parallel.md."
         )
-    words = reaching_inside(module, words)
     head = _head(module, words) if loss_parallel else None
     words |= {} if head is None or head in words else {head: "colwise_gather_output"}
     words |= _tied(module, words)
