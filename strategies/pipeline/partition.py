@@ -158,7 +158,8 @@ def _in_textual_order(tree: ast.AST) -> Iterator[ast.AST]:
         yield from _in_textual_order(tree.iter)
         yield tree.iter
     children = list(ast.iter_child_nodes(tree))
-    for node in sorted(children, key=lambda child: not isinstance(child, ast.comprehension)):  # before the element
+    # the loops of a comprehension come before its element, and arguments before the function that gets them
+    for node in sorted(children, key=lambda child: (not isinstance(child, ast.comprehension), _is_called(child, tree))):
         yield from _in_textual_order(node)
     if isinstance(tree, ast.Call):
         yield from tree.args
@@ -166,6 +167,10 @@ def _in_textual_order(tree: ast.AST) -> Iterator[ast.AST]:
         yield tree.func
     elif isinstance(tree, ast.Subscript):
         yield tree.value
+
+
+def _is_called(node: ast.AST, tree: ast.AST) -> bool:
+    return isinstance(tree, ast.Call) and node is tree.func
 
 
 def _own_attribute(node: ast.AST) -> str | None:

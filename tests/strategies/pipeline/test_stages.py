@@ -90,8 +90,8 @@ class Decoder(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.last_norm is None:
             return x
-        hidden = self.first_norm(self.embed(x))
-        for layer in self.layers:
+        hidden = self.layers[0](self.first_norm(self.embed(x)))
+        for layer in self.layers[1:]:
             hidden = layer(hidden)
         return self.last_norm(hidden)
 
