@@ -29,10 +29,10 @@ def test_results_come_by_rank_and_functions_from_anywhere():
 
 def test_a_rank_has_what_the_fork_server_of_tests_imports():
     def is_there(names):
-        return [name for name in names if name in sys.modules]
+        return [name for name in names if name in sys.modules], torch.cuda._is_in_bad_fork()
 
     names = ["pytest", *(name for name in ("transformers", "torchmetrics") if find_spec(name))]
-    assert run_ranks(is_there, 1, names) == [names]
+    assert run_ranks(is_there, 1, names) == [(names, False)]  # and none of them has asked for devices
 
 
 def test_a_rank_that_hangs_is_killed_and_the_error_says_where_it_stood():

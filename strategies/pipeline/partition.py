@@ -109,7 +109,7 @@ def _in_order_of_calls(module: nn.Module, name: str, of_blocks: Collection[str])
     that the code does not call by its name stays behind the one that is registered before it.
     """
     children = dict(module.named_children())
-    calls = _calls_of(type(module), "training_step" if hasattr(module, "training_step") else "forward")
+    calls = _calls_of(type(module), "training_step" if hasattr(type(module), "training_step") else "forward")
     with_blocks = [child for child in children if f"{name}.{child}".lstrip(".") in of_blocks]
     places = [calls.get(child) for child in with_blocks]
     if not places or None in places or places != sorted(places, key=lambda place: place or 0):

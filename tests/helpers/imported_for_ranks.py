@@ -1,6 +1,7 @@
 """Module for the fork server of tests: it imports once what ranks of their tests would each import.
 
 transformers with the first of its models takes three seconds, torchmetrics as many. What is not installed is left out.
+torchao asks for devices when it is imported; asked without NVML, CUDA could not be used, nor seeded, in any rank.
 """
 
 import contextlib
@@ -8,6 +9,7 @@ import gc
 import importlib
 import logging
 import warnings
+from unittest import mock
 
 NAMES = (
     "echelon.testing",
@@ -23,7 +25,7 @@ NAMES = (
 )
 
 logging.disable(logging.WARNING)  # torchao's to torch
-with warnings.catch_warnings(action="ignore"):
+with warnings.catch_warnings(action="ignore"), mock.patch("torch.cuda.device_count", return_value=0):
     for name in NAMES:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
