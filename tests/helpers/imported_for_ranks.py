@@ -9,7 +9,8 @@ import gc
 import importlib
 import logging
 import warnings
-from unittest import mock
+
+import torch
 
 NAMES = (
     "echelon.testing",
@@ -25,9 +26,11 @@ NAMES = (
 )
 
 logging.disable(logging.WARNING)  # torchao's to torch
-with warnings.catch_warnings(action="ignore"), mock.patch("torch.cuda.device_count", return_value=0):
+device_count, torch.cuda.device_count = torch.cuda.device_count, lambda: 0
+with warnings.catch_warnings(action="ignore"):
     for name in NAMES:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+torch.cuda.device_count = device_count
 logging.disable(logging.NOTSET)
 gc.freeze()  # as the module of Echelon does, before this one
