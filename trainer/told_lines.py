@@ -33,9 +33,11 @@ def tell_frozen_base(session: Session) -> None:
     They keep it by default: a resumed run needs a base that is the same bit by bit, and a module that draws rows for
     added tokens, say, would build another one.
     """
-    model = next((part for part in session.module.modules() if is_adapted(part)), None)
     kinds = {type(callback) for callback in session.callbacks}
-    if model is None or ModelCheckpoint not in kinds or OmitFrozenWeights in kinds:
+    if ModelCheckpoint not in kinds or OmitFrozenWeights in kinds:
+        return
+    model = next((part for part in session.module.modules() if is_adapted(part)), None)
+    if model is None:
         return
     size = {p: p.numel() * p.element_size() for p in model.parameters()}
     frozen = sum(size[p] for p in size if not p.requires_grad)

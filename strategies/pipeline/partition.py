@@ -154,23 +154,19 @@ def _calls_of(kind: type, method: str) -> dict[str, int]:
 
 def _in_textual_order(tree: ast.AST) -> Iterator[ast.AST]:
     """Yield what is called, iterated over, indexed or handed on, as the text has it: arguments before their call."""
-    if isinstance(tree, ast.For | ast.comprehension):
-        yield from _in_textual_order(tree.iter)
-        yield tree.iter
-    children = list(ast.iter_child_nodes(tree))
-    # the loops of a comprehension come before its element, and arguments before the function that gets them
-    for node in sorted(children, key=lambda child: (not isinstance(child, ast.comprehension), _is_called(child, tree))):
-        yield from _in_textual_order(node)
+    used: list[ast.AST] = []
     if isinstance(tree, ast.Call):
-        yield from tree.args
-        yield from (keyword.value for keyword in tree.keywords)
-        yield tree.func
+        used = [*tree.args, *(keyword.value for keyword in tree.keywords), tree.func]
     elif isinstance(tree, ast.Subscript):
-        yield tree.value
-
-
-def _is_called(node: ast.AST, tree: ast.AST) -> bool:
-    return isinstance(tree, ast.Call) and node is tree.func
+        used = [tree.slice, tree.value]
+    elif isinstance(tree, ast.For | ast.comprehension):
+        used = [tree.iter]
+    for node in used:
+        yield from _in_textual_order(node)
+    yield from used
+    rest = [] if isinstance(tree, ast.Call) else [node for node in ast.iter_child_nodes(tree) if node not in used]
+    for node in sorted(rest, key=lambda child: not isinstance(child, ast.comprehension)):  # before the element
+        yield from _in_textual_order(node)
 
 
 def _own_attribute(node: ast.AST) -> str | None:

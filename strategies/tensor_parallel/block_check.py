@@ -123,7 +123,7 @@ class BlockCheck:
         paused = nullcontext() if asked is None else asked.paused()
         with Untouched(block) as streams, _apart(), torch.enable_grad(), paused:
             run_whole = partial(skeleton.run, block, lambda p: leaves[id(p)])
-            inputs = private(map_tensors(self._whole, (args, kwargs)))
+            inputs = private(map_tensors(self._whole_input, (args, kwargs)))
             with _Dtypes() as met:
                 whole = _Trial.of(run_whole, inputs, {own: leaves[id(p)] for own, p in names.items()})
             skeleton.release()
@@ -145,7 +145,7 @@ class BlockCheck:
             self._has_shares = True
             guard_shares(name, block, cut.shares)
 
-    def _whole(self, tensor: Tensor) -> Tensor:
+    def _whole_input(self, tensor: Tensor) -> Tensor:
         """Return all of an input. Collective for a share."""
         if not isinstance(tensor, OutputShare):
             return _whole(tensor)

@@ -13,10 +13,9 @@ from typing import Any, Final, Literal, NamedTuple
 from torch import nn
 
 from ...common.foreign import attribute_of
+from .words import GATHERED_COLUMNS, OPEN_COLUMNS, OPEN_ROWS, SPLIT_ROWS
 
 Plan = Mapping[str, Any]
-_COLUMNS: Final = ("colwise", "packed_colwise", "colwise_gather_output", "colwise_rep")
-_ROWS: Final = ("rowwise", "packed_rowwise", "rowwise_split_input", "rowwise_rep")
 _INSIDE: Final = re.compile(r"\.(base_layer|original_module|(lora_[AB]|modules_to_save)\.[^.]+)$")
 """Names of layers inside one of peft."""
 
@@ -98,7 +97,7 @@ def _inside(layer: nn.Module, word: str) -> dict[str, Any] | None:
         return {"": word}
     if base.startswith("embedding") and not _names_in(children, "lora_A"):
         return {"base_layer": word}  # its adapters are tables of their own
-    side = "lora_B" if base in _COLUMNS else "lora_A" if base in _ROWS else ""
+    side = "lora_B" if base in OPEN_COLUMNS | GATHERED_COLUMNS else "lora_A" if base in OPEN_ROWS | SPLIT_ROWS else ""
     adapters = _names_in(children, side)
     is_plain = not _names_in(children, "lora_magnitude_vector") and all(
         isinstance(layer.get_submodule(name), nn.Linear) for name in adapters

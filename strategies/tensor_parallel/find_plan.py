@@ -14,11 +14,10 @@ from .brought_plans import Plan, brought_plans, matches, reaching_inside
 from .known_layers import KnownLayers, widths
 from .plan_table import generic_name
 from .tensor_plan import TensorPlan
-from .words import check_word, is_for_experts
+from .words import GATHERED_COLUMNS, check_word, is_for_experts
 
 _HEAD_NAMES: Final = ("lm_head", "head", "output", "unembed", "to_logits", "decoder", "classifier", "embed_out")
 _OF_LATENT_KEYS: Final = "mla_kv_a_proj"
-_GATHERED: Final = ("colwise_gather_output", "colwise_rep")
 
 
 def find_plan(
@@ -129,7 +128,7 @@ def _head(module: nn.Module, words: Mapping[str, Any]) -> str:
     tables = [m for m in module.modules() if isinstance(m, nn.Embedding)]
     sizes = {table.num_embeddings for table in tables}
     candidates = (
-        [name for name in outside if words.get(name) in _GATHERED],
+        [name for name in outside if words.get(name) in GATHERED_COLUMNS],
         [name for name, layer in outside.items() if any(layer.weight is table.weight for table in tables)],
         [name for name in outside if name not in words and name.rpartition(".")[2] in _HEAD_NAMES],
         [name for name, layer in outside.items() if name not in words and (widths(layer) or (0, 0))[1] in sizes],
@@ -149,7 +148,7 @@ def _tied(module: nn.Module, words: Mapping[str, Any]) -> dict[str, str]:
     cut = {
         module.get_submodule(name).weight
         for name, word in words.items()
-        if word in (*_GATHERED, "embedding_rowwise")
+        if word in (*GATHERED_COLUMNS, "embedding_rowwise")
         and isinstance(module.get_submodule(name), nn.Linear | nn.Embedding)
     }
     tied = {n: m for n, m in module.named_modules() if n not in words and attribute_of(m, "weight") in cut}

@@ -28,6 +28,10 @@ OPEN_COLUMNS: Final = frozenset({"colwise", "packed_colwise"})
 """The words whose layers return cut activations."""
 OPEN_ROWS: Final = frozenset({"rowwise", "packed_rowwise"})
 """The words whose layers take cut activations."""
+GATHERED_COLUMNS: Final = frozenset({"colwise_gather_output", "colwise_rep"})
+"""The words whose layers compute some features, and return all."""
+SPLIT_ROWS: Final = frozenset({"rowwise_split_input", "rowwise_rep"})
+"""The words whose layers take whole activations, and compute with some features."""
 OPEN_OTHERS: Final = frozenset({"replicated_with_grad_allreduce", "all_reduce", "mla_kv_a_proj", "embedding_of_heads"})
 """The words whose layers are used between those."""
 _PACKED_IN_THREE: Final = ("qkv", "c_attn", "in_proj")

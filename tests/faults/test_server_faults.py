@@ -63,17 +63,6 @@ def children(pid):
     return found
 
 
-def nurseries(rank):
-    """Yield the processes that start servers: forks of a rank, or of a fork server of its own where it cannot fork."""
-    for child in children(rank):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in (rank, child)]
-            if commands[0] == commands[1]:
-                yield child
-            elif b"forkserver" in commands[1]:
-                yield from children(child)
-
-
 class Tell(Callback):
     """Reports the process of each rank at some moment; each then continues when it is told to."""
 
@@ -132,7 +121,7 @@ class Killer(threading.Thread):
         pids = [int(wait_for(lambda file=file: file.exists() and file.read_text())) for file in files]
 
         def server():
-            return next((child for nursery in nurseries(pids[0]) for child in children(nursery)), None)
+            return next((child for nursery in children(pids[0]) for child in children(nursery)), None)
 
         if self.moment == "start":  # no server exists yet, for which all of them would wait
             self.go.touch()

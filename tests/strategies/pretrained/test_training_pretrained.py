@@ -44,8 +44,6 @@ class Finetuning(TrainModule):
     def configure_model(self):
         if self.reads:
             self.lm = read(self.kind, self.folder).train()
-            for name, parameter in self.lm.named_parameters():  # text alone trains nothing that sees
-                parameter.requires_grad_("vision_tower" not in name and "multi_modal" not in name)
         elif self.lm is None:
             self.lm = freeze_what_sees(echelon.load_pretrained(build(self.kind), self.folder)).train()
 
