@@ -61,6 +61,8 @@ class ModelCheckpoint(Callback):
             validation if the run has any, else when the epoch ends.
         single_file: save each checkpoint as one file, which ``torch.load`` and Lightning read, instead of a folder; by
             default as the trainer does, whose checkpoints are folders.
+        frozen: "omit": leave frozen weights that never change out of all checkpoints of the run (`OmitFrozenWeights`);
+            "keep": hold all; None: leave out those below adapters of peft that `load_pretrained` has read.
 
     Raises:
         ConfigError: for an invalid argument, and during training if `monitor` is never logged.
@@ -97,14 +99,15 @@ class ModelCheckpoint(Callback):
         every_n_epochs: int | None = None,
         save_on_train_epoch_end: bool | None = None,
         single_file: bool | None = None,
+        frozen: Literal["keep", "omit"] | None = None,
     ) -> None:
-        check_kept(save_top_k, monitor, save_last)
+        check_kept(save_top_k, monitor, save_last, frozen)
         mode = chosen_mode("ModelCheckpoint", monitor, mode)
         self.dirpath = "" if dirpath is None else str(any_path("dirpath", dirpath))
         self.monitor, self.mode = monitor, mode
         self.verbose, self.save_last, self.save_top_k = verbose, save_last, save_top_k
         self.save_weights_only, self.save_on_exception = save_weights_only, save_on_exception
-        self.single_file = single_file
+        self.single_file, self.frozen = single_file, frozen
         # without a top k, there is nothing to link to except a save of its own
         self._saves_last = save_last is True or (save_last == "link" and save_top_k == 0)
         self.is_dirpath_given, self._is_dirpath_chosen = dirpath is not None, False
@@ -257,8 +260,8 @@ class ModelCheckpoint(Callback):
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
         """Reset what is due, also after earlier validations."""
-        self._is_due, self._is_training, self._is_postponed = False, True, False
-        self._has_saved = False
+        self._is_due = self._is_postponed = self._has_saved = False
+        self._is_training = True
         self.saved_at = trainer.global_step
         self._metric.start(is_pending=self._was_pending)
         self._was_pending = False
@@ -360,8 +363,7 @@ class ModelCheckpoint(Callback):
 
     def _score(self, trainer: Run) -> float | None:
         """Return the value to rank this step by; None while it is unknown. Collective: every rank calls it."""
-        counts = {"epoch": trainer.current_epoch, "step": trainer.global_step}
-        name = self.monitor or "step"
+        name, counts = self.monitor or "step", {"epoch": trainer.current_epoch, "step": trainer.global_step}
         if self.monitor is None or (name in counts and name not in trainer.callback_metrics):
             return float(counts[name])
         score = self._metric.read(trainer)
@@ -382,8 +384,7 @@ class ModelCheckpoint(Callback):
             trainer.point_to_checkpoint(self._path(self._last), self._path(kept.newest))
         tell(trainer.loggers if trainer.is_global_zero else (), "after_save_checkpoint", self)
         self._remove_replaced(trainer)
-        self.saved_at = trainer.global_step
-        self._has_saved, self._is_postponed = True, False
+        self.saved_at, self._has_saved, self._is_postponed = trainer.global_step, True, False
         if self._pause is not None:
             self._pause.start(trainer.global_step)
         if self.verbose and trainer.is_global_zero:

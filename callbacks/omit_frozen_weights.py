@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, Final
 
 from torch import nn
 
+from ..common.errors import ConfigError
 from ..strategies.state.omitted_weights import OMITTED, built_digests, bytes_of, left_out
 from ..strategies.state.schema import TEXT, check
 from .callback import Callback
@@ -35,7 +36,11 @@ class OmitFrozenWeights(Callback):
     a roll-back to a checkpoint from before. ``on_save_checkpoint``, ``on_load_checkpoint`` and ``on_fit_start`` run on
     every rank and communicate.
 
+    Args:
+        names: the weights to which it is limited, under their names in the module; by default all that are frozen.
+
     Raises:
+        ConfigError: for names that are one string.
         CheckpointError: on resume, for a module that was built with other values.
 
     Example::
@@ -51,7 +56,10 @@ class OmitFrozenWeights(Callback):
         Trainer(max_epochs=1, callbacks=OmitFrozenWeights()).fit(OfHead(), train_loader)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: Container[str] | None = None) -> None:
+        if isinstance(names, str):
+            raise ConfigError(f"names must be several names of weights, got {names!r}; give [{names!r}].")
+        self.names = names
         self._built: dict[str, str] = {}
         self._is_fitting = self._is_known = self._has_told = False
 
@@ -69,8 +77,9 @@ class OmitFrozenWeights(Callback):
 
     def _note(self, trainer: Run, module: nn.Module) -> None:
         if self._is_fitting and not self._is_known:
-            strategy = trainer.strategy
-            self._built = built_digests(module, strategy.model_state(), trainer.optimizers, strategy.ranks.all)
+            strategy, names = trainer.strategy, self.names
+            state = {name: one for name, one in strategy.model_state().items() if names is None or name in names}
+            self._built = built_digests(module, state, trainer.optimizers, strategy.ranks.all)
             self._is_known = True
 
     def on_save_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Default callbacks of an elastic run, added to the user's."""
+"""Default callbacks of a run, added to the user's: those of an elastic run, and one that leaves out a frozen base."""
 
 from __future__ import annotations
 
@@ -6,12 +6,21 @@ from collections.abc import Sequence
 
 from ..callbacks.callback import Callback
 from ..callbacks.chaos_monkey import ChaosMonkey
+from ..callbacks.dispatch import Hooks
 from ..callbacks.goodput_monitor import GoodputMonitor
 from ..callbacks.heartbeat import Heartbeat
 from ..callbacks.memory_snapshots import SnapshotInMemory
+from ..callbacks.model_checkpoint import ModelCheckpoint
+from ..callbacks.omit_frozen_weights import OmitFrozenWeights
 from ..callbacks.straggler_monitor import StragglerMonitor
+from ..common.errors import ConfigError
 from ..strategies import Strategy
+from ..strategies.pretrained.adapters import is_adapted
+from ..strategies.pretrained.read_tensors import names_read
 from ..strategies.resilience.supervisor import Supervisor
+from .module.hooks import ModuleHooks
+from .resume.staging_room import saves_single_files
+from .session.session import Session
 
 
 def supervised(strategy: Strategy, callbacks: Sequence[Callback], *, logs: bool) -> list[Callback]:
@@ -37,3 +46,40 @@ def supervised(strategy: Strategy, callbacks: Sequence[Callback], *, logs: bool)
         own.append(ChaosMonkey(chaos, supervisor.marks, round=number, leave=supervisor.leave, lose=supervisor.lose))
     kinds = {type(one) for one in callbacks}
     return [Heartbeat(supervisor.beat), *callbacks, *(one for one in own if type(one) not in kinds)]
+
+
+def with_omission(callbacks: Sequence[Callback]) -> list[Callback]:
+    """Return the callbacks with one that leaves frozen weights out of checkpoints, if a ModelCheckpoint asks for it.
+
+    Raises:
+        ConfigError: if another callback asks for the opposite.
+    """
+    savers = [one for one in callbacks if isinstance(one, ModelCheckpoint)]
+    is_kept, is_omitted = (any(one.frozen == word for one in savers) for word in ("keep", "omit"))
+    omits = any(isinstance(one, OmitFrozenWeights) for one in callbacks)
+    if is_kept and (is_omitted or omits):
+        other = "OmitFrozenWeights()" if omits else "another with frozen='omit'"
+        raise ConfigError(
+            f"callbacks has a ModelCheckpoint with frozen='keep' beside {other}, and what is left out is left out of "
+            "all checkpoints of a run; drop one of them."
+        )
+    return [*callbacks, OmitFrozenWeights()] if is_omitted and not omits else list(callbacks)
+
+
+def omit_pretrained_base(session: Session) -> None:
+    """Leave the base of a model with adapters of peft out of a fit's checkpoints, as far as it was read from files.
+
+    Call it when the module is configured, and before the strategy places it. A base that was built otherwise is kept,
+    as it might not be the same the next time, and so is all if somebody chose, or if checkpoints are single files,
+    which others are to read.
+    """
+    savers = [one for one in session.callbacks if isinstance(one, ModelCheckpoint)]
+    is_chosen = any(one.frozen for one in savers) or any(isinstance(x, OmitFrozenWeights) for x in session.callbacks)
+    if is_chosen or saves_single_files(session) or not any(map(is_adapted, session.module.modules())):
+        return
+    names = names_read(session.module)
+    if names:
+        omission = OmitFrozenWeights(names)
+        session.callbacks = [*session.callbacks, omission]
+        session.hooks = Hooks(session.run, session.module, ModuleHooks, session.callbacks)
+        omission.setup(session.run, session.module, session.task)

@@ -39,7 +39,7 @@ from .checks import (
 )
 from .data.loader_kinds import ending_workers
 from .data.seed import capture_rng, restore_rng
-from .default_callbacks import supervised
+from .default_callbacks import supervised, with_omission
 from .folders import settle_folders
 from .loggers import BY_NAME, LoggersByName
 from .loggers.base import continue_loggers
@@ -337,7 +337,7 @@ class Runner:
             self._has_fitted = True
 
     def _callbacks_of(self, request: Request) -> list[Callback]:
-        callbacks = with_module_callbacks(self._callbacks, request.module)
+        callbacks = with_omission(with_module_callbacks(self._callbacks, request.module))
         callbacks = supervised(self.strategy, callbacks, logs=bool(self.loggers))
         check_state_keys(callbacks)
         return callbacks

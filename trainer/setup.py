@@ -36,6 +36,7 @@ from .data.index_stream import DataRanks
 from .data.sample_checks import gather_numbers
 from .data.stream import Cut
 from .data.train_data import TrainData
+from .default_callbacks import omit_pretrained_base
 from .folders import mirror_folders, settle_callbacks
 from .loggers import BY_NAME, LoggersByName, default_logger
 from .loop.schedule import validates
@@ -336,6 +337,8 @@ def set_up(session: Session) -> None:
     session.hooks.call("setup", stage)
     with session.strategy.init_context():
         module.configure_model()
+    if stage == "fit":
+        omit_pretrained_base(session)
 
 
 def set_up_module(session: Session) -> None:

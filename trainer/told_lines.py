@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from ..callbacks.early_stopping import EarlyStopping
 from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.omit_frozen_weights import OmitFrozenWeights
@@ -9,6 +11,8 @@ from ..callbacks.progress_display import tell_beside_bar
 from ..common.storage import Pending
 from ..common.units import in_units
 from ..strategies.pretrained.adapters import is_adapted
+from ..strategies.state.dtensor import local_shard
+from ..strategies.wrapped.wrapped_tensors import held_tensors
 from .request import Request
 from .session.session import Session
 
@@ -28,25 +32,41 @@ def tell_start(session: Session, request: Request) -> None:
 
 
 def tell_frozen_base(session: Session) -> None:
-    """Tell how checkpoints of a model with adapters of peft leave its base out, if they do not.
+    """Tell how much of the base of a model with adapters of peft checkpoints leave out, or how they would.
 
-    They keep it by default: a resumed run needs a base that is the same bit by bit, and a module that draws rows for
-    added tokens, say, would build another one.
+    By default they leave out what `load_pretrained` has read from files. The rest they keep: a resumed run needs a base
+    that is the same bit by bit, and a module that draws rows for added tokens, say, would build another one.
     """
-    kinds = {type(callback) for callback in session.callbacks}
-    if ModelCheckpoint not in kinds or OmitFrozenWeights in kinds:
-        return
+    savers = [one for one in session.callbacks if isinstance(one, ModelCheckpoint)]
+    omission = next((one for one in session.callbacks if isinstance(one, OmitFrozenWeights)), None)
+    is_chosen = any(one.frozen for one in savers) or (omission is not None and omission.names is None)
     model = next((part for part in session.module.modules() if is_adapted(part)), None)
-    if model is None:
+    if is_chosen or model is None or not savers:
         return
-    size = {p: p.numel() * p.element_size() for p in model.parameters()}
-    frozen = sum(size[p] for p in size if not p.requires_grad)
-    if frozen > sum(size.values()) / 2:
-        tell(
-            session,
-            f"Each checkpoint holds {in_units(frozen)} of frozen weights beside the adapters; if the module always "
-            "builds the same base, as from a folder, callbacks=OmitFrozenWeights() leaves them out.",
+    if omission is not None and omission.names is not None:
+        named = session.module.named_parameters()
+        size = sum(_bytes_of(one) for name, one in named if name in omission.names and not one.requires_grad)
+        line = (
+            f"Checkpoints leave out {in_units(size)} of frozen weights, which load_pretrained has read and reads "
+            "again; ModelCheckpoint(frozen='keep') keeps them."
         )
+    else:
+        sizes = {parameter: _bytes_of(parameter) for parameter in model.parameters()}
+        size = sum(sizes[parameter] for parameter in sizes if not parameter.requires_grad)
+        if size <= sum(sizes.values()) / 2:
+            return
+        line = (
+            f"Each checkpoint holds {in_units(size)} of frozen weights beside the adapters; if the module always "
+            "builds the same base, as from a folder, ModelCheckpoint(frozen='omit') leaves them out."
+        )
+    tell(session, line)
+
+
+def _bytes_of(parameter: nn.Parameter) -> int:
+    """Return the bytes of a whole parameter, as it is kept: a quantized one has fewer than its dtype says."""
+    shard = local_shard(parameter)
+    held = sum(inner.nbytes for inner in held_tensors(shard))
+    return round(held * parameter.numel() / shard.numel()) if shard.numel() else parameter.nbytes
 
 
 def tell_upload(session: Session, upload: Pending) -> None:

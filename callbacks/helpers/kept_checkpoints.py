@@ -68,8 +68,8 @@ class KeptCheckpoints:
         return {name: kept for name, kept in self.scores.items() if name != worst}
 
 
-def check_kept(save_top_k: int, monitor: str | None, save_last: object) -> None:
-    """Check the arguments that say which checkpoints are kept.
+def check_kept(save_top_k: int, monitor: str | None, save_last: object, frozen: object = None) -> None:
+    """Check the arguments that say which checkpoints are kept, and with which weights.
 
     Raises:
         ConfigError: for an invalid one.
@@ -83,6 +83,11 @@ def check_kept(save_top_k: int, monitor: str | None, save_last: object) -> None:
         )
     if save_last not in (None, True, False, "link"):
         raise ConfigError(f"save_last must be True, False or 'link', got {save_last!r}.")
+    if frozen not in (None, "keep", "omit"):
+        raise ConfigError(
+            f"frozen must be 'keep' or 'omit', got {frozen!r}; leave it out to omit only the base of adapters that "
+            "load_pretrained has read."
+        )
 
 
 def is_own_checkpoint(trainer: Run, folder: str, name: str) -> bool:

@@ -18,6 +18,7 @@ from .conversions import is_of_transformers, under_own_names
 from .find_folder import check_dtype, find_folder, open_sources
 from .libraries import is_of_diffusers
 from .matching import Match, match
+from .read_tensors import tensors_read
 from .whole_builds import LOADED
 
 M = TypeVar("M", bound=nn.Module)
@@ -88,6 +89,9 @@ def load_pretrained(
             tensor = tensor[: min(tensor.shape[0], source.shape[0])]
         with torch.no_grad():
             fill_from(tensor.detach() if tensor.requires_grad else tensor, source)
+        whole = matched.tensors[name]
+        if isinstance(whole, nn.Parameter) and name not in matched.resized:
+            tensors_read(model).note(whole)
     vars(model)[LOADED] = str(folder_or_id)
     return model
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import secrets
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -229,12 +230,22 @@ def weights_with_base(path: str | AnyPath, base: str | AnyPath | None) -> dict[s
             "has; give the base as base= (--base), or write the others alone with partial=True (--partial)."
         )
     given = read_weights(as_path(base), lazily=True)
-    first = next(iter(omitted))
-    prefixes = sorted({first.removesuffix(name) for name in given if f".{first}".endswith(f".{name}")}, key=len)
-    prefix = next((one for one in prefixes if all(name.removeprefix(one) in given for name in omitted)), "")
-    held = {f"{prefix}{name}": tensor for name, tensor in given.items()}
+    candidates = [*_names_in_base(list(omitted), given), *_names_in_base([*map(_without_adapters, omitted)], given)]
+    own = max(candidates, key=lambda names: sum(name in given for name in names))
+    held = {name: given[key] for name, key in zip(omitted, own, strict=True) if key in given}
     whole = completed(weights, omitted, held, Collectives(None, torch.device("cpu")))
     return {name: _as_dtype(whole[name], omitted[name]["dtype"]) if name in omitted else whole[name] for name in whole}
+
+
+def _names_in_base(names: Sequence[str], given: Mapping[str, Tensor]) -> list[list[str]]:
+    """Return what weights may be called in a base: by their names, or by the ends of their names."""
+    prefixes = {name.removesuffix(own) for name in names[:1] for own in given if f".{name}".endswith(f".{own}")}
+    return [[name.removeprefix(prefix) for name in names] for prefix in ("", *sorted(prefixes - {""}, key=len))]
+
+
+def _without_adapters(name: str) -> str:
+    """Return the name that a weight has in its base, without the layers of peft around it."""
+    return re.sub(r"\.(base_layer|original_module)(?=\.)", "", name)
 
 
 def _as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -23,15 +23,24 @@ class SavesFiles(Protocol):
         """Whether a checkpoint is one file if `save_checkpoint` is not told otherwise."""
 
 
+def saves_single_files(session: Session) -> bool:
+    """Return whether a run saves checkpoints as single files, if not told otherwise."""
+    return cast(SavesFiles, session.run).saves_single_files or bool(_savers_of_files(session))
+
+
+def _savers_of_files(session: Session) -> list[ModelCheckpoint]:
+    default = cast(SavesFiles, session.run).saves_single_files
+    savers = [one for one in session.callbacks if isinstance(one, ModelCheckpoint)]
+    return [one for one in savers if (default if one.single_file is None else one.single_file)]
+
+
 def check_room(session: Session, parts: Mapping[str, Any]) -> None:
     """Check that the temporary folder has room for the tensors of a state, where a run stages it there.
 
     Raises:
         ConfigError: on the first rank, which writes the file, if it has not.
     """
-    savers = [one for one in session.callbacks if isinstance(one, ModelCheckpoint) and is_url(one.dirpath)]
-    default = cast(SavesFiles, session.run).saves_single_files
-    if session.strategy.rank != 0 or not any(default if one.single_file is None else one.single_file for one in savers):
+    if session.strategy.rank != 0 or not any(is_url(one.dirpath) for one in _savers_of_files(session)):
         return
     try:
         folder = tempfile.gettempdir()
