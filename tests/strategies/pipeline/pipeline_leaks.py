@@ -78,7 +78,8 @@ class Count(Callback):
 
     def _now(self, trainer: Any) -> dict[str, float]:
         gc.collect()
-        tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+        # an empty one is of the checkpoint that is being written
+        tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor) and thing.numel()]
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         own = {
             "files": sum(not is_inside(fd, trainer.checkpoint_callback.dirpath) for fd in os.listdir("/proc/self/fd")),
