@@ -21,7 +21,7 @@ from ..experts.router_check import RouterCheck
 from ..parallel.equal_ranks import make_equal
 from ..parallel.mesh import DATA_AXES, Degrees, in_stage
 from ..state.dtensor import gathered, is_dtensor, whole_tensor
-from ..tensor_parallel.block_check import BlockCheck
+from ..tensor_parallel.check.block_check import BlockCheck
 from ..tensor_parallel.cutting import check_cut, cut_module
 from ..tensor_parallel.loss import loss_context
 from ..tensor_parallel.tensor_plan import TensorPlan

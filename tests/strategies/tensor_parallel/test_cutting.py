@@ -9,7 +9,7 @@ from torch import nn
 from echelon.common.errors import ModuleError
 from echelon.strategies.module.activation_checkpointing import ActivationCheckpointing, checkpointed
 from echelon.strategies.state.dtensor import gather_whole
-from echelon.strategies.tensor_parallel.block_check import BlockCheck
+from echelon.strategies.tensor_parallel.check.block_check import BlockCheck
 from echelon.strategies.tensor_parallel.cutting import cut_module
 from echelon.strategies.tensor_parallel.find_plan import find_plan
 from echelon.testing import run_ranks

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from echelon.common.errors import ConfigError
-from echelon.strategies.tensor_parallel.block_check import BlockCheck
+from echelon.strategies.tensor_parallel.check.block_check import BlockCheck
 from echelon.strategies.tensor_parallel.cutting import cut_module
 from echelon.strategies.tensor_parallel.find_plan import find_plan
 from echelon.strategies.tensor_parallel.loss import loss_context

@@ -5,7 +5,7 @@ from small import raises
 from torch import nn
 
 from echelon import ModuleError
-from echelon.strategies.tensor_parallel.skeleton import Skeleton
+from echelon.strategies.tensor_parallel.check.skeleton import Skeleton
 
 
 def test_a_skeleton_runs_with_the_weights_of_now():

@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ...common.errors import ModuleError
-from ..devices.cuda import rounds_float32
-from ..distributed.nested import iterate_tensors, map_tensors
-from ..module.untouched import Untouched
-from ..state.dtensor import is_dtensor, whole_tensor
-from ..targets.in_place_of_logits import asked_of
-from ..torch_internals import without_dispatch_modes
-from .cutting import run_as
-from .exchanges import TensorGroup
-from .layers import SummedGradients
+from ....common.errors import ModuleError
+from ...devices.cuda import rounds_float32
+from ...distributed.nested import iterate_tensors, map_tensors
+from ...module.untouched import Untouched
+from ...state.dtensor import is_dtensor, whole_tensor
+from ...targets.in_place_of_logits import asked_of
+from ...torch_internals import without_dispatch_modes
+from ..cutting import run_as
+from ..exchanges import TensorGroup
+from ..layers import SummedGradients
+from ..tensor_plan import TensorPlan
 from .shares import OutputShare, admit_shares, guard_shares, plain, shared_dim
 from .skeleton import Skeleton, private
-from .tensor_plan import TensorPlan
 
 _TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 1e-3}
 """The relative difference that rounding may cause; for small values, a tenth of it relative to the largest value."""

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from ...common.errors import ModuleError
-from ..distributed.nested import map_tensors
-from ..torch_tensors import buffers_by_name, parameters_by_name
+from ....common.errors import ModuleError
+from ...distributed.nested import map_tensors
+from ...torch_tensors import buffers_by_name, parameters_by_name
 
 M = TypeVar("M", bound=nn.Module)
 

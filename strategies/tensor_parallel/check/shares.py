@@ -8,9 +8,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ...common.errors import ModuleError
-from ..distributed.nested import map_tensors
-from ..torch_internals import DisableTorchFunctionSubclass
+from ....common.errors import ModuleError
+from ...distributed.nested import map_tensors
+from ...torch_internals import DisableTorchFunctionSubclass
 
 _HARMLESS: Final = frozenset(
     [
