@@ -6,7 +6,7 @@ import random
 import sys
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from operator import is_
 from typing import Any
@@ -59,21 +59,26 @@ def namespace_put_back(namespace: dict[str, Any], names: Collection[str] | None 
         namespace: the globals or attributes.
         names: the names; None for all, where names that are added later are removed.
     """
-    before = dict(namespace) if names is None else {name: namespace.get(name, _MISSING) for name in names}
+    if names is None:
+        return partial(restore_all, namespace, dict(namespace))
+    return partial(_restore, namespace, {name: namespace.get(name, _MISSING) for name in names})
 
-    def put_back() -> None:
-        for name in [*namespace] if names is None else ():
-            if name not in before:
-                del namespace[name]
-        for name, value in before.items():
-            if namespace.get(name, _MISSING) is value:
-                continue
-            if value is _MISSING:
-                del namespace[name]
-            else:
-                namespace[name] = value
 
-    return put_back
+def restore_all(namespace: dict[str, Any], before: Mapping[str, Any]) -> None:
+    """Give a namespace the names and values that it had before, and no others."""
+    for name in [name for name in namespace if name not in before]:
+        del namespace[name]
+    _restore(namespace, before)
+
+
+def _restore(namespace: dict[str, Any], before: Mapping[str, Any]) -> None:
+    for name, value in before.items():
+        if namespace.get(name, _MISSING) is value:
+            continue
+        if value is _MISSING:
+            del namespace[name]
+        else:
+            namespace[name] = value
 
 
 def _same(now: Collection[Any], before: Collection[Any]) -> bool:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, Final
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from .own_code import is_own_code, is_own_object, names_in
-from .put_back import PutBack, namespace_put_back, put_back_of, slots_put_back
+from .put_back import PutBack, namespace_put_back, put_back_of, restore_all, slots_put_back
 from .random_streams import RandomStreams
 
 _MOST: Final = 50_000
@@ -22,6 +23,8 @@ _PLAIN: Final = frozenset((type(None), bool, int, float, complex, str, bytes, to
 _METRIC: Final = ("update", "compute", "reset")
 """The methods of a metric object, such as torchmetrics' ``Metric``, whose lists of tensors are only ever extended."""
 _BESIDE_HOOKS: Final = ("_hooks_with_kwargs", "_hooks_always_called")
+_KEEPING: Final = WeakSet["KeptObjects"]()
+"""What those blocks keep that may be entered now."""
 
 
 class Traceless:
@@ -55,6 +58,7 @@ class Traceless:
         self._kept = KeptObjects()
         self._kept.keep(self._module, *self._functions)
         self._streams = RandomStreams({p.device for p in self._module.parameters()})
+        _KEEPING.add(self._kept)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -64,6 +68,13 @@ class Traceless:
         """Restore everything now."""
         self._kept.put_back()
         self._streams.rewind()
+
+
+def change_for_good(module: nn.Module, attributes: Mapping[str, Any]) -> None:
+    """Set attributes of a module that no `Traceless` undoes, such as what Echelon finds out in a first step."""
+    vars(module).update(attributes)
+    for kept in _KEEPING:
+        kept.note_change(module, attributes)
 
 
 class KeptObjects:
@@ -81,6 +92,8 @@ class KeptObjects:
         """Objects by identity, kept alive so that no other object gets the same identity."""
         self._put_backs: list[PutBack] = []
         self._waiting: deque[Any] = deque()
+        self._attributes: dict[int, dict[str, Any]] = {}
+        """Those to which modules are put back, by the identity of a module."""
         self._called: set[str] = set()
         """The names that code uses, of which each may be a method."""
         self._methods: dict[str, list[object]] = {}
@@ -109,6 +122,11 @@ class KeptObjects:
     def modules(self) -> list[nn.Module]:
         """The modules among the kept objects."""
         return [one for one in self._seen.values() if isinstance(one, nn.Module)]
+
+    def note_change(self, module: nn.Module, attributes: Mapping[str, Any]) -> None:
+        """Note what else a module is put back to, if it is kept."""
+        if id(module) in self._attributes:
+            self._attributes[id(module)].update(attributes)
 
     def put_back(self) -> None:
         """Restore everything, and only then raise an error that occurred meanwhile."""
@@ -184,7 +202,8 @@ class KeptObjects:
         if isinstance(module, LazyModuleMixin):  # becomes another class in its first forward, for good
             self._put_backs.append(namespace_put_back(attributes, ["training"]))
             return
-        self._put_backs.append(namespace_put_back(attributes))
+        self._attributes[id(module)] = before = dict(attributes)
+        self._put_backs.append(partial(restore_all, attributes, before))
         is_metric = all(callable(getattr(type(module), name, None)) for name in _METRIC)
         for name, value in attributes.items():
             if name.endswith("_hooks") and isinstance(value, dict):

@@ -16,7 +16,7 @@ from ..module.blocks import CONTAINERS, Predicate, as_predicate, repeated_blocks
 from ..module.precision import Precision
 from ..state.dtensor import bytes_of, is_wrapper
 from ..torch_internals import BatchNorm
-from ..units.whole_parameters import is_number
+from ..units.whole_parameters import is_kept_whole
 from .mesh import Degrees
 from .unit_dtypes import layers_of_other_dtypes
 
@@ -251,7 +251,7 @@ def check_dimensions(module: nn.Module) -> None:
     Raises:
         ModuleError: naming those that have none.
     """
-    scalars = [name for name, p in module.named_parameters() if is_number(p)]
+    scalars = [name for name, p in module.named_parameters() if not is_lazy(p) and p.dim() == 0]
     if scalars:
         raise ModuleError(
             f"{', '.join(scalars[:5])} of {type(module).__name__} must have a dimension if layers are cut or "
@@ -311,7 +311,7 @@ def _shared_submodules(module: nn.Module, names: Iterable[str]) -> set[str]:
 
 def _uses(module: nn.Module) -> Counter[nn.Parameter]:
     """Count the submodules that hold each parameter."""
-    return Counter(p for child in module.modules() for p in child.parameters(recurse=False) if not is_number(p))
+    return Counter(p for child in module.modules() for p in child.parameters(recurse=False) if not is_kept_whole(p))
 
 
 def make_plan(
@@ -377,4 +377,4 @@ def _size(module: nn.Module) -> int:
 
 
 def _has_parameters(module: nn.Module) -> bool:
-    return any(not is_number(parameter) for parameter in module.parameters())
+    return any(not is_kept_whole(parameter) for parameter in module.parameters())

@@ -16,7 +16,7 @@ from ..module.precision import Precision
 from ..state.dtensor import is_dtensor
 from ..torch_internals import BatchNorm
 from ..units.large_layers import LayerUnit
-from ..units.whole_parameters import is_number
+from ..units.whole_parameters import is_kept_whole
 from .step_caller import StepCaller
 
 
@@ -46,7 +46,7 @@ def _reduced(module: nn.Module, units: set[str], precision: Precision) -> Iterat
         unit = next((prefix for prefix in _prefixes(layer) if prefix in units), "")
         for parameter in submodule.parameters(recurse=False):
             is_reduced = parameter.requires_grad or parameter.is_complex()
-            is_left_out = is_lazy(parameter) or is_number(parameter)  # a number is kept whole, in its own dtype
+            is_left_out = is_lazy(parameter) or is_kept_whole(parameter)  # in its own dtype
             if is_reduced and not is_left_out and parameter not in seen:
                 seen.add(parameter)
                 yield layer, unit, precision.dtype_for(parameter.dtype), parameter.numel()
@@ -86,7 +86,7 @@ def check_dtypes(module: nn.Module, unit: nn.Module, left_out: Set[nn.Parameter]
 
 def is_complex(unit: nn.Module) -> bool:
     """Return whether a submodule has complex parameters to shard that are not sharded yet."""
-    return any(p.is_complex() for p in unit.parameters() if not (is_dtensor(p) or is_number(p)))
+    return any(p.is_complex() for p in unit.parameters() if not (is_dtensor(p) or is_kept_whole(p)))
 
 
 def policy_of(unit: nn.Module, given: Any, precision: Precision, *, is_root: bool) -> Any:

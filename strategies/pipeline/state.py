@@ -19,8 +19,10 @@ def marked(pipeline: Pipeline, state: Mapping[str, Any]) -> dict[str, Any]:
     parameters = dict(pipeline.module.named_parameters(remove_duplicate=False))
     marks: dict[Tensor, Elsewhere] = {}  # one for all names of a parameter
 
-    def mark(name: str) -> Elsewhere:
+    def mark(name: str) -> Elsewhere | Tensor:
         parameter = parameters[name]
+        if not parameter.numel():  # it is not sharded, and so nobody else writes it
+            return torch.empty(parameter.shape, dtype=parameter.dtype)
         return marks.setdefault(parameter, Elsewhere(tuple(parameter.shape), parameter.dtype))
 
     return {
@@ -70,7 +72,9 @@ def gather_all(pipeline: Pipeline, collectives: Collectives, *, is_kept: bool) -
     for name, value in pipeline.module.state_dict().items():
         if name in pipeline.ranks_of:
             first = pipeline.ranks_of[name][0]
-            own = whole_tensor(value).detach().cpu() if pipeline.rank == first and is_dtensor(value) else None
+            own = None
+            if pipeline.rank == first:  # what has no element is plain
+                own = (whole_tensor(value) if is_dtensor(value) else value).detach().cpu()
             value = collectives.broadcast(own, first * ranks_a_stage)
         elif is_dtensor(value):
             value = whole_tensor(value)

@@ -102,7 +102,7 @@ class Cuts:
         for name in plan.words:
             layer = module.get_submodule(name)
             make_equal(chain(layer.parameters(), layer.buffers()), device, peers)
-        self._check = None if peers.is_rehearsed else BlockCheck(module, plan, mesh)
+        self._check = None if peers.is_rehearsed else BlockCheck(module, plan, mesh, tells=peers.rank == 0)
         cut_module(module, plan, mesh, copies)
 
     @property
@@ -166,12 +166,12 @@ class Cuts:
         return self.sequences.run(step_name, module, args, checked)
 
     def _run_checked(self, run: Callable[..., Any], step_name: str, *args: Any) -> Any:
-        """Call `run`; in the first training step, compare cut layers with whole ones."""
-        if self._check is None or step_name != "training_step":
+        """Call `run`; in the first steps of each kind, compare cut layers with whole ones."""
+        if self._check is None:
             return run(step_name, *args)
-        with self._check as check:
+        with self._check.during(is_training=step_name == "training_step"):
             output = run(step_name, *args)
-        if check.is_complete:
+        if self._check.is_complete:
             self._check = None
         return output
 

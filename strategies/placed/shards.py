@@ -33,7 +33,7 @@ from ..state.shards import Holders
 from ..state.tied_names import as_tied
 from ..units.gradient_hooks import GradientHooks
 from ..units.torch_units import gathered_parameters
-from ..units.whole_parameters import is_number
+from ..units.whole_parameters import is_kept_whole
 from .cuts import Cuts
 from .placed import ClipAlgorithm, Placed, Site
 from .plain_copies import PlainCopies, attributes_of
@@ -121,7 +121,7 @@ class PlacedShards(Placed):
     def holds(self, module: nn.Module) -> bool:
         """Return whether this is the module that lies here, sharded."""
         parameters = list(module.parameters())
-        return self.module is module and (any(map(is_dtensor, parameters)) or all(map(is_number, parameters)))
+        return self.module is module and (any(map(is_dtensor, parameters)) or all(map(is_kept_whole, parameters)))
 
     @property
     def memory_share(self) -> MemoryShare:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...common.errors import ConfigError
-from ..state.dtensor import is_dtensor
+from ..state.dtensor import is_dtensor, plain_kind
 from ..torch_tensors import buffers_by_name, parameters_by_name
 from ..wrapped.wrapped_tensors import dequantized, is_wrapped
 from .saved_names import Fetch, Outline, SavedTensors, untied
@@ -100,11 +100,6 @@ def write_adapter_config(model: Any, folder: Path) -> None:
     config.inference_mode = True
     names = {"base_model_class": plain_kind(base).__name__, "parent_library": plain_kind(base).__module__}
     config.save_pretrained(folder, auto_mapping_dict=names if config.task_type is None else None)
-
-
-def plain_kind(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a module before it was sharded."""
-    return next(kind for kind in type(module).__mro__ if not kind.__name__.startswith("FSDP"))
 
 
 class _Layer(NamedTuple):

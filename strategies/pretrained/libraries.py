@@ -15,7 +15,7 @@ from torch import nn
 
 from ...common.errors import CheckpointError, MissingDependencyError
 from ...common.foreign import attribute_of
-from .adapters import plain_kind
+from ..state.dtensor import plain_kind
 from .conversions import is_of_transformers
 from .find_folder import CONFIG, DIFFUSION, SINGLE, config_of, pipeline_of
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
@@ -36,6 +36,11 @@ def is_dtensor(value: object) -> bool:
         return False
     module: Any = sys.modules.get("torch.distributed.tensor")  # if not imported, no DTensor exists
     return module is not None and isinstance(value, module.DTensor)
+
+
+def plain_kind(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module before it was sharded, which gives it a subclass of its own."""
+    return next(kind for kind in type(module).__mro__ if not kind.__name__.startswith("FSDP"))
 
 
 # --- the local shard -------------------------------------------------------------------------------------------------

@@ -45,6 +45,10 @@ class AttentionCut(CutLayer):
         names = {name for name, _ in module.named_parameters()}
         return cls({name: cut for name, cut in slices.items() if name in names})
 
+    def with_whole_activations(self) -> CutLayer:
+        """Return the same: it takes and returns whole activations."""
+        return self
+
     def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
         """Return the output, and the attention weights if requested."""
         assert isinstance(module, nn.MultiheadAttention)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, Final
 
 from torch import nn
 
 from ...common.errors import ConfigError, ModuleError
+from ..module.traces import change_for_good
 from ..state.dtensor import is_dtensor
 from ..targets.in_place_of_logits import asked_of
 from .attention import AttentionCut
 from .exchanges import TensorGroup
-from .layers import CutLayer, Slices, SummedGradients, WholeLayer
+from .layers import CutLayer, Forward, Slices, SummedGradients, WholeLayer
 from .tensor_plan import TensorPlan
 
 _WHOLE: Final = WholeLayer({})
@@ -87,19 +89,21 @@ def _sum_gradients(block: nn.Module, name: str, layers: Mapping[str, CutLayer], 
             run_as(submodule, SummedGradients({}), group)
 
 
-def run_as(submodule: nn.Module, layer: CutLayer, group: TensorGroup) -> None:
-    """Replace a submodule's forward with that of its cut layer."""
-    forward = submodule.forward
+def run_as(submodule: nn.Module, layer: CutLayer, group: TensorGroup, *, replaces: bool = False) -> None:
+    """Replace a submodule's forward with that of its cut layer; with `replaces`, instead of another cut layer's."""
+    forward = submodule.forward.args[-1] if replaces else submodule.forward
+    change_for_good(submodule, {"forward": partial(_cut_forward, submodule, layer, group, forward)})
 
-    def cut_forward(*args: Any, **kwargs: Any) -> Any:
-        if not layer.computes_loss and asked_of(submodule) is not None:
-            raise ModuleError(
-                f"the head ({type(submodule).__name__}) is cut as {type(layer).__name__}, which cannot compute a loss "
-                "without logits; give it the word 'colwise_gather_output' in tp_plan, or compute the logits."
-            )
-        return layer.run(submodule, forward, group, args, kwargs)
 
-    vars(submodule)["forward"] = cut_forward
+def _cut_forward(
+    submodule: nn.Module, layer: CutLayer, group: TensorGroup, forward: Forward, *args: Any, **kwargs: Any
+) -> Any:
+    if not layer.computes_loss and asked_of(submodule) is not None:
+        raise ModuleError(
+            f"the head ({type(submodule).__name__}) is cut as {type(layer).__name__}, which cannot compute a loss "
+            "without logits; give it the word 'colwise_gather_output' in tp_plan, or compute the logits."
+        )
+    return layer.run(submodule, forward, group, args, kwargs)
 
 
 def check_cut(module: nn.Module, tp: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -18,6 +20,8 @@ from .words import GATHERED_COLUMNS, check_word, is_for_experts
 
 _HEAD_NAMES: Final = ("lm_head", "head", "output", "unembed", "to_logits", "decoder", "classifier", "embed_out")
 _OF_LATENT_KEYS: Final = "mla_kv_a_proj"
+_LARGE: Final = 64
+"""The width of a layer that is worth cutting, however many ranks there are."""
 
 
 def find_plan(
@@ -38,17 +42,18 @@ def find_plan(
             without any known layer to cut, and adapters among shards of sequences.
     """
     numbers: Mapping[str, tuple[str, ...]] = {}
-    own = getattr(module, "tp_plan", None)
+    own, is_given = getattr(module, "tp_plan", None), True
     if tp_plan is not None:
         words, source = _match(module, tp_plan, "tp_plan"), "tp_plan"
     elif isinstance(own, Mapping) and own and not _is_brought(module):
         source = f"{type(module).__name__}.tp_plan"
         words = _match(module, own, source)
     else:
-        words, source = _brought(module), "the plan that the model brings"
+        words, source, is_given = _brought(module), "the plan that the model brings", False
         if not words:
             known = KnownLayers.of(module)
             words, numbers, source = dict(known.words), known.numbers, "the plan that was found"
+            words = words or _each_by_itself(module)
     words = reaching_inside(module, words)
     if not words:
         raise ConfigError(
@@ -59,7 +64,7 @@ def find_plan(
     head = _head(module, words) if loss_parallel else None
     words |= {} if head is None or head in words else {head: "colwise_gather_output"}
     words |= _tied(module, words)
-    plan = TensorPlan(_in_order(module, words), source, sequence_parallel, head, numbers)
+    plan = TensorPlan(_in_order(module, words), source, sequence_parallel, head, numbers, is_given=is_given)
     if sequence_parallel and not plan.sharded_blocks(module):
         raise ConfigError(
             "sequence_parallel=True shards the sequence inside blocks that are in a ModuleList or a Sequential, but "
@@ -112,7 +117,29 @@ def _brought(module: nn.Module) -> dict[str, Any]:
     for name, part, _, plan in brought_plans(module, "tp"):
         matched = _match(part, plan, f"the plan of {name or type(part).__name__}", is_strict=not _is_brought(part))
         words |= {f"{name}.{layer}".lstrip("."): word for layer, word in matched.items()}
+    # of experts, which stay whole, there are no parts to sum
+    return {n: one for n, one in words.items() if one != "all_reduce" or any(x.startswith(f"{n}.") for x in words)}
+
+
+def _each_by_itself(module: nn.Module) -> dict[str, str]:
+    """Return words for the large linear layers of repeated blocks, each of which takes and returns whole features."""
+    words: dict[str, str] = {}
+    for name, block in repeated_blocks(module):
+        for own, layer in block.named_modules():
+            taken, returned = widths(layer) or (0, 0)
+            holder = block.get_submodule(own.rpartition(".")[0])
+            if max(taken, returned) >= _LARGE and not _reads_weight(holder, own.rpartition(".")[2]):
+                words[f"{name}.{own}"] = "colwise_gather_output" if returned >= taken else "rowwise_split_input"
     return words
+
+
+def _reads_weight(holder: nn.Module, name: str) -> bool:
+    """Return whether a module's code computes with the weight of a layer itself, as Mamba's does."""
+    try:
+        source = inspect.getsource(type(holder))
+    except (OSError, TypeError):
+        return False
+    return re.search(rf"\b{re.escape(name)}\.(weight|bias)\b", source) is not None
 
 
 def _is_brought(part: nn.Module) -> bool:

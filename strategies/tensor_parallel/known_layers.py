@@ -11,7 +11,10 @@ from torch import nn
 from ...common.foreign import attribute_of
 
 _ATTENTIONS: Final = (
-    (("q_proj", "k_proj", "v_proj"), ("o_proj", "out_proj", "c_proj", "proj")),
+    (("q_proj", "k_proj", "v_proj"), ("o_proj", "out_proj", "c_proj", "proj", "Wo")),
+    (("q_proj.linear", "k_proj.linear", "v_proj.linear"), ("o_proj.linear",)),
+    (("query_proj", "key_proj", "value_proj"), ("out_proj",)),
+    (("project_q", "project_k", "project_v"), ("attention_out",)),
     (("wq", "wk", "wv"), ("wo",)),
     (("q", "k", "v"), ("o", "out", "proj")),
     (("query", "key", "value"), ("out", "proj", "out_proj", "o_proj", "dense", "output")),
@@ -20,7 +23,7 @@ _ATTENTIONS: Final = (
 )
 _PACKED_ATTENTIONS: Final = (
     ("qkv", "qkv_proj", "c_attn", "in_proj", "Wqkv"),
-    ("c_proj", "proj", "out_proj", "o_proj", "out", "wo"),
+    ("c_proj", "proj", "out_proj", "o_proj", "out", "wo", "Wo"),
 )
 _FEED_FORWARDS: Final = (
     (("gate_proj", "up_proj"), ("down_proj",)),
@@ -32,11 +35,14 @@ _FEED_FORWARDS: Final = (
     (("linear1",), ("linear2",)),
     (("lin1",), ("lin2",)),
     (("wi",), ("wo",)),
+    (("layer_1",), ("layer_2",)),
+    (("intermediate",), ("output",)),
     (("intermediate.dense",), ("output.dense",)),
+    (("w_in.w_0", "w_in.w_1"), ("w_out",)),
     (("dense_h_to_4h",), ("dense_4h_to_h",)),
 )
-_PACKED_FEED_FORWARDS: Final = (("gate_up_proj",), ("down_proj",))
-_HEADS: Final = ("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead", "heads")
+_PACKED_FEED_FORWARDS: Final = (("gate_up_proj", "down_proj"), ("Wi", "Wo"), ("fc1", "fc2"))
+_HEADS: Final = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_attn_heads", "nhead", "heads")
 KEY_HEADS: Final = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
 _GROUPS: Final = ("num_key_value_groups", "num_kv_groups", "n_rep")
 _WIDTHS: Final = ("embed_dim", "hidden_size", "split_size", "all_head_size", "inner_dim", "n_embd", "d_model", "dim")
@@ -80,7 +86,11 @@ class KnownLayers:
         norms = _norms_of_heads(submodule, width) if words else {}
         if words and norms is not None:
             self._set(name, words | norms | _tables_of_heads(submodule))
-            self.numbers[name] = tuple(_numbers(submodule, width))
+            inner = next(iter(words)).rpartition(".")[0]  # BERT's projections are in a module of their own
+            for holder in {"", inner}:
+                numbers = tuple(_numbers(submodule.get_submodule(holder), width))
+                if numbers:
+                    self.numbers[f"{name}.{holder}".strip(".")] = numbers
 
     def _set(self, prefix: str, words: dict[str, str]) -> None:
         names = {f"{prefix}.{name}".strip("."): word for name, word in words.items()}
@@ -176,9 +186,11 @@ def _attention(holder: nn.Module) -> tuple[dict[str, str], int]:
 def _feed_forward(holder: nn.Module) -> dict[str, str]:
     for columns, row, _ in _matching(holder, _FEED_FORWARDS):
         return {**dict.fromkeys(columns, "colwise"), row: "rowwise"}
-    (column,), (row,) = _PACKED_FEED_FORWARDS
-    packed, out = widths(_get(holder, column)), widths(_get(holder, row))
-    return {column: "packed_colwise:2", row: "rowwise"} if packed and out and packed[1] == 2 * out[0] else {}
+    for column, row in _PACKED_FEED_FORWARDS:
+        packed, out = widths(_get(holder, column)), widths(_get(holder, row))
+        if packed and out and packed[1] == 2 * out[0]:
+            return {column: "packed_colwise:2", row: "rowwise"}
+    return {}
 
 
 def _matching(holder: nn.Module, table: Any) -> Iterator[tuple[tuple[str, ...], str, int]]:

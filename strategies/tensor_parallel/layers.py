@@ -72,6 +72,10 @@ class CutLayer:
         """Return the same layer for activations that are sharded along the sequence."""
         return replace(self, shard_dim=dim)
 
+    def with_whole_activations(self) -> CutLayer | None:
+        """Return the layer as it takes and returns whole activations, with the same cut; None if it cannot."""
+        return None
+
     def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
         """Run the layer's forward with this rank's part."""
         raise NotImplementedError
@@ -93,6 +97,9 @@ class ColumnCut(CutLayer):
         """Whether its features are together after it, so that ranks may have different numbers of them."""
         return self.gathers_output or self.keeps_logits
 
+    def with_whole_activations(self) -> CutLayer:
+        return self if self.keeps_logits else replace(self, gathers_output=True)
+
     def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
         first, rest, named = first_input(inputs, named)
         if self.takes_copies:
@@ -107,7 +114,15 @@ class ColumnCut(CutLayer):
             output = forward(whole, *rest, **named)
         if self.keeps_logits:
             return _as_logits(output, group, number)
-        return group.join(output, -1, number) if self.gathers_output else output
+        return self._joined(output, group, number) if self.gathers_output else output
+
+    def _joined(self, output: Tensor, group: TensorGroup, number: int) -> Tensor:
+        """Return the features of all ranks in the order of the whole layer."""
+        cut = self.slices["weight"]
+        if cut.sections == cut.copies == 1:
+            return group.join(output, -1, number)
+        by_rank: Tensor = group.join(output, -1).unflatten(-1, (group.size, cut.sections, -1))
+        return by_rank[..., :: cut.copies, :, :].transpose(-3, -2).flatten(-3)
 
     def _num_features(self, module: nn.Module) -> int:
         """Return the number of output features of all ranks."""
@@ -120,9 +135,12 @@ class RowCut(CutLayer):
 
     splits_input: bool = False
 
+    def with_whole_activations(self) -> CutLayer:
+        return replace(self, splits_input=True)
+
     def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
         first, rest, named = first_input(inputs, named)
-        own = group.split(first, -1) if self.splits_input else first
+        own = self._own(first, group) if self.splits_input else first
         bias = getattr(module, "bias", None)
         # the bias is added once, to the sum
         none = (
@@ -136,10 +154,20 @@ class RowCut(CutLayer):
         total = group.sum_split(output, self.shard_dim)
         return total if bias is None else total + group.copy(local(bias)).to(total.dtype)
 
+    def _own(self, whole: Tensor, group: TensorGroup) -> Tensor:
+        """Return the features of whole activations that this rank's part of the weight takes."""
+        cut = self.slices["weight"]
+        if cut.sections == 1 and whole.shape[-1] % group.size == 0:
+            return group.split(whole, -1)
+        return replace(cut, dim=whole.dim() - 1).of(group.copy(whole), group.rank, group.size)
+
 
 @dataclass(frozen=True)
 class VocabularyCut(CutLayer):
     """An embedding that holds some rows of its table."""
+
+    def with_whole_activations(self) -> CutLayer:
+        return self
 
     def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
         indices, rest, named = first_input(inputs, named)
@@ -158,6 +186,9 @@ class EmbeddingColumnCut(CutLayer):
 
     gathers_output: bool = True
 
+    def with_whole_activations(self) -> CutLayer:
+        return replace(self, gathers_output=True)
+
     def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
         with local_parameters(module):
             output = forward(*inputs, **named)
@@ -167,6 +198,9 @@ class EmbeddingColumnCut(CutLayer):
 @dataclass(frozen=True)
 class SummedGradients(CutLayer):
     """A layer whose whole parameters see different inputs on each rank, so that their gradients are summed."""
+
+    def with_whole_activations(self) -> CutLayer:
+        return WholeLayer({})
 
     def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
         own = {name: group.copy(local(p)) for name, p in module.named_parameters(recurse=False)}
@@ -191,6 +225,9 @@ class SummedTail(CutLayer):
 
     num_features: int = 0
 
+    def with_whole_activations(self) -> CutLayer:
+        return WholeLayer({})
+
     def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
         output = forward(*inputs, **named)
         rest, tail = output.split([output.shape[-1] - self.num_features, self.num_features], -1)
@@ -214,6 +251,9 @@ class WholeLayer(CutLayer):
     """A layer that is whole on every rank."""
 
     computes_loss: ClassVar[bool] = True
+
+    def with_whole_activations(self) -> CutLayer:
+        return self
 
     def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
         return forward(*inputs, **named)

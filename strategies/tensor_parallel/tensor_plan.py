@@ -33,6 +33,8 @@ class TensorPlan:
     """The layer whose logits stay sharded by vocabulary, with ``loss_parallel``."""
     numbers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The attributes that are divided by tp, such as numbers of heads, by the names of their modules."""
+    is_given: bool = False
+    """Whether a user has written it, so that it is taken by the letter."""
     ends: frozenset[str] = frozenset()
     """Blocks that return whole activations whatever follows them, because a pipeline stage ends there."""
 
@@ -94,11 +96,15 @@ class TensorPlan:
         sharded = self.sharded_blocks(module)
         planned = [name for name, word in self.words.items() if word != "replicate"]
         around = [
-            next((block for block in sharded if _is_inside(name, block)), None) or _around(name, self.words, module)
+            next((block for block in sharded if _is_inside(name, block)), None) or self.around(name, module)
             for name in planned
         ]
         outer = [block for block in dict.fromkeys(around) if not any(_is_inside(block, other) for other in around)]
         return {block: [name for name in self.words if name == block or _is_inside(name, block)] for block in outer}
+
+    def around(self, name: str, module: nn.Module) -> str:
+        """Return the smallest part of a module around a planned layer, or itself, that takes whole activations."""
+        return _around(name, self.words, module)
 
     def unpaired_columns(self, module: nn.Module, block: str) -> list[str]:
         """Return the layers of a block that return cut activations, if none of it takes them."""

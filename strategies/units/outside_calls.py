@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..state.dtensor import is_dtensor
+from ..state.dtensor import is_dtensor, plain_kind
 
 
 def outside_call(module: nn.Module, error: BaseException) -> str | None:
@@ -28,7 +28,7 @@ def outside_call(module: nn.Module, error: BaseException) -> str | None:
     if not units:
         return None
     prefix, unit = units[0]
-    kind, own = type(unit).__name__.removeprefix("FSDP"), name.removeprefix(f"{prefix}.")
+    kind, own = plain_kind(unit).__name__, name.removeprefix(f"{prefix}.")
     return (
         f"Here {name} ({type(part).__name__}) was called from outside of its unit {prefix} ({kind}); make it a unit of "
         f"its own, which is gathered wherever it is called: policy=lambda name, part: isinstance(part, {kind}) or "

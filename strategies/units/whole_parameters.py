@@ -1,4 +1,4 @@
-"""WholeParameters: parameters without a dimension to shard, which each rank keeps whole, and their gradients."""
+"""WholeParameters: parameters without a dimension or an element to shard, which each rank keeps whole."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from ..distributed.collectives import Collectives
 class WholeParameters:
     """Averages the gradients of numbers (temperatures, logit scales) over the ranks; others are reduced to shards.
 
+    Parameters without an element, as of a layer of no width, are among them.
+
     Args:
         module: the user's module, before it is sharded.
         collectives: over all ranks that share its parameters.
@@ -24,7 +26,7 @@ class WholeParameters:
         self._module, self._collectives = module, collectives
         named = module.named_parameters()
         # by name, since those that are built without memory are replaced
-        self._names = [name for name, p in named if is_number(p) and p not in elsewhere]
+        self._names = [name for name, p in named if is_kept_whole(p) and p not in elsewhere]
         self.is_due = True
         """Whether the next backward is the last of its step."""
 
@@ -56,6 +58,6 @@ class WholeParameters:
             parameter.grad = gradient
 
 
-def is_number(tensor: Tensor) -> bool:
-    """Return whether a tensor has no dimension, as far as that is known."""
-    return not is_lazy(tensor) and tensor.dim() == 0
+def is_kept_whole(tensor: Tensor) -> bool:
+    """Return whether a tensor has no dimension or no element, as far as that is known, so that it has no shards."""
+    return not is_lazy(tensor) and (tensor.dim() == 0 or tensor.numel() == 0)

@@ -3,44 +3,56 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ....common.errors import ModuleError
-from ...devices.cuda import rounds_float32
 from ...distributed.nested import iterate_tensors, map_tensors
 from ...module.untouched import Untouched
-from ...state.dtensor import is_dtensor, whole_tensor
+from ...state.dtensor import is_dtensor, plain_kind
 from ...targets.in_place_of_logits import asked_of
-from ...torch_internals import without_dispatch_modes
 from ..cutting import run_as
 from ..exchanges import TensorGroup
 from ..layers import SummedGradients
 from ..tensor_plan import TensorPlan
-from .shares import OutputShare, admit_shares, guard_shares, plain, shared_dim
+from .shares import OutputShare, admit_shares, guard_shares, plain
 from .skeleton import Skeleton, private
+from .trial import GRADIENT_OF, Dtypes, Trial, apart, difference, leaf_of, whole_of
+from .whole_activations import WholeActivations
 
-_TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 1e-3}
-"""The relative difference that rounding may cause; for small values, a tenth of it relative to the largest value."""
 _FEW: Final = 64
-_TOLERANCE_OF_HALF: Final = 0.1
-_TOLERANCE_OF_TF32: Final = 0.02
 _CAUSES: Final = (
     "Usual causes: a fixed number of heads where the width is cut (write .view(batch, length, -1, head_dim)); packed "
     "weights cut as if they were one (use 'packed_colwise'); a norm, a softmax or a mean over cut features"
 )
-
-_GRADIENT_OF: Final = "the gradient of "
 _CAUSE_OF_GRADIENTS: Final = (
     "Usual cause: a whole layer between cut features, which needs the word 'replicated_with_grad_allreduce'"
 )
+
+
+class _Block(NamedTuple):
+    """A block that is called for the first time."""
+
+    name: str
+    module: nn.Module
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]
+    parameters: Mapping[str, Tensor]
+    """Those whose gradients are compared, by their names in the whole module."""
+
+
+class _Fault(NamedTuple):
+    """How a block that is cut differs from the whole one."""
+
+    said: str
+    """In one sentence, after the name of the block."""
+    is_of_gradient: bool = False
+    cause: Exception | None = None
 
 
 class BlockCheck:
@@ -49,12 +61,19 @@ class BlockCheck:
     A block takes and returns whole activations: it is the smallest module around layers that pass cut activations to
     each other. Both runs are in eval mode, on copies of the block's inputs, and leave no trace (`Traceless`); gradients
     do not change. Outputs are compared, and so are gradients of inputs and parameters, unless modules inside the block
-    gather their parameters themselves.
+    gather their parameters themselves. A block that differs under a plan that no user has written is tried again with
+    whole activations between its layers, see `WholeActivations`, and goes on so if it is equal, with a warning.
+
+    Args:
+        module: the module, before it is cut.
+        plan: how its layers are cut.
+        mesh: a DeviceMesh with only the axis ``tp``.
+        tells: whether this rank warns.
 
     Example:
         check = BlockCheck(module, plan, mesh)  # keeps structures, and so is made before the module is cut
         cut_module(module, plan, mesh)
-        with check:  # around micro-batches, until is_complete
+        with check.during(is_training=True):  # around micro-batches, until is_complete
             step()
 
     Raises:
@@ -62,107 +81,149 @@ class BlockCheck:
             when cut, for layers that no block contains, and for a cut parameter that is used outside its layer.
     """
 
-    def __init__(self, module: nn.Module, plan: TensorPlan, mesh: Any) -> None:
-        self._module, self._plan, self._group = module, plan, TensorGroup(mesh)
+    def __init__(self, module: nn.Module, plan: TensorPlan, mesh: Any, *, tells: bool = True) -> None:
+        self._module, self._plan, self._group, self._tells = module, plan, TensorGroup(mesh), tells
         self._skeletons = {name: Skeleton(module.get_submodule(name)) for name in plan.blocks(module)}
         self._blocks = [module.get_submodule(name) for name in self._skeletons]
-        self._hooks: list[Any] = []
-        self._has_shares = False
+        self._alternative = WholeActivations(module, plan, self._group)
+        self._with_shares = set[str]()
+        self._without_gradients = set[str]()
+        """The blocks of which only outputs were compared so far, in an evaluation."""
+        self._warned = set[type]()
 
     @property
     def is_complete(self) -> bool:
         """Whether every block has been compared."""
         return not self._skeletons
 
-    def __enter__(self) -> BlockCheck:
-        compare: Any = self._meet
+    @contextmanager
+    def during(self, *, is_training: bool) -> Iterator[None]:
+        """Compare the blocks that are called inside the block: their gradients, too, in training."""
+        compare: Any = partial(self._meet, is_training)
         if "torch._dynamo" in sys.modules:  # the check of a compiled block must not be compiled
             compare = torch.compiler.disable(compare)
-        for name in self._skeletons:
-            block = self._module.get_submodule(name)
-            self._hooks.append(block.register_forward_pre_hook(partial(compare, name), with_kwargs=True))
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        if self._has_shares and self.is_complete:
-            for block in self._blocks:
-                admit_shares(block)
-        is_mixed = "mixed torch.Tensor and DTensor" in str(error)
-        if is_mixed and not isinstance(error, ModuleError):
-            between = ", or hidden states between two blocks" if self._plan.sequence_parallel else ""
-            raise ModuleError(
-                f"a parameter of a cut layer{between} is used outside the layer's forward ({str(error)[:60]}...); call "
-                f"the layer instead, or leave it out of tp_plan. These layers are cut: {_listed(self._plan.words)}."
-            ) from error
-        if error is None and "" in self._skeletons:
+        hooks = [
+            self._module.get_submodule(name).register_forward_pre_hook(partial(compare, name), with_kwargs=True)
+            for name in self._skeletons
+        ]
+        try:
+            yield
+        except Exception as error:
+            self._explain(error)
+            raise
+        finally:
+            for hook in hooks:
+                hook.remove()
+            if self._with_shares and self.is_complete:
+                for block in self._blocks:
+                    admit_shares(block)
+        if is_training and "" in self._skeletons:
             raise ModuleError(
                 f"{self._plan.source} cuts {_listed(self._plan.blocks(self._module)[''])}, which belong to "
                 f"{type(self._module).__name__} itself, but its step does not call its forward, so that the cut cannot "
                 "be checked. Put these layers into a submodule with a forward, or call self(...) in the step."
             )
 
-    def _meet(self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compare the block, and let it compute with the shares that it is given."""
-        self._compare(name, block, args, kwargs)
-        return map_tensors(plain, (args, kwargs)) if self._has_shares else None
+    def _explain(self, error: Exception) -> None:
+        if "mixed torch.Tensor and DTensor" in str(error) and not isinstance(error, ModuleError):
+            between = ", or hidden states between two blocks" if self._plan.sequence_parallel else ""
+            raise ModuleError(
+                f"a parameter of a cut layer{between} is used outside the layer's forward ({str(error)[:60]}...); call "
+                f"the layer instead, or leave it out of tp_plan. These layers are cut: {_listed(self._plan.words)}."
+            ) from error
 
-    def _compare(self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _meet(self, is_training: bool, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Compare the block, and let it compute with the shares that it is given."""
+        is_new = name in self._skeletons and (is_training or name not in self._without_gradients)
+        if is_new and not (is_training and torch.is_inference_mode_enabled()):
+            self._compare(name, block, args, kwargs, is_training=is_training)
+        return map_tensors(plain, (args, kwargs)) if self._with_shares else None
+
+    def _compare(
+        self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_training: bool
+    ) -> None:
         """Compare the block, once. Collective: every rank of the tensor parallel group calls it."""
-        skeleton = self._skeletons.pop(name, None)
-        if skeleton is None or torch.is_inference_mode_enabled():
-            return
+        skeleton = self._skeletons.pop(name) if is_training else self._skeletons[name]
+        self._without_gradients.add(name)
         is_reached = not any(_gathers_itself(submodule) for submodule in block.modules() if submodule is not block)
-        names = {f"{name}.{own}".lstrip("."): p for own, p in block.named_parameters()} if is_reached else {}
-        leaves = {id(p): _leaf(p) for p in block.parameters()}
-        asked = asked_of(block)
-        if asked is not None:  # the logits of some tokens are enough, and all may not fit
+        named = block.named_parameters() if is_training and is_reached else ()
+        if asked_of(block) is not None:  # the logits of some tokens are enough, and all may not fit
             args, kwargs = map_tensors(_few_tokens, (args, kwargs))
-        paused = nullcontext() if asked is None else asked.paused()
-        with Untouched(block) as streams, _apart(), torch.enable_grad(), paused:
-            run_whole = partial(skeleton.run, block, lambda p: leaves[id(p)])
-            inputs = private(map_tensors(self._whole_input, (args, kwargs)))
-            with _Dtypes() as met:
-                whole = _Trial.of(run_whole, inputs, {own: leaves[id(p)] for own, p in names.items()})
-            skeleton.release()
-            streams.rewind()
-            try:
-                cut = _Trial.of(
-                    block.forward, private(map_tensors(plain, (args, kwargs))), names, like=whole, group=self._group
-                )
-            except Exception as error:
-                raise ModuleError(
-                    f"the block {name!r} ({type(block).__name__}) fails when it is cut by {self._plan.source}: "
-                    f"{type(error).__name__}: {str(error)[:200]}. {self._causes(name)}. Correct the block, or "
-                    "leave its layers out of tp_plan."
-                ) from error
-        given = enumerate(iterate_tensors((args, kwargs)))
-        taken = {at: tensor.cut_dim for at, tensor in given if isinstance(tensor, OutputShare)}
-        self._judge(name, block, whole.as_seen_by(cut, taken, self._group), cut, met.found)
-        if cut.shares:
-            self._has_shares = True
+        given = _Block(name, block, (args, kwargs), {f"{name}.{own}".lstrip("."): p for own, p in named})
+        met = Dtypes(with_constants=not is_training)
+        whole = self._run_whole(given, skeleton, met)
+        fault, cut = self._fault_of(given, whole, met.found)
+        first = fault
+        for names in self._alternative.stages(name) if fault is not None else ():
+            self._alternative.take(names)
+            fault, cut = self._fault_of(given, whole, met.found)
+            if fault is None:
+                self._warn(first, names)
+                break
+        if first is not None and fault is not None:
+            raise ModuleError(
+                f"the block {name!r} ({plain_kind(block).__name__}) {first.said}. "
+                f"{self._causes(name, is_of_gradient=first.is_of_gradient)}. Correct the block, or leave its layers "
+                "out of tp_plan."
+            ) from first.cause
+        if cut is not None and cut.shares and name not in self._with_shares:
+            self._with_shares.add(name)
             guard_shares(name, block, cut.shares)
+
+    def _run_whole(self, block: _Block, skeleton: Skeleton, met: Dtypes) -> Trial:
+        leaves = {id(p): leaf_of(p) for p in block.module.parameters()}
+        run = partial(skeleton.run, block.module, lambda p: leaves[id(p)])
+        inputs = private(map_tensors(self._whole_input, block.inputs))
+        with _aside(block.module), met:
+            trial = Trial.of(run, inputs, {own: leaves[id(p)] for own, p in block.parameters.items()})
+        skeleton.release()
+        return trial
+
+    def _fault_of(
+        self, block: _Block, whole: Trial, met: Collection[torch.dtype]
+    ) -> tuple[_Fault | None, Trial | None]:
+        """Return how the block differs from the whole one, as it is cut now, and its trial. Collective."""
+        inputs = private(map_tensors(plain, block.inputs))
+        try:
+            with _aside(block.module):
+                cut = Trial.of(block.module.forward, inputs, block.parameters, like=whole, group=self._group)
+        except Exception as error:  # noqa: BLE001 - the user's code fails, and may not fail with whole activations
+            what = f"{type(error).__name__}: {str(error)[:200]}"
+            return _Fault(f"fails when it is cut by {self._plan.source}: {what}", cause=error), None
+        given = enumerate(iterate_tensors(block.inputs))
+        taken = {at: tensor.cut_dim for at, tensor in given if isinstance(tensor, OutputShare)}
+        whole = whole.as_seen_by(cut, taken, self._group)
+        found = output = self._differences(whole.outputs, cut.outputs, met)
+        to_sum: list[nn.Module] = []
+        if not output:
+            gradient = self._differences(whole.gradients, cut.gradients, met)
+            found, to_sum = self._without_summed(block, gradient, whole, cut, met)
+        if found:
+            value, apart = max(found.items(), key=lambda one: one[1])
+            said = f"does not compute the same when it is cut by {self._plan.source}: {value} has a relative difference"
+            return _Fault(f"{said} of {apart:.1g}", is_of_gradient=not output), cut
+        for module in to_sum:
+            run_as(module, SummedGradients({}), self._group)
+        return None, cut
 
     def _whole_input(self, tensor: Tensor) -> Tensor:
         """Return all of an input. Collective for a share."""
         if not isinstance(tensor, OutputShare):
-            return _whole(tensor)
+            return whole_of(tensor)
         own: Tensor = plain(tensor).detach()
         return self._group.join(own, tensor.cut_dim).requires_grad_(tensor.requires_grad)
 
-    def _judge(self, name: str, block: nn.Module, whole: _Trial, cut: _Trial, met: Collection[torch.dtype]) -> None:
-        output = self._differences(whole.outputs, cut.outputs, met)
-        gradient = {} if output else self._differences(whole.gradients, cut.gradients, met)
-        found = output or self._without_summed(name, block, gradient, whole, cut, met)
-        if not found:
+    def _warn(self, first: _Fault | None, names: Sequence[str]) -> None:
+        part = self._alternative.part_around(names)
+        kind = plain_kind(self._module.get_submodule(part))
+        if first is None or kind in self._warned or not self._tells or self._group.rank:
             return
-        value, difference = max(found.items(), key=lambda one: one[1])
-        raise ModuleError(
-            f"the block {name!r} ({type(block).__name__}) does not compute the same when it is cut by "
-            f"{self._plan.source}: {value} has a relative difference of {difference:.1g}. "
-            f"{self._causes(name, is_of_gradient=not output)}. Correct the block, or leave its layers out of tp_plan."
+        self._warned.add(kind)
+        warnings.warn(
+            f"{kind.__name__} ({part!r}) computes with all heads and features on each of {self._group.size} ranks, as "
+            f"it {first.said}. Its weights are cut all the same. A tp_plan that leaves its layers out saves what is "
+            "sent; one of your own may cut it as well.",
+            stacklevel=2,
         )
 
     def _causes(self, name: str, *, is_of_gradient: bool = False) -> str:
@@ -181,204 +242,58 @@ class BlockCheck:
         self, whole: Mapping[str, Tensor], cut: Mapping[str, Tensor], met: Collection[torch.dtype]
     ) -> dict[str, float]:
         """Return the values that differ on any rank, and by how much relative to their sizes. Collective."""
-        size = max((float(value.abs().max()) for value in whole.values() if value.numel()), default=0.0)
+        size = max((float(value.nan_to_num(0.0).abs().max()) for value in whole.values() if value.numel()), default=0.0)
         differences = []
         for name, value in whole.items():
             other = cut.get(name)
-            differences.append(torch.inf if other is None else _difference(value, other, size, met))
+            differences.append(torch.inf if other is None else difference(value, other, size, met))
         all_ranks = self._group.largest(torch.tensor([*differences, 0.0], device=self._group.device)).tolist()
         return {name: found for name, found in zip(whole, all_ranks, strict=False) if found > 0}
 
     def _without_summed(
         self,
-        name: str,
-        block: nn.Module,
+        block: _Block,
         differences: Mapping[str, float],
-        whole: _Trial,
-        cut: _Trial,
+        whole: Trial,
+        cut: Trial,
         met: Collection[torch.dtype],
-    ) -> dict[str, float]:
-        """Return the gradients that differ and are not summands of the right ones; these are summed from now on.
+    ) -> tuple[dict[str, float], list[nn.Module]]:
+        """Return the gradients that differ and are not summands of the right ones, and the modules of those that are.
 
-        They belong to modules between cut features, for which the plan has no word. Collective.
+        These belong to modules between cut features, for which the plan has no word. Collective.
         """
         found = dict(differences)
-        known = {f"{name}.{own}".lstrip("."): parameter for own, parameter in block.named_parameters()}
+        to_sum: list[nn.Module] = []
         owners: dict[str, list[str]] = {}
         for own in differences:
-            parameter = known.get(own.removeprefix(_GRADIENT_OF))
+            parameter = block.parameters.get(own.removeprefix(GRADIENT_OF))
             if parameter is not None and not is_dtensor(parameter) and own in cut.gradients:
-                owners.setdefault(own.removeprefix(_GRADIENT_OF).rpartition(".")[0], []).append(own)
+                owners.setdefault(own.removeprefix(GRADIENT_OF).rpartition(".")[0], []).append(own)
         for owner, gradients in owners.items():
             module = self._module.get_submodule(owner)
             all_own = [own for own, p in module.named_parameters(recurse=False) if p.requires_grad]
             has_word = self._plan.words.get(owner, "replicate") != "replicate"
             # the forward of the block itself is looked up before its hooks are called
-            if module is block or has_word or len(all_own) != len(gradients):
+            if module is block.module or has_word or len(all_own) != len(gradients):
                 continue
             sums = {own: self._group.sum(cut.gradients[own]) for own in gradients}
             if not self._differences({own: whole.gradients[own] for own in gradients}, sums, met):
-                run_as(module, SummedGradients({}), self._group)
-                found = {own: difference for own, difference in found.items() if own not in gradients}
-        return found
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """The floating-point outputs of a run, and the gradients of a fixed function of them, all whole but the shares."""
-
-    outputs: Mapping[str, Tensor]
-    gradients: Mapping[str, Tensor]
-    shares: Mapping[int, int] = field(default_factory=dict)
-    """The outputs of which this rank has only a share, by number, with the dimension that is cut."""
-
-    @classmethod
-    def of(
-        cls,
-        run: Callable[..., Any],
-        inputs: tuple[Any, Any],
-        parameters: Mapping[str, Tensor],
-        like: _Trial | None = None,
-        group: TensorGroup | None = None,
-    ) -> _Trial:
-        """Run a block on inputs, and compute the gradients with respect to them and the parameters.
-
-        Outputs after the first may be shares of those of the trial `like`.
-        """
-        args, kwargs = inputs
-        outputs = [t for t in iterate_tensors(run(*args, **kwargs)) if t.is_floating_point()]
-        shares = _shares(outputs, like, group)
-        given = {_gradient_of_input(at): t for at, t in enumerate(iterate_tensors(inputs))}
-        given |= {f"{_GRADIENT_OF}{name}": p for name, p in parameters.items()}
-        wanted = {name: t for name, t in given.items() if t.requires_grad} if parameters else {}
-        sources = {at: output for at, output in enumerate(outputs) if output.requires_grad}
-        gradients: Any = [None] * len(wanted)
-        if sources and wanted:
-            directions = [_direction(output, shares.get(at), group) for at, output in sources.items()]
-            found = list(sources.values()), list(wanted.values())
-            gradients = torch.autograd.grad(*found, directions, allow_unused=True)
-        pairs = zip(wanted, gradients, strict=True)
-        return cls(
-            {f"output {at}": _whole(output).detach() for at, output in enumerate(outputs)},
-            {name: _whole(gradient) for name, gradient in pairs if gradient is not None},
-            shares,
-        )
-
-    def as_seen_by(self, cut: _Trial, taken: Mapping[int, int], group: TensorGroup) -> _Trial:
-        """Return this trial, of a whole block, with this rank's share of what is cut in another trial.
-
-        Args:
-            cut: the other trial.
-            taken: the inputs of which it got a share, by number, with the dimension that is cut.
-            group: the ranks.
-        """
-        outputs, gradients = dict(self.outputs), dict(self.gradients)
-        for at, dim in cut.shares.items():
-            outputs[f"output {at}"] = outputs[f"output {at}"].chunk(group.size, dim)[group.rank]
-        for at, dim in taken.items():
-            if _gradient_of_input(at) in gradients:
-                whole = gradients[_gradient_of_input(at)]
-                gradients[_gradient_of_input(at)] = whole.chunk(group.size, dim)[group.rank]
-        return replace(self, outputs=outputs, gradients=gradients)
-
-
-def _gradient_of_input(at: int) -> str:
-    return f"the gradient of its input {at}"
-
-
-def _shares(outputs: Sequence[Tensor], like: _Trial | None, group: TensorGroup | None) -> dict[int, int]:
-    """Return which outputs are shares of another trial's, with the dimension that is cut; never all of them."""
-    if like is None or group is None or len(outputs) != len(like.outputs):
-        return {}
-    pairs = enumerate(zip(like.outputs.values(), outputs, strict=True))
-    dims = {at: shared_dim(whole.shape, own.shape, group.size) for at, (whole, own) in pairs}
-    return {} if dims.get(0) is not None else {at: dim for at, dim in dims.items() if dim is not None}
-
-
-class _Dtypes(TorchFunctionMode):
-    """Collects the dtypes in which something is computed that has a gradient: a float64 norm may compute in float32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found = set[torch.dtype]()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.is_floating_point() and result.requires_grad:
-            self.found.add(result.dtype)
-        return result
+                to_sum.append(module)
+                found = {own: apart for own, apart in found.items() if own not in gradients}
+        return found, to_sum
 
 
 @contextmanager
-def _apart() -> Iterator[None]:
-    """Isolate trials from activation checkpointing around them, and from the fast path of torch's encoder layers.
-
-    That path fills padded positions with other values.
-    """
-    was_enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(_same, _same), without_dispatch_modes():
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(was_enabled)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+def _aside(block: nn.Module) -> Iterator[None]:
+    """Run a block in eval mode with gradients, and leave no trace."""
+    asked = asked_of(block)
+    with Untouched(block), apart(), torch.enable_grad(), nullcontext() if asked is None else asked.paused():
+        yield
 
 
 def _few_tokens(tensor: Tensor) -> Tensor:
     """Return a part of hidden states, of a few tokens."""
     return tensor[:1, :_FEW] if tensor.ndim > 2 else tensor[:_FEW]
-
-
-def _direction(output: Tensor, shared: int | None, group: TensorGroup | None) -> Any:
-    """Return weights for an output's elements, the same whole and cut; this rank's, if the output is a share."""
-    number = 1 if group is None or shared is None else group.size
-    shape = [size * number if dim == shared else size for dim, size in enumerate(output.shape)]
-    numbers = torch.arange(output.numel() * number, device=output.device, dtype=torch.float32)
-    weights = (numbers * 0.7 + 1).sin().view(shape).to(output.dtype)
-    if group is not None and shared is not None:
-        return weights.chunk(number, shared)[group.rank]
-    if not is_dtensor(output):
-        return weights
-    from torch.distributed.tensor import DTensor, Replicate
-
-    mesh, placements = output.device_mesh, output.placements  # type: ignore[attr-defined]
-    return DTensor.from_local(weights, mesh, [Replicate()] * mesh.ndim, run_check=False).redistribute(mesh, placements)
-
-
-def _difference(whole: Tensor, cut: Tensor, size: float, met: Collection[torch.dtype]) -> float:
-    """Return by how much two tensors differ, relative to the first; 0 if rounding can be the reason."""
-    if whole.shape != cut.shape:
-        return torch.inf
-    if not whole.numel():
-        return 0.0
-    tolerance = max(_tolerance(dtype, whole.device.type) for dtype in {whole.dtype, *met})
-    most = float((whole - cut).abs().max())
-    own = float(whole.abs().max())
-    if most <= tolerance * (own + 0.1 * size):
-        return 0.0
-    return min(most / (own or 1.0), 1e30) if most == most else torch.inf
-
-
-def _tolerance(dtype: torch.dtype, kind: str) -> float:
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
-    is_rounded = dtype == torch.float32 and rounds_float32(kind)
-    return _TOLERANCE_OF_TF32 if is_rounded else _TOLERANCES.get(dtype, _TOLERANCE_OF_HALF)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    if not is_dtensor(tensor):
-        return tensor
-    is_packed = any(getattr(placement, "split_factor", 1) > 1 for placement in tensor.placements)  # type: ignore[attr-defined]
-    return whole_tensor(tensor) if is_packed else tensor.full_tensor()  # type: ignore[attr-defined]
-
-
-def _leaf(parameter: Tensor) -> Tensor:
-    whole = whole_tensor(parameter) if is_dtensor(parameter) else parameter.detach()
-    return whole.requires_grad_(parameter.requires_grad)
 
 
 def _gathers_itself(module: nn.Module) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ....common.errors import ModuleError
 from ...distributed.nested import map_tensors
+from ...state.dtensor import plain_kind
 from ...torch_tensors import buffers_by_name, parameters_by_name
 
 M = TypeVar("M", bound=nn.Module)
@@ -42,7 +43,7 @@ class Skeleton:
             mine = known.get(name)
             if mine is None:
                 raise ModuleError(
-                    f"{type(module).__name__} exchanges its submodules while it runs ({name}, a "
+                    f"{plain_kind(module).__name__} exchanges its submodules while it runs ({name}, a "
                     f"{type(submodule).__name__}, was not there when it was cut), so its layers cannot be cut; build "
                     "it as it runs (a BigBird with attention_type='original_full'), or leave its layers out of tp_plan."
                 )

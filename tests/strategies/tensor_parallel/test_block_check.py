@@ -358,7 +358,7 @@ def compare(case, mesh):
     check = BlockCheck(module, plan, mesh)
     cut_module(module, plan, mesh)
     before = torch.get_rng_state()
-    with check:
+    with check.during(is_training=True):
         output = losses(module(*args, **kwargs))
     is_untouched = torch.equal(before, torch.get_rng_state()) and all(p.grad is None for p in module.parameters())
     expected = losses(whole(*args, **kwargs))
@@ -375,7 +375,7 @@ def refused(case, mesh):
     check = BlockCheck(module, plan, mesh)
     cut_module(module, plan, mesh)
     try:
-        with check:
+        with check.during(is_training=True):
             module(*args, **kwargs)
     except ModuleError as error:
         return str(error)
@@ -400,7 +400,7 @@ def held_whole(mesh):
         counts = [count()]
         cut_module(module, plan, mesh)
         counts.append(count())
-        with check:
+        with check.during(is_training=True):
             module(torch.randn(3, 16))
         return *counts, count()
     finally:

@@ -74,7 +74,7 @@ def train(mesh, units, options):
     tokens = torch.randint(0, 12, (3, 4, 6))
     rank = mesh["dp_shard"].get_local_rank()
     for batch in tokens:
-        with check:
+        with check.during(is_training=True):
             own = batch.chunk(2)[rank]
             loss_of(module(own), own).backward()
         loss_of(whole(batch), batch).backward()
@@ -123,7 +123,7 @@ def check_amid_checkpointing():
             plan = find_plan(module, PLAN, sequence_parallel=shards)
             check = BlockCheck(module, plan, mesh)
             cut_module(module, plan, mesh)
-            with checkpointed(module, None if is_first else setting), check:
+            with checkpointed(module, None if is_first else setting), check.during(is_training=True):
                 loss_of(module(tokens), tokens).backward()
         loss_of(whole(tokens), tokens).backward()
         gradients = {name: p.grad for name, p in module.named_parameters() if p.requires_grad}
@@ -171,7 +171,7 @@ def misuse():
         check = BlockCheck(module, plan, mesh)
         cut_module(module, plan, mesh)
         try:
-            with check:
+            with check.during(is_training=True):
                 run(module, torch.ones(2, 8))
         except ModuleError as error:
             messages.append(str(error))

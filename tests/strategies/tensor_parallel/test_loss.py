@@ -100,7 +100,7 @@ def compare(name, mesh):
     whole = copy.deepcopy(module)
     check = BlockCheck(module, plan, mesh)
     cut_module(module, plan, mesh)
-    with check, loss_context():
+    with check.during(is_training=True), loss_context():
         logits = logits_of(module(tokens))
         loss = loss_of(logits, tokens)
         best = logits.argmax(-1)
