@@ -91,7 +91,9 @@ def _sum_gradients(block: nn.Module, name: str, layers: Mapping[str, CutLayer], 
 
 def run_as(submodule: nn.Module, layer: CutLayer, group: TensorGroup, *, replaces: bool = False) -> None:
     """Replace a submodule's forward with that of its cut layer; with `replaces`, instead of another cut layer's."""
-    forward = submodule.forward.args[-1] if replaces else submodule.forward
+    forward: Any = submodule.forward
+    if replaces:
+        forward = forward.args[-1]
     change_for_good(submodule, {"forward": partial(_cut_forward, submodule, layer, group, forward)})
 
 
