@@ -177,7 +177,8 @@ def plan_of(row: Row) -> PlannedLayout:
     make: Callable[[], Strategy] = partial(FSDPStrategy, sync_each_micro_batch=row.accumulate > 1)
     degrees: dict[str, Any] = dict(row.degrees)
     if degrees:
-        make = partial(ParallelStrategy, sequence_parallel="tp" in degrees, **degrees)
+        is_cut = "tp" in degrees  # with sequences and vocabulary, as torchtitan does by default
+        make = partial(ParallelStrategy, sequence_parallel=is_cut, loss_parallel=is_cut, **degrees)
     readers = row.devices // math.prod(degrees.values())
     layout = RunLayout("fsdp", make, "fsdp", readers)
     number = readers * row.batch * row.accumulate

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -16,6 +14,7 @@ from .brought_plans import Plan, brought_plans, matches, reaching_inside
 from .known_layers import KnownLayers, widths
 from .plan_table import generic_name
 from .tensor_plan import TensorPlan
+from .vocabulary import reads_weight, vocabulary_words
 from .words import GATHERED_COLUMNS, check_word, is_for_experts
 
 _HEAD_NAMES: Final = ("lm_head", "head", "output", "unembed", "to_logits", "decoder", "classifier", "embed_out")
@@ -54,6 +53,7 @@ def find_plan(
             known = KnownLayers.of(module)
             words, numbers, source = dict(known.words), known.numbers, "the plan that was found"
             words = words or _each_by_itself(module)
+            words |= vocabulary_words(module, words) if words else {}
     words = reaching_inside(module, words)
     if not words:
         raise ConfigError(
@@ -128,18 +128,9 @@ def _each_by_itself(module: nn.Module) -> dict[str, str]:
         for own, layer in block.named_modules():
             taken, returned = widths(layer) or (0, 0)
             holder = block.get_submodule(own.rpartition(".")[0])
-            if max(taken, returned) >= _LARGE and not _reads_weight(holder, own.rpartition(".")[2]):
+            if max(taken, returned) >= _LARGE and not reads_weight(holder, own.rpartition(".")[2]):
                 words[f"{name}.{own}"] = "colwise_gather_output" if returned >= taken else "rowwise_split_input"
     return words
-
-
-def _reads_weight(holder: nn.Module, name: str) -> bool:
-    """Return whether a module's code computes with the weight of a layer itself, as Mamba's does."""
-    try:
-        source = inspect.getsource(type(holder))
-    except (OSError, TypeError):
-        return False
-    return re.search(rf"\b{re.escape(name)}\.(weight|bias)\b", source) is not None
 
 
 def _is_brought(part: nn.Module) -> bool:

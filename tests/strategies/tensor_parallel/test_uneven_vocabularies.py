@@ -33,8 +33,8 @@ class Words(TrainModule):
 def tied():
     import transformers
 
-    config = transformers.GPT2Config(
-        vocab_size=13, n_embd=16, n_layer=2, n_head=4, n_positions=16, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0,
+    config = transformers.GPT2Config(  # brings no plan; its vocabulary is found
+        vocab_size=67, n_embd=16, n_layer=2, n_head=4, n_positions=16, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0,
         **NO_SPECIAL,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config)
