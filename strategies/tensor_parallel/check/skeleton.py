@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ....common.errors import ModuleError
 from ...distributed.nested import map_tensors
 from ...state.dtensor import plain_kind
-from ...torch_tensors import buffers_by_name, parameters_by_name
+from ...torch_tensors import buffers_by_name, drop_compiled_call, parameters_by_name
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -82,6 +82,7 @@ class Skeleton:
         attributes["_modules"] = {name: None if m is None else self._copy(m) for name, m in submodules.items()}
         attributes["training"] = False
         vars(own).update(attributes)
+        drop_compiled_call(own)  # it calls the module itself
         return own
 
 

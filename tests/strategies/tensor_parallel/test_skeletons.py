@@ -23,3 +23,22 @@ def test_a_module_that_exchanges_its_submodules_is_named():
     module[1] = nn.Sequential(nn.Dropout())
     with raises(ModuleError, "Sequential exchanges its submodules while it runs (1.0, a Dropout", "tp_plan"):
         skeleton.run(module, lambda parameter: parameter, torch.randn(3, 2))
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = 2
+
+    def forward(self, x):
+        return x * self.scale
+
+
+def test_a_skeleton_of_a_compiled_module_does_not_run_the_module_itself():
+    module = nn.Sequential(Scaled())
+    module[0].compile(backend="eager")
+    module.compile(backend="eager")
+    skeleton = Skeleton(module)
+    module[0].scale = 3  # as cutting changes numbers of heads
+    assert torch.equal(skeleton.run(module, lambda parameter: parameter, torch.ones(2)), torch.full((2,), 2.0))
+    assert torch.equal(module(torch.ones(2)), torch.full((2,), 3.0))
