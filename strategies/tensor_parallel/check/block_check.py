@@ -87,8 +87,8 @@ class BlockCheck:
         self._blocks = [module.get_submodule(name) for name in self._skeletons]
         self._alternative = WholeActivations(module, plan, self._group)
         self._with_shares = set[str]()
-        self._without_gradients = set[str]()
-        """The blocks of which only outputs were compared so far, in an evaluation."""
+        self._met = set[str]()
+        """The blocks that were compared, if only their outputs, in an evaluation."""
         self._warned = set[type]()
 
     @property
@@ -134,7 +134,7 @@ class BlockCheck:
 
     def _meet(self, is_training: bool, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Compare the block, and let it compute with the shares that it is given."""
-        is_new = name in self._skeletons and (is_training or name not in self._without_gradients)
+        is_new = name in self._skeletons and (is_training or name not in self._met)
         if is_new and not (is_training and torch.is_inference_mode_enabled()):
             self._compare(name, block, args, kwargs, is_training=is_training)
         return map_tensors(plain, (args, kwargs)) if self._with_shares else None
@@ -144,7 +144,7 @@ class BlockCheck:
     ) -> None:
         """Compare the block, once. Collective: every rank of the tensor parallel group calls it."""
         skeleton = self._skeletons.pop(name) if is_training else self._skeletons[name]
-        self._without_gradients.add(name)
+        self._met.add(name)
         is_reached = not any(_gathers_itself(submodule) for submodule in block.modules() if submodule is not block)
         named = block.named_parameters() if is_training and is_reached else ()
         if asked_of(block) is not None:  # the logits of some tokens are enough, and all may not fit
