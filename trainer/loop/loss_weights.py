@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -31,9 +32,13 @@ class Weights:
         strategy: the strategy if several ranks share a step; they average their gradients.
         targets: finds the losses that are means over targets; None to weigh all tensors by samples.
         is_whole: whether one loss is the whole step; by default, whether one micro-batch is.
+        begins_early: whether the targets of all ranks are added up beside the last backward: all ranks have as many
+            losses, and weigh them by targets.
     """
 
     __slots__ = (
+        "_begins_at",
+        "_begun",
         "_count",
         "_divisor",
         "_has_many",
@@ -59,6 +64,7 @@ class Weights:
         targets: TargetWeights | None = None,
         *,
         is_whole: bool | None = None,
+        begins_early: bool = False,
     ) -> None:
         self._strategy, self._targets = strategy, targets
         self._planned = window.size if strategy is None else window.total_size
@@ -81,6 +87,8 @@ class Weights:
         self._without_targets: list[tuple[Tensor, float]] = []
         """The weighted tensors that are no means over targets, and their samples."""
         self.losses: list[Tensor] = []
+        self._begins_at = len(window) if begins_early else 0
+        self._begun: Callable[[], list[float]] | None = None
 
     def weigh(self, loss: Tensor | Loss, size: int) -> Tensor:
         """Return the tensor whose gradient this micro-batch contributes.
@@ -116,6 +124,8 @@ class Weights:
             else:
                 weighed = self._weigh_targets(loss, mean, size if share is None or share else 0)
         self.losses.append(weighed)
+        if len(self.losses) == self._begins_at and weighed.device.type == "cpu":
+            self._begun = self._begin_sum()
         return weighed
 
     @property
@@ -159,10 +169,9 @@ class Weights:
             # of a pipeline only the last stage has used any; with several ranks, no loss may be None
             used = self._used if self._ranks == 1 else self.came or 0
             return self._planned / used if used not in (0, self._planned) else None
-        own = self._without_zeros() * self._ranks / self._sharers
-        if own and self._has_many:
-            raise cannot_mix()
-        count = self._count + own
+        if self._begun is not None:
+            return self._correction_of(self._begun())
+        count = self._count + self._of_samples()
         if self._strategy is None:
             return self._correction_alone(count, unit)
         like = self._like(self._strategy)
@@ -174,13 +183,33 @@ class Weights:
             if not num_tensors:
                 return float(self._planned / nonzero(number))
         elif unit == "targets":
-            numbers = [float(count), own, float(self._has_many)]
-            number, others, has_many = self._strategy.ranks.count.all_reduce(numbers)
-            if others and has_many:
-                raise cannot_mix()
-            return None if number == self._planned else self._planned / nonzero(number)
+            return self._correction_of(self._begin_sum()())
         count = self._strategy.ranks.count.all_reduce(as_tensor(count, like))
         return self._planned / nonzero(count)
+
+    def _of_samples(self) -> float:
+        """Return what the tensors without targets count.
+
+        Raises:
+            ModuleError: if others are means over many targets.
+        """
+        own = self._without_zeros() * self._ranks / self._sharers
+        if own and self._has_many:
+            raise cannot_mix()
+        return own
+
+    def _begin_sum(self) -> Callable[[], list[float]]:
+        """Start to add up what the losses of all ranks count, and return what waits for it. Collective."""
+        assert self._strategy is not None
+        own = self._of_samples()
+        numbers = [float(self._count + own), own, float(self._has_many)]
+        return self._strategy.ranks.count.begin_all_reduce(numbers, "sum")
+
+    def _correction_of(self, sums: list[float]) -> float | None:
+        number, others, has_many = sums
+        if others and has_many:
+            raise cannot_mix()
+        return None if number == self._planned else self._planned / nonzero(number)
 
     def _correction_alone(self, count: Tensor | float, unit: Unit) -> Tensor | float | None:
         like = self.losses[0]

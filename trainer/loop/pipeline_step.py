@@ -51,6 +51,10 @@ class PipelineStep(SharedStep):
                 "loss; leave backward out, or use dp_shard instead of pp."
             )
 
+    def begins_counts_early(self, window: Window) -> bool:
+        """Return False: only the last stage has a loss."""
+        return False
+
     def forward_backward(self, window: Window) -> bool:
         if not window.total_size:  # one data rank
             window.total_size = window.size

@@ -195,7 +195,11 @@ class SharedStep(Step):
             self._manual_weight = self.strategy.data_size * window.size / window.total_size
         if not self._is_collective:  # else ranks without samples are lent a batch if they need one
             self._keep_spare(window)
-        return Weights(window, self.strategy, self.targets)
+        return Weights(window, self.strategy, self.targets, begins_early=self.begins_counts_early(window))
+
+    def begins_counts_early(self, window: Window) -> bool:
+        """Return whether all ranks have the last loss of a window before they exchange gradients."""
+        return self._unit == "targets" and window.is_even and not (self._may_leave or self.passes_closure)
 
     def _keep_spare(self, window: Window) -> None:
         """Keep a batch for steps without samples. Collective if a rank has none in the first step, or in a resumed."""
