@@ -42,13 +42,15 @@ def vocabulary_words(module: nn.Module, words: Collection[str]) -> dict[str, str
     own = [module.get_submodule(one) for one in found]
     is_shared = any(holder not in own for holder in _holders_of(module, [p for one in own for p in one.parameters()]))
     leaves = {one.rpartition(".")[2] for one in found}
-    is_read = any(leaves & _weights_read_by(kind) for kind in {type(part) for part in module.modules()})
+    kinds: set[object] = {type(part) for part in module.modules()}
+    is_read = any(leaves & _weights_read_by(kind) for kind in kinds)
     return {} if is_shared or is_read else found
 
 
 def reads_weight(holder: nn.Module, name: str) -> bool:
     """Return whether a module's code computes with the weight of a layer itself, as Mamba's does."""
-    return name in _weights_read_by(type(holder))
+    kind: object = type(holder)
+    return name in _weights_read_by(kind)
 
 
 def _is_plain(table: nn.Embedding) -> bool:

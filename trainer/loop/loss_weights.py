@@ -209,7 +209,7 @@ class Weights:
         number, others, has_many = sums
         if others and has_many:
             raise cannot_mix()
-        return None if number == self._planned else self._planned / nonzero(number)
+        return None if number == self._planned else self._planned / (number or 1.0)
 
     def _correction_alone(self, count: Tensor | float, unit: Unit) -> Tensor | float | None:
         like = self.losses[0]
