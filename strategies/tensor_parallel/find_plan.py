@@ -41,7 +41,7 @@ def find_plan(
             without any known layer to cut, and adapters among shards of sequences.
     """
     numbers: Mapping[str, tuple[str, ...]] = {}
-    own, is_given = getattr(module, "tp_plan", None), True
+    own, is_given, is_one_by_one = getattr(module, "tp_plan", None), True, False
     if tp_plan is not None:
         words, source = _match(module, tp_plan, "tp_plan"), "tp_plan"
     elif isinstance(own, Mapping) and own and not _is_brought(module):
@@ -52,6 +52,7 @@ def find_plan(
         if not words:
             known = KnownLayers.of(module)
             words, numbers, source = dict(known.words), known.numbers, "the plan that was found"
+            is_one_by_one = not words
             words = words or _each_by_itself(module)
             words |= vocabulary_words(module, words) if words else {}
     words = reaching_inside(module, words)
@@ -64,7 +65,7 @@ def find_plan(
     head = _head(module, words) if loss_parallel else None
     words |= {} if head is None or head in words else {head: "colwise_gather_output"}
     words |= _tied(module, words)
-    plan = TensorPlan(_in_order(module, words), source, sequence_parallel, head, numbers, is_given=is_given)
+    plan = TensorPlan(_in_order(module, words), source, sequence_parallel, head, numbers, is_given, is_one_by_one)
     if sequence_parallel and not plan.sharded_blocks(module):
         raise ConfigError(
             "sequence_parallel=True shards the sequence inside blocks that are in a ModuleList or a Sequential, but "

@@ -35,6 +35,8 @@ class TensorPlan:
     """The attributes that are divided by tp, such as numbers of heads, by the names of their modules."""
     is_given: bool = False
     """Whether a user has written it, so that it is taken by the letter."""
+    is_one_by_one: bool = False
+    """Whether no layers were found that pass features to each other, so that each takes and returns all."""
     ends: frozenset[str] = frozenset()
     """Blocks that return whole activations whatever follows them, because a pipeline stage ends there."""
 
