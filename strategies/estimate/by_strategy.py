@@ -165,8 +165,16 @@ def _(strategy: ParallelStrategy, profile: Profile) -> Estimate:
     if degrees.pp > 1:
         check_number(strategy.stage_schedule, profile.num_micro_batches)
         stages = StageEstimates(layout, strategy.stage_schedule).of_ranks()
-        return max(stages, key=lambda estimate: estimate.total)
-    return estimate_layout(layout, is_on_host=strategy.keeps_shards_on_host)
+        estimate = max(stages, key=lambda estimate: estimate.total)
+    else:
+        estimate = estimate_layout(layout, is_on_host=strategy.keeps_shards_on_host)
+    if plan is None or not plan.is_one_by_one:
+        return estimate
+    return replace(
+        estimate,
+        objection=f"no layers that pass features to each other were found in {type(module).__name__}; tp={degrees.tp} "
+        "would cut large ones one by one, and compute the rest on each rank. Choose it by hand, or give a tp_plan.",
+    )
 
 
 # --- parameter servers ------------------------------------------------------------------------------------------------

@@ -40,6 +40,8 @@ class Estimate:
 
     For "servers", what the rank receives counts as well: they send it.
     """
+    objection: str = ""
+    """Why it is not proposed, though a user can choose it."""
 
     @property
     def total(self) -> float:

@@ -7,14 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from torch import nn
-
 from ...common.errors import ConfigError, EchelonError
-from ...strategies import ParallelStrategy, Strategy
+from ...strategies import Strategy
 from ...strategies.estimate.by_strategy import estimate_step
 from ...strategies.estimate.estimate import Estimate
 from ...strategies.estimate.profile import Profile
-from ...strategies.parallel.equal_ranks import overrides
 from .layouts import RunLayout, possible_layouts
 from .machine import Machine
 from .step_time import StepTime, step_time
@@ -177,22 +174,6 @@ def make_plan(
     return Plan(machine, global_batch_size, profiles.batch_size, sorted(planned, key=_order), refused)
 
 
-def _refuse_one_by_one(strategy: Strategy, module: nn.Module) -> None:
-    """Refuse to propose tensor parallelism for a module whose layers would be cut one by one.
-
-    Raises:
-        ConfigError: naming the module.
-    """
-    if not isinstance(strategy, ParallelStrategy) or overrides(module, "configure_sharding"):
-        return
-    if strategy.degrees.tp > 1 and strategy.find_tensor_plan(module).is_one_by_one:
-        raise ConfigError(
-            f"no layers that pass features to each other were found in {type(module).__name__}; "
-            f"tp={strategy.degrees.tp} would cut large ones one by one, and compute the rest on each rank. Choose it "
-            "by hand, or give a tp_plan."
-        )
-
-
 def choose_micro_batch(
     profiles: Profiles, machine: Machine, layout: RunLayout, global_batch_size: int, *, recomputes: Recomputed
 ) -> PlannedLayout:
@@ -246,7 +227,8 @@ def _planned(
     number = max(1, global_batch_size // (layout.num_readers * num_samples))
     profile = replace(profiles.of(num_samples, recomputes=recomputes), num_micro_batches=number)
     estimate = estimate_step(strategy, profile, machine.hardware(uses_processes=strategy.uses_processes))
-    _refuse_one_by_one(strategy, profile.module)
+    if estimate.objection:
+        raise ConfigError(estimate.objection)
     flops = profile.flops * number * layout.num_readers / machine.num_devices
     available = machine.available(strategy.mesh_axes, forward_is_collective=strategy.forward_is_collective)
     return PlannedLayout(
