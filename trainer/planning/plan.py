@@ -228,7 +228,7 @@ def _planned(
     profile = replace(profiles.of(num_samples, recomputes=recomputes), num_micro_batches=number)
     estimate = estimate_step(strategy, profile, machine.hardware(uses_processes=strategy.uses_processes))
     if estimate.objection:
-        raise ConfigError(estimate.objection)
+        raise ConfigError(f"{layout.name} is possible, but not proposed: {estimate.objection}")
     flops = profile.flops * number * layout.num_readers / machine.num_devices
     available = machine.available(strategy.mesh_axes, forward_is_collective=strategy.forward_is_collective)
     return PlannedLayout(
