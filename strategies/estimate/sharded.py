@@ -80,14 +80,15 @@ def estimate_sharded(
     # shards come to the device in forward and backward, and gradients leave it
     sent = profile.num_micro_batches * 2 * estimate.parameters + gradients
     traffic = {**estimate.traffic, "host": sent}
-    held: dict[str, Any] = {
-        "parameters": 0.0,
-        "gradients": whole_gradients,
-        "optimizer": 0.0,
-        "host": shards,
-        "overlap": overlap,
-    }
-    return replace(estimate, **held, traffic=traffic)
+    return replace(
+        estimate,
+        parameters=0.0,
+        gradients=whole_gradients,
+        optimizer=0.0,
+        host=shards,
+        overlap=overlap,
+        traffic=traffic,
+    )
 
 
 class _UnitSizes:

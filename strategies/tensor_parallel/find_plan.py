@@ -12,15 +12,14 @@ from ...common.foreign import attribute_of
 from ..module.blocks import repeated_blocks
 from .brought_plans import Plan, brought_plans, matches, reaching_inside
 from .known_layers import KnownLayers, widths
+from .limits import LARGEST_DEGREE
 from .plan_table import generic_name
 from .tensor_plan import TensorPlan
-from .vocabulary import reads_weight, vocabulary_words
+from .vocabulary import outside_blocks, reads_weight, vocabulary_words
 from .words import GATHERED_COLUMNS, check_word, is_for_experts
 
 _HEAD_NAMES: Final = ("lm_head", "head", "output", "unembed", "to_logits", "decoder", "classifier", "embed_out")
 _OF_LATENT_KEYS: Final = "mla_kv_a_proj"
-_LARGE: Final = 64
-"""The width of a layer that is worth cutting, however many ranks there are."""
 
 
 def find_plan(
@@ -129,7 +128,7 @@ def _each_by_itself(module: nn.Module) -> dict[str, str]:
         for own, layer in block.named_modules():
             taken, returned = widths(layer) or (0, 0)
             holder = block.get_submodule(own.rpartition(".")[0])
-            if max(taken, returned) >= _LARGE and not reads_weight(holder, own.rpartition(".")[2]):
+            if max(taken, returned) >= LARGEST_DEGREE and not reads_weight(holder, own.rpartition(".")[2]):
                 words[f"{name}.{own}"] = "colwise_gather_output" if returned >= taken else "rowwise_split_input"
     return words
 
@@ -142,8 +141,7 @@ def _is_brought(part: nn.Module) -> bool:
 
 def _head(module: nn.Module, words: Mapping[str, Any]) -> str:
     """Return the name of the layer that computes the logits."""
-    blocks = tuple(f"{name}." for name, _ in repeated_blocks(module))
-    outside = {n: m for n, m in module.named_modules() if not n.startswith(blocks or "\0") and widths(m)}
+    outside = {name: one for name, one in outside_blocks(module).items() if widths(one)}
     tables = [m for m in module.modules() if isinstance(m, nn.Embedding)]
     sizes = {table.num_embeddings for table in tables}
     candidates = (

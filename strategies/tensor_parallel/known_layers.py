@@ -103,6 +103,11 @@ def is_known_attention(module: nn.Module) -> TypeGuard[nn.MultiheadAttention]:
     return isinstance(module, nn.MultiheadAttention) and type(module).forward is nn.MultiheadAttention.forward
 
 
+def is_plain_table(table: nn.Embedding) -> bool:
+    """Return whether a table only looks rows up: no norm is bounded, and gradients are dense and not scaled."""
+    return table.max_norm is None and not table.sparse and not table.scale_grad_by_freq
+
+
 def head_counts(holder: nn.Module) -> dict[str, int]:
     """Return the numbers of heads in the attributes of the module around attention projections, or of its config."""
     sources = [vars(holder)] + [

@@ -12,7 +12,8 @@ from .brought_plans import outside
 from .known_layers import KEY_HEADS, head_counts, is_of_feed_forward, is_of_keys, is_projection, key_heads
 from .layers import ColumnCut, CutLayer, VocabularyCut
 
-_LARGEST_DEGREE: Final = 64
+LARGEST_DEGREE: Final = 64
+"""The largest number of ranks that is proposed; what is smaller than it is not worth cutting."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def limits_of(module: nn.Module, words: Mapping[str, Any], layers: Mapping[str, 
 
 def degrees_within(limits: Collection[Limit]) -> list[int]:
     """Return the degrees above 1 that all limits allow, up to 64."""
-    return [tp for tp in range(2, _LARGEST_DEGREE + 1) if all(limit.allows(tp) for limit in limits)]
+    return [tp for tp in range(2, LARGEST_DEGREE + 1) if all(limit.allows(tp) for limit in limits)]
 
 
 def copies_of_heads(name: str, module: nn.Module, word: object, tp: int) -> int:

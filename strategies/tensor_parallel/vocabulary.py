@@ -12,9 +12,9 @@ from typing import Any, Final
 from torch import nn
 
 from ..module.blocks import repeated_blocks
+from .known_layers import is_plain_table
+from .limits import LARGEST_DEGREE
 
-_LARGE: Final = 64
-"""The number of tokens from which it is worth it, however many ranks there are."""
 _TIES: Final = ("__init__", "tie_weights", "_init_weights", "post_init")
 """Methods that read a weight before it is cut."""
 
@@ -29,10 +29,9 @@ def vocabulary_words(module: nn.Module, words: Collection[str]) -> dict[str, str
         module: the module.
         words: the names of layers that have a word.
     """
-    blocks = tuple(f"{name}." for name, _ in repeated_blocks(module))
-    outside = {n: m for n, m in module.named_modules() if "." in n and n not in words and not n.startswith(blocks)}
-    tables = {name: one for name, one in outside.items() if type(one) is nn.Embedding and _is_plain(one)}
-    shapes = {tuple(table.weight.shape) for table in tables.values() if table.num_embeddings >= _LARGE}
+    outside = {name: one for name, one in outside_blocks(module).items() if "." in name and name not in words}
+    tables = {name: one for name, one in outside.items() if type(one) is nn.Embedding and is_plain_table(one)}
+    shapes = {tuple(table.weight.shape) for table in tables.values() if table.num_embeddings >= LARGEST_DEGREE}
     heads = {n: m for n, m in outside.items() if type(m) is nn.Linear and (m.out_features, m.in_features) in shapes}
     if len(heads) != 1:
         return {}
@@ -47,14 +46,16 @@ def vocabulary_words(module: nn.Module, words: Collection[str]) -> dict[str, str
     return {} if is_shared or is_read else found
 
 
+def outside_blocks(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules inside a module that are in none of its repeated blocks, by name."""
+    blocks = tuple(f"{name}." for name, _ in repeated_blocks(module))
+    return {name: one for name, one in module.named_modules() if not name.startswith(blocks)}
+
+
 def reads_weight(holder: nn.Module, name: str) -> bool:
     """Return whether a module's code computes with the weight of a layer itself, as Mamba's does."""
     kind: object = type(holder)
     return name in _weights_read_by(kind)
-
-
-def _is_plain(table: nn.Embedding) -> bool:
-    return table.max_norm is None and not table.sparse and not table.scale_grad_by_freq
 
 
 def _holders_of(module: nn.Module, parameters: Collection[nn.Parameter]) -> Iterator[nn.Module]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from ...common.errors import ConfigError, did_you_mean
 from .attention import AttentionCut
-from .known_layers import is_known_attention, widths
+from .known_layers import is_known_attention, is_plain_table, widths
 from .layers import (
     ColumnCut,
     CutLayer,
@@ -168,7 +168,7 @@ def _table(*, gathers_output: bool) -> _Make:
 def _is_plain_embedding(name: str, module: nn.Module) -> bool:
     if not isinstance(module, nn.Embedding):
         return False
-    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+    if not is_plain_table(module):
         raise ConfigError(
             f"{name!r} is an Embedding with max_norm={module.max_norm}, scale_grad_by_freq="
             f"{module.scale_grad_by_freq}, sparse={module.sparse}, and cannot be cut; leave it out of the plan."

@@ -152,21 +152,10 @@ class BlockCheck:
         given = _Block(name, block, (args, kwargs), {f"{name}.{own}".lstrip("."): p for own, p in named})
         met = Dtypes(with_constants=not is_training)
         whole = self._run_whole(given, skeleton, met)
-        fault, cut = self._fault_of(given, whole, met.found)
-        first = fault
-        for names in self._alternative.stages(name) if fault is not None else ():
-            self._alternative.take(names)
-            fault, cut = self._fault_of(given, whole, met.found)
-            if fault is None:
-                self._warn(first, names)
-                break
-        if first is not None and fault is not None:
-            raise ModuleError(
-                f"the block {name!r} ({plain_kind(block).__name__}) {first.said}. "
-                f"{self._causes(name, is_of_gradient=first.is_of_gradient)}. Correct the block, or leave its layers "
-                "out of tp_plan."
-            ) from first.cause
-        if cut is not None and cut.shares and name not in self._with_shares:
+        cut = self._run_cut(given, whole, met.found)
+        if isinstance(cut, _Fault):
+            cut = self._run_alternatives(given, whole, met.found, cut)
+        if cut.shares and name not in self._with_shares:
             self._with_shares.add(name)
             guard_shares(name, block, cut.shares)
 
@@ -179,17 +168,33 @@ class BlockCheck:
         skeleton.release()
         return trial
 
-    def _fault_of(
-        self, block: _Block, whole: Trial, met: Collection[torch.dtype]
-    ) -> tuple[_Fault | None, Trial | None]:
-        """Return how the block differs from the whole one, as it is cut now, and its trial. Collective."""
+    def _run_alternatives(self, block: _Block, whole: Trial, met: Collection[torch.dtype], fault: _Fault) -> Trial:
+        """Return the first trial with whole activations that has no fault, as the cut block has. Collective.
+
+        Raises:
+            ModuleError: with the fault, if there is none.
+        """
+        for names in self._alternative.stages(block.name):
+            self._alternative.take(names)
+            cut = self._run_cut(block, whole, met)
+            if not isinstance(cut, _Fault):
+                self._warn(fault, names)
+                return cut
+        raise ModuleError(
+            f"the block {block.name!r} ({plain_kind(block.module).__name__}) {fault.said}. "
+            f"{self._causes(block.name, is_of_gradient=fault.is_of_gradient)}. Correct the block, or leave its layers "
+            "out of tp_plan."
+        ) from fault.cause
+
+    def _run_cut(self, block: _Block, whole: Trial, met: Collection[torch.dtype]) -> Trial | _Fault:
+        """Return the trial of the block as it is cut now, or how it differs from the whole one. Collective."""
         inputs = private(map_tensors(plain, block.inputs))
         try:
             with _aside(block.module):
                 cut = Trial.of(block.module.forward, inputs, block.parameters, like=whole, group=self._group)
         except Exception as error:  # noqa: BLE001 - the user's code fails, and may not fail with whole activations
             what = f"{type(error).__name__}: {str(error)[:200]}"
-            return _Fault(f"fails when it is cut by {self._plan.source}: {what}", cause=error), None
+            return _Fault(f"fails when it is cut by {self._plan.source}: {what}", cause=error)
         given = enumerate(iterate_tensors(block.inputs))
         taken = {at: tensor.cut_dim for at, tensor in given if isinstance(tensor, OutputShare)}
         whole = whole.as_seen_by(cut, taken, self._group)
@@ -201,10 +206,10 @@ class BlockCheck:
         if found:
             value, apart = max(found.items(), key=lambda one: one[1])
             said = f"does not compute the same when it is cut by {self._plan.source}: {value} has a relative difference"
-            return _Fault(f"{said} of {apart:.1g}", is_of_gradient=not output), cut
+            return _Fault(f"{said} of {apart:.1g}", is_of_gradient=not output)
         for module in to_sum:
             run_as(module, SummedGradients({}), self._group)
-        return None, cut
+        return cut
 
     def _whole_input(self, tensor: Tensor) -> Tensor:
         """Return all of an input. Collective for a share."""
@@ -213,15 +218,15 @@ class BlockCheck:
         own: Tensor = plain(tensor).detach()
         return self._group.join(own, tensor.cut_dim).requires_grad_(tensor.requires_grad)
 
-    def _warn(self, first: _Fault | None, names: Sequence[str]) -> None:
+    def _warn(self, fault: _Fault, names: Sequence[str]) -> None:
         part = self._alternative.part_around(names)
         kind = plain_kind(self._module.get_submodule(part))
-        if first is None or kind in self._warned or not self._tells or self._group.rank:
+        if kind in self._warned or not self._tells or self._group.rank:
             return
         self._warned.add(kind)
         warnings.warn(
             f"{kind.__name__} ({part!r}) computes with all heads and features on each of {self._group.size} ranks, as "
-            f"it {first.said}. Its weights are cut all the same. A tp_plan that leaves its layers out saves what is "
+            f"it {fault.said}. Its weights are cut all the same. A tp_plan that leaves its layers out saves what is "
             "sent; one of your own may cut it as well.",
             stacklevel=2,
         )
