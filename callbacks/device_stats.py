@@ -66,8 +66,7 @@ class DeviceStatsMonitor(Callback):
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
         """Log if the trainer logs this step."""
-        every = trainer.log_every_n_steps
-        if every and trainer.global_step % every == 0 and trainer.is_global_zero:
+        if trainer.is_log_step and trainer.is_global_zero:
             kept = self._filter_keys
             values = {name: value for name, value in self._read(trainer).items() if kept is None or name in kept}
             trainer.log_metrics({f"DeviceStatsMonitor/{name}": value for name, value in values.items()})

@@ -69,8 +69,7 @@ class ExpertBalance(Callback):
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
         """Sum the counts of all ranks, log them, and update biases and shares."""
-        every = trainer.log_every_n_steps
-        is_logged = bool(every) and trainer.global_step % every == 0
+        is_logged = trainer.is_log_step
         layers = self._layers.values()
         own = [vars(counting)[COUNTS] for layer in layers for counting in layer.counting]
         if is_logged or self._rate or any(layer.load is not None for layer in layers):

@@ -106,8 +106,7 @@ class LearningRateMonitor(Callback):
         if self._of_this_epoch:
             self._publish(self._of_this_epoch)
             self._of_this_epoch = {}
-        every = trainer.log_every_n_steps
-        if every and (trainer.global_step + 1) % every == 0 and self._by_step and self._of_this_step is None:
+        if trainer.is_log_step and self._by_step and self._of_this_step is None:
             self._of_this_step = self._read(self._by_step)
             self._publish(self._of_this_step)
 

@@ -177,7 +177,14 @@ class Run(Protocol):
 
     @property
     def log_every_n_steps(self) -> int:
-        """The interval, in optimizer steps, at which step metrics go to the loggers."""
+        """The interval, in optimizer steps, at which step metrics go to the loggers.
+
+        0 if they never do, or after a number of samples or tokens; `is_log_step` tells either way.
+        """
+
+    @property
+    def is_log_step(self) -> bool:
+        """Whether the loggers get the values of the step that runs, or that has just ended."""
 
     @property
     def loggers(self) -> Sequence[Logger]:

@@ -117,8 +117,9 @@ class StragglerMonitor(Callback):
         """End the step, and report if a report is due, which is collective."""
         assert self._clock is not None
         self._clock.end()
-        every, step = self._every or trainer.log_every_n_steps, trainer.global_step
-        if self._has_begun and every and step % every == 0 and step != self._reported_at:
+        step = trainer.global_step
+        is_due = step % self._every == 0 if self._every else trainer.is_log_step
+        if self._has_begun and is_due and step != self._reported_at:
             self._reported_at = step
             self._report(trainer, self._clock.take())
         self._has_begun = True

@@ -115,8 +115,7 @@ class ThroughputMonitor(Callback):
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
         """Log if the trainer logs this step; collective with one of the two functions."""
-        every = trainer.log_every_n_steps
-        if not every or trainer.global_step % every:
+        if not trainer.is_log_step:
             return
         if self._batch_size_fn is not None or self._length_fn is not None:
             self._add_up(trainer)

@@ -135,8 +135,11 @@ class Strategy(RankMethods, PlacedMethods):
     def validate_module(self, module: nn.Module, *, trains: bool = True) -> None:
         """Raise a `ConfigError` if the module as built so far cannot run, or train, here; in the user's process."""
 
-    def validate_micro_batches(self, number: int) -> None:
-        """Raise a `ConfigError` if full steps cannot have this many micro-batches; in the user's process."""
+    def validate_micro_batches(self, number: int | None) -> None:
+        """Raise a `ConfigError` if full steps cannot have this many micro-batches; in the user's process.
+
+        None stands for steps that differ in their number.
+        """
 
     # --- in every process --------------------------------------------------------------------------------------------
 

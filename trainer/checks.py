@@ -318,7 +318,9 @@ def _check_micro_batches(
     is_scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
     # the global batch of a run that is resumed stays as it was, and so may be cut in another way
     is_derived = settings.global_batch_size is not None or request.ckpt_path is not None
-    if not (is_scheduled or is_derived):
+    if settings.accumulate_tokens is not None:
+        strategy.validate_micro_batches(None)
+    elif not (is_scheduled or is_derived):
         strategy.validate_micro_batches(settings.accumulate_grad_batches)
 
 

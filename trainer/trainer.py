@@ -341,7 +341,12 @@ class Trainer(TrainerArguments, TrainerAttributes, Checkpoints, Trials):
 
     @property
     def log_every_n_steps(self) -> int:
-        return self.settings.log_every_n_steps
+        return self.settings.log_steps
+
+    @property
+    def is_log_step(self) -> bool:
+        session = self.session
+        return session.timetable.is_log_step(session.state.global_step, is_in_step=session.progress.is_in_step)
 
     @property
     def loggers(self) -> Sequence[Logger]:

@@ -44,12 +44,17 @@ def check_module(module: Any, schedule: Schedule, *, is_built: bool) -> None:
         check_is_cut(module, make_partition(module, schedule.num_stages))
 
 
-def check_number(schedule: Schedule, num_micro_batches: int) -> None:
+def check_number(schedule: Schedule, num_micro_batches: int | None) -> None:
     """Check the number of micro-batches of a whole step; the last step of an epoch may have any number.
 
     Raises:
-        ConfigError: for fewer than the schedule needs.
+        ConfigError: for fewer than the schedule needs, and for None: steps that differ in their number.
     """
+    if num_micro_batches is None:
+        raise ConfigError(
+            "A pipeline has the same number of micro-batches in each step, got accumulate_tokens with "
+            f"pp={schedule.num_ranks}; use accumulate_grad_batches, or a strategy without stages."
+        )
     needed = schedule.reason_against(num_micro_batches)
     if needed:
         raise ConfigError(

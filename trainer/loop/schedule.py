@@ -7,6 +7,7 @@ from fractions import Fraction
 
 from ...common.durations import Amount
 from ...common.errors import ConfigError
+from ..data.micro_batch import Window
 from ..data.train_data import TrainData
 from ..session.progress import LoaderKind
 from ..session.session import Session
@@ -30,9 +31,20 @@ def plan_epoch(session: Session) -> None:
 
 
 def note_logged(session: Session) -> None:
-    """Note that the loggers have got the values of this step."""
-    every = session.settings.log_every_n_steps
+    """Note that the loggers have got the values of this step, or of an earlier one."""
+    every, amount = session.settings.log_steps, session.settings.log_amount
     session.timetable.next_log = (session.state.global_step // every + 1) * every if every else math.inf
+    if amount is not None:
+        session.timetable.next_logged_amount = _next_multiple(session, amount)
+
+
+def expect_log(session: Session, window: Window) -> None:
+    """Note that the loggers get the values of the step on this window, if it reaches enough samples or tokens."""
+    amount = session.settings.log_amount
+    assert amount is not None
+    size = window.tokens if amount.unit == "tokens" else window.total_size or window.size
+    if _amount_seen(session, amount) + size >= session.timetable.next_logged_amount:
+        session.timetable.next_log = session.state.global_step + 1
 
 
 def note_validated(session: Session) -> None:
@@ -101,11 +113,11 @@ def is_used_up(session: Session) -> bool:
 
 def counts_tokens(session: Session) -> bool:
     """Return whether a setting of the run, or of a callback, needs the number of tokens."""
-    amount = session.settings.validation_amount
-    is_validated = amount is not None and amount.unit == "tokens"
-    asks = any(getattr(callback, "counts_tokens", False) for callback in session.callbacks)
     settings = session.settings
-    return settings.max_tokens is not None or settings.accumulate_tokens is not None or is_validated or asks
+    intervals = (settings.validation_amount, settings.log_amount)
+    is_interval = any(amount is not None and amount.unit == "tokens" for amount in intervals)
+    asks = any(getattr(callback, "counts_tokens", False) for callback in session.callbacks)
+    return settings.max_tokens is not None or settings.accumulate_tokens is not None or is_interval or asks
 
 
 def _amount_seen(session: Session, amount: Amount) -> int:
@@ -116,7 +128,11 @@ def _plan_amount(session: Session) -> None:
     """Note after how many samples or tokens the next validation is due: at the next multiple of its interval."""
     amount = session.settings.validation_amount
     if amount is not None:
-        session.timetable.next_amount = (_amount_seen(session, amount) // amount.number + 1) * amount.number
+        session.timetable.next_amount = _next_multiple(session, amount)
+
+
+def _next_multiple(session: Session, amount: Amount) -> int:
+    return (_amount_seen(session, amount) // amount.number + 1) * amount.number
 
 
 def _steps_by_samples(session: Session, data: TrainData) -> float:

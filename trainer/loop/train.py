@@ -8,7 +8,7 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any
 
-from ...common.errors import ConfigError, DataError
+from ...common.errors import DataError
 from ...strategies.module.compiled_calls import warn_if_uncalled
 from ..data.micro_batch import Window
 from ..data.sample_checks import compared
@@ -22,6 +22,7 @@ from .pipeline_step import PipelineStep
 from .remedies import EndlessEpoch, Untrained, raise_if_single_sample, tell_of_other_size
 from .schedule import (
     counts_tokens,
+    expect_log,
     is_last_validation_due,
     is_over,
     is_used_up,
@@ -45,11 +46,6 @@ _log = logging.getLogger(__name__)
 def make_step(session: Session) -> Step:
     """Return the implementation of the optimizer step for this run."""
     if session.placed.ranks.stage.world_size > 1:
-        if session.settings.accumulate_tokens is not None:
-            raise ConfigError(
-                "A pipeline has the same number of micro-batches in each step, got accumulate_tokens="
-                f"{session.settings.accumulate_tokens}; use accumulate_grad_batches, or a strategy without stages."
-            )
         return PipelineStep(session)
     return SharedStep(session) if session.placed.ranks.count.world_size > 1 else OneRankStep(session)
 
@@ -85,8 +81,10 @@ def train(session: Session, step: Step, *, left_in_eval: Sequence[str] = (), aft
         has_decays = steps_by_epoch(session)
         has_plateaus = any(config.reduce_on_plateau for config in session.schedulers)
         is_profiled, may_run_out = session.profiler.is_active, interruption.has_limit
-        has_amount = session.settings.ends_by_amount
+        has_amount, logs_amount = session.settings.ends_by_amount, session.settings.log_amount is not None
         for window in _windows(session, checks):
+            if logs_amount:
+                expect_log(session, window)
             try:
                 goes_on = step.forward_backward(window)
                 goes_on = step.update(window, goes_on=goes_on)
@@ -219,6 +217,7 @@ def _log_step(session: Session) -> None:
     assert session.train_data is not None
     of_data = session.train_data.step_metrics()
     session.log({**session.metrics.step_values(), **session.placed.step_metrics(), **of_data})
+    session.timetable.logged_at = session.state.global_step
     note_logged(session)
 
 
@@ -247,15 +246,16 @@ def _end_epoch(session: Session, untrained: Untrained, *, is_partial: bool, vali
 
 def _warn_if_unlogged(session: Session) -> None:
     """Warn if the whole fit is shorter than the interval at which loggers get the values of steps."""
-    state, settings = session.state, session.settings
+    state, settings, amount = session.state, session.settings, session.settings.log_amount
     is_last = state.epoch + 1 == settings.last_epoch or state.global_step == settings.last_step
-    is_short = 0 < state.global_step < settings.log_every_n_steps
+    is_short = amount is not None and session.timetable.next_logged_amount == amount.number
+    is_short |= 0 < state.global_step < settings.log_steps
     if not (is_last and is_short and session.loggers) or session.strategy.rank:
         return
     logged = list(session.metrics.batch_values())
     if logged:
+        interval = f"once in {settings.log_every_n_steps}" if amount else f"of every {settings.log_steps}th only"
         _log.warning(
-            "The fit has %d steps, but loggers get the values of every %dth only, so none of %r; lower "
-            "log_every_n_steps=%d.",
-            *(state.global_step, settings.log_every_n_steps, logged[0], settings.log_every_n_steps),
+            "The fit has %d steps, but loggers get the values %s, so none of %r; lower log_every_n_steps=%r.",
+            *(state.global_step, interval, logged[0], settings.log_every_n_steps),
         )

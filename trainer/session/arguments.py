@@ -74,7 +74,7 @@ class TrainerArguments:
         val_check_interval: int | float | str | timedelta | Mapping[str, int] | None = 1.0,
         check_val_every_n_epoch: int | None = 1,
         num_sanity_val_steps: int | None = 2,
-        log_every_n_steps: int | None = 50,
+        log_every_n_steps: int | str | None = 50,
         logger: bool | str | Logger | Sequence[str | Logger] | None = True,
         enable_autolog_hparams: bool = True,
         callbacks: Callback | Sequence[Callback] | None = None,
@@ -131,7 +131,8 @@ class TrainerArguments:
                 duration, as for `max_time`; or ``"10_000 samples"``, ``"2.5M tokens"``, over all ranks and epochs.
             check_val_every_n_epoch: validate in every n-th epoch; None: `val_check_interval` counts across epochs.
             num_sanity_val_steps: validation batches before training; -1 for all.
-            log_every_n_steps: steps between two rows for the loggers; 0: never.
+            log_every_n_steps: steps between two rows for the loggers, or ``"10_000 samples"``, ``"2.5M tokens"``,
+                over all ranks and epochs; 0: never.
             logger: True: a TensorBoardLogger, or a CSVLogger if tensorboard is not installed; ``"tensorboard"``,
                 ``"csv"``, ``"wandb"`` or ``"mlflow"``: that one, with its defaults; a logger, or several.
             enable_autolog_hparams: send the hyperparameters to the loggers when a run begins.

@@ -114,7 +114,7 @@ class Settings:
     val_check_interval: Defaulted[int | float | str | timedelta | Mapping[str, int]] = Defaulted(1.0)
     check_val_every_n_epoch: int | None = 1
     num_sanity_val_steps: Defaulted[int] = Defaulted(2)
-    log_every_n_steps: Defaulted[int] = Defaulted(50)
+    log_every_n_steps: Defaulted[int | str] = Defaulted(50)
     logger: Defaulted[bool | str | Logger | Sequence[str | Logger]] = Defaulted(True)
     enable_autolog_hparams: bool = True
 
@@ -179,6 +179,16 @@ class Settings:
     def validation_amount(self) -> Amount | None:
         """The samples or tokens between validations; None if ``val_check_interval`` counts something else."""
         return parse_amount("val_check_interval", self.val_check_interval)
+
+    @property
+    def log_amount(self) -> Amount | None:
+        """The samples or tokens between rows for the loggers; None if ``log_every_n_steps`` counts steps."""
+        return parse_amount("log_every_n_steps", self.log_every_n_steps)
+
+    @property
+    def log_steps(self) -> int:
+        """The steps between rows for the loggers; 0 if there are none, or if samples or tokens are counted."""
+        return self.log_every_n_steps if isinstance(self.log_every_n_steps, int) else 0
 
     @property
     def ends_by_amount(self) -> bool:
@@ -303,7 +313,7 @@ def _check_counts(settings: Settings) -> None:
     }
     for name, smallest in at_least.items():
         value = getattr(settings, name)
-        if value is not None and value < smallest:
+        if isinstance(value, int) and value < smallest:
             meaning = " (-1 means no limit)" if smallest == -1 else ""
             raise ConfigError(f"{name} must be >= {smallest}{meaning}, got {value}.")
     if settings.gradient_clip_val is not None and not settings.gradient_clip_val >= 0:
@@ -321,6 +331,11 @@ def _check_amounts(settings: Settings) -> None:
                 f"{name}={value} is neither a fraction nor a number of batches; give a fraction from 0.0 to 1.0, or a "
                 "number of batches as an int."
             )
+    if isinstance(settings.log_every_n_steps, str) and settings.log_amount is None:
+        raise ConfigError(
+            f"log_every_n_steps={settings.log_every_n_steps!r} is no number of steps, samples or tokens; give an int, "
+            "or '10_000 samples', '2.5M tokens' or the like."
+        )
     interval = settings.val_check_interval
     if not isinstance(interval, int | float):
         if parse_amount("val_check_interval", interval) is None:

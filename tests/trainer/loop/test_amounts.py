@@ -8,7 +8,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from echelon import (
+    Callback,
     ConfigError,
+    DeviceStatsMonitor,
+    LearningRateMonitor,
     Loss,
     ModelCheckpoint,
     ModuleError,
@@ -120,6 +123,80 @@ def test_checkpoints_and_throughput_count_tokens(tmp_path):
     assert all(value > 0 for _, value in logger.series("throughput/tokens_per_sec"))
 
 
+class Logging(Model):
+    """Logs a value each step, and notes in which hooks a step is said to be logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.said = {"batch_start": [], "batch_end": [], "step_end": []}
+
+    def training_step(self, batch, batch_idx):
+        self.log("place", float(self.trainer.global_step + 1))
+        return super().training_step(batch, batch_idx)
+
+    def say(self, hook, step):
+        if self.trainer.is_log_step:
+            self.said[hook].append(step)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.say("batch_start", self.trainer.global_step + 1)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.say("batch_end", self.trainer.global_step)
+
+    def on_train_step_end(self):
+        self.say("step_end", self.trainer.global_step)
+
+
+def due_steps(seen, every):
+    pairs = enumerate(zip([0, *seen], seen, strict=False), 1)
+    return [step for step, (before, now) in pairs if now // every > before // every]
+
+
+def fit_logging(tmp_path, every, **settings):
+    logger, module = RecordingLogger(str(tmp_path)), Logging()
+    monitors = [LearningRateMonitor(logging_interval="step"), DeviceStatsMonitor(cpu_stats=True)]
+    trainer = quiet(logger=logger, log_every_n_steps=every, callbacks=monitors, **settings)
+    trainer.fit(module, loader())
+    return logger, module, trainer
+
+
+def logged_steps(logger, name):
+    return [step for step, _ in logger.series(name)]
+
+
+@pytest.mark.parametrize("every", ["12 samples", "50 tokens", 3, 0])
+def test_loggers_get_the_steps_in_which_an_amount_was_reached(tmp_path, every):
+    logger, module, trainer = fit_logging(tmp_path, every, max_epochs=2)
+    if every == "50 tokens":
+        due = due_steps(torch.tensor(module.steps).cumsum(0).tolist(), 50)
+        assert len(due) == 8
+    else:
+        due = [step for step in range(1, 21) if every and step % 3 == 0]
+    assert logger.series("place") == [(step, float(step)) for step in due]
+    assert logged_steps(logger, "lr-SGD") == due
+    assert logged_steps(logger, "DeviceStatsMonitor/load_1min") == due
+    assert module.said == dict.fromkeys(("batch_start", "batch_end", "step_end"), due)
+    assert trainer.log_every_n_steps == (every if isinstance(every, int) else 0)
+
+
+def test_an_amount_that_is_never_reached_is_told(tmp_path, caplog):
+    with caplog.at_level("WARNING"):
+        fit_logging(tmp_path, "1k samples", max_epochs=1)
+    assert "loggers get the values once in 1k samples, so none of 'place'; lower log_every_n_steps" in caplog.text
+
+
+@pytest.mark.parametrize("stop", [2, 5, 13])
+def test_a_resumed_run_logs_the_steps_of_an_undisturbed_one(tmp_path, stop):
+    expected = due_steps([4 * step for step in range(1, 21)], 12)
+    _, _, begun = fit_logging(tmp_path, "12 samples", max_epochs=2, max_steps=stop)
+    begun.save_checkpoint(tmp_path / "at.ckpt")
+    logger, module = RecordingLogger(str(tmp_path)), Logging()
+    trainer = quiet(logger=logger, log_every_n_steps="12 samples", max_epochs=2)
+    trainer.fit(module, loader(), ckpt_path=tmp_path / "at.ckpt")
+    assert logged_steps(logger, "place") == [step for step in expected if step > stop]
+
+
 @pytest.mark.parametrize("stop", [1, 4, 11])
 def test_a_resumed_run_goes_on_counting(tmp_path, stop):
     settings = {"val_check_interval": "70 tokens", "max_tokens": 300}
@@ -132,14 +209,27 @@ def test_a_resumed_run_goes_on_counting(tmp_path, stop):
     assert trainer.tokens_seen == expected.tokens_seen and trainer.global_step == expected.global_step
 
 
+class LoggedSteps(Callback):
+    """Notes the steps that are said to be logged."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_train_step_end(self, trainer, module):
+        if trainer.is_log_step:
+            self.steps.append(trainer.global_step)
+
+
 def on_several_ranks():
     module = Model()
-    trainer = quiet(strategy="ddp", devices="auto", max_tokens=333, val_check_interval="50 tokens")
+    amounts = {"max_tokens": 333, "val_check_interval": "50 tokens", "log_every_n_steps": "50 tokens"}
+    trainer = quiet(strategy="ddp", devices="auto", callbacks=(logged := LoggedSteps()), **amounts)
     batches = TokenBatchSampler(LENGTHS, max_tokens=30, seed=1, multiple_of=2)
     trainer.fit(
         module, DataLoader(TEXTS, batch_sampler=batches, collate_fn=pad), DataLoader(TEXTS[:1], 1, collate_fn=pad)
     )
-    return module.steps, trainer.tokens_seen, trainer.global_step, [tokens for _, tokens in module.validated]
+    validated = [tokens for _, tokens in module.validated]
+    return module.steps, trainer.tokens_seen, trainer.global_step, validated, logged.steps
 
 
 def test_tokens_of_all_ranks_count():
@@ -149,6 +239,7 @@ def test_tokens_of_all_ranks_count():
     assert first[2] == second[2] == len(together)
     seen = torch.tensor(together).cumsum(0).tolist()
     assert first[3] == [now for before, now in zip([0, *seen], seen, strict=False) if now // 50 > before // 50]
+    assert first[4] == second[4] == due_steps(seen, 50)
 
 
 class Budgeted(Model):

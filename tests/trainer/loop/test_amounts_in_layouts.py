@@ -1,5 +1,7 @@
 """Amounts of samples and tokens are counted once and end, validate and save at the same steps in every layout."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from as_rank import double_trainer
@@ -34,8 +36,8 @@ LAYOUTS = {
     "pp": lambda: ParallelStrategy(pp=2),
 }
 LIMITS = {
-    "tokens": {"max_tokens": 2 * TOTAL - 60, "val_check_interval": "90 tokens"},
-    "samples": {"max_samples": 43, "val_check_interval": "9 samples"},
+    "tokens": {"max_tokens": 2 * TOTAL - 60, "val_check_interval": "90 tokens", "log_every_n_steps": "60 tokens"},
+    "samples": {"max_samples": 43, "val_check_interval": "9 samples", "log_every_n_steps": "7 samples"},
 }
 SAVES = {"tokens": "70 tokens", "samples": "10 samples"}
 BUDGET = 80
@@ -81,14 +83,14 @@ class Model(TrainModule):
 
 
 class Amounts(Callback):
-    """Notes what was seen after each step, and at each validation."""
+    """Notes what was seen after each step, whether loggers got its values, and what was seen at each validation."""
 
     def __init__(self):
         self.steps, self.validated = [], []
 
     def on_train_step_end(self, trainer, module):
         if not self.steps or self.steps[-1][0] != trainer.global_step:
-            self.steps.append((trainer.global_step, trainer.samples_seen, trainer.tokens_seen))
+            self.steps.append((trainer.global_step, trainer.samples_seen, trainer.tokens_seen, trainer.is_log_step))
 
     def on_validation_end(self, trainer, module):
         if not trainer.sanity_checking:
@@ -147,8 +149,8 @@ def in_layouts(folder):
             found[name, unit, "resumed"] = (*(a + b for a, b in zip(begun[:2], rest[:2], strict=True)),), resumed
     for name in ("fsdp", "tp", "cp"):
         found[name, "budget"] = fit_to_a_budget(LAYOUTS[name](), 2)
-    with raises(ConfigError, "A pipeline has the same number of micro-batches in each step", "accumulate_tokens=80"):
-        fit_to_a_budget(ParallelStrategy(pp=2, schedule="gpipe"), 2)
+    with raises(ConfigError, "A pipeline has the same number of micro-batches in each step", "accumulate_tokens with pp=2"):
+        fit_to_a_budget(ParallelStrategy(pp=2), 2)
     found["local_sgd"] = fit_by("tokens", LocalSGDStrategy(period=2), folder / "local")[0]
     return found
 
@@ -180,7 +182,10 @@ def test_a_layout_ends_validates_and_saves_as_one_process(name, unit, found, alo
     steps, validated, saved = seen
     assert len(steps) > 8 and len(validated) > 3 and len(saved) > 3
     limit = next(iter(LIMITS[unit].values()))
-    place = 2 if unit == "tokens" else 1
+    place, every = (2, 60) if unit == "tokens" else (1, 7)
+    counted = [0, *(step[place] for step in steps)]
+    due = [now // every > before // every for before, now in pairwise(counted)]
+    assert [is_logged for *_, is_logged in steps] == due and 3 < sum(due) < len(due)
     assert steps[-1][place] >= limit > steps[-2][place]
     for rank in found:
         assert rank[name, unit][0] == seen
@@ -209,6 +214,6 @@ def test_an_elastic_run_counts_the_tokens_of_restarted_steps_once(folder, alone)
     limits = {"global_batch_size": 4, "devices": 2, **LIMITS["tokens"]}
     (_, _, saved), weights, trainer = fit(strategy, limits, saves=SAVES["tokens"], folder=folder / "elastic")
     (steps, _, expected), whole = alone["tokens"]
-    assert (trainer.global_step, trainer.samples_seen, trainer.tokens_seen) == steps[-1]
+    assert (trainer.global_step, trainer.samples_seen, trainer.tokens_seen) == steps[-1][:3]
     assert saved == expected
     assert_same(weights, whole)
