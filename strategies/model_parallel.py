@@ -60,6 +60,8 @@ class ParallelStrategy(ShardedStrategy):
         loss_parallel: keep logits sharded by vocabulary up to the loss.
         cp_exchange: how attention reaches the keys of other ranks: ``"allgather"``, or ``"ulysses"``, which exchanges
             parts of the sequence for heads.
+        cp_chunks: the chunks of each sequence that a rank has, an even number; more of them even out the work of
+            attention inside of documents, and send more. For ``"allgather"``.
         sequence_dim: the sequence dimension of a batch's tensors, unless the module's ``sequence_dims`` names it.
         policy: see `FSDPStrategy`, also for the arguments that follow.
         settings: see `ProcessSettings`.
@@ -88,6 +90,7 @@ class ParallelStrategy(ShardedStrategy):
         sequence_parallel: bool = False,
         loss_parallel: bool = False,
         cp_exchange: ExchangeKind = "allgather",
+        cp_chunks: int = 2,
         sequence_dim: int = 1,
         policy: Policy | None = None,
         reshard_after_forward: Reshard = True,
@@ -124,8 +127,8 @@ class ParallelStrategy(ShardedStrategy):
         self.name = "tp" if pp == 1 else "pp"  # type: ignore[misc]
         self.tp_plan = tp_plan
         self.sequence_parallel, self.loss_parallel = sequence_parallel, loss_parallel
-        check_exchange(cp_exchange)
-        self.cp_exchange, self.sequence_dim = cp_exchange, sequence_dim
+        check_exchange(cp_exchange, cp_chunks)
+        self.cp_exchange, self.cp_chunks, self.sequence_dim = cp_exchange, cp_chunks, sequence_dim
         self._sequences: CutSteps | None = None
         self._sequence_collectives: Collectives | None = None
 
@@ -171,7 +174,7 @@ class ParallelStrategy(ShardedStrategy):
             if is_built:
                 check_experts(module, self.ep)
 
-    def validate_micro_batches(self, number: int) -> None:
+    def validate_micro_batches(self, number: int | None) -> None:
         if self.degrees.pp > 1:
             check_number(self.stage_schedule, number)
 
@@ -236,8 +239,8 @@ class ParallelStrategy(ShardedStrategy):
         self.ranks = replace(self.ranks, loss=loss, count=loss)
         ranks = self._sequence_collectives = self._over("cp")
         group, place = ranks.device_group, self.degrees.place(self.rank, ("cp",))
-        options: Any = {"exchange": self.cp_exchange, "sequence_dim": self.sequence_dim, "device": self.device}
-        context = ContextParallel(group, self.degrees.cp, place, **options)
+        kind: Any = {"exchange": self.cp_exchange, "num_chunks": self.cp_chunks, "sequence_dim": self.sequence_dim}
+        context = ContextParallel(group, self.degrees.cp, place, **kind, device=self.device)
         self._sequences = CutSteps(context, self._over("pp", "cp"), self._over("dp_shard"))
 
     def _shard(self, module: nn.Module, sharding: Sharding) -> PlacedShards:

@@ -22,18 +22,21 @@ from .exchange import Exchange, gathered_again
 from .flex import FlexParts
 from .near import tokens_in_window, tokens_of_documents
 from .overridable import AS_IT_WAS
+from .varlen import VarlenParts
 
 ExchangeKind = Literal["allgather", "ulysses"]
 EXCHANGES: Final = ("allgather", "ulysses")
 
-_MOST_MASKS: Final = 8
+_MOST_LENGTHS: Final = 4
+"""The lengths of batches whose causal masks are kept."""
 _MULTI_HEAD: Final = inspect.signature(F.multi_head_attention_forward)
 
 
 class AttentionMode(TorchFunctionMode):
     """Makes torch's attention attend to the keys of all ranks.
 
-    That is ``F.scaled_dot_product_attention``, ``nn.MultiheadAttention`` and ``flex_attention`` (see `FlexParts`).
+    That is ``F.scaled_dot_product_attention``, ``nn.MultiheadAttention``, ``flex_attention`` (see `FlexParts`) and
+    ``varlen_attn`` (see `VarlenParts`).
 
     Their arguments and results are for this rank's part of the sequence. ``is_causal`` refers to positions in the
     whole sequence. A mask has one row per query of this rank and one column per key of the whole sequence; a mask with
@@ -51,7 +54,7 @@ class AttentionMode(TorchFunctionMode):
     def __init__(self, exchange: Exchange, kind: ExchangeKind) -> None:
         super().__init__()
         self._exchange, self._kind = exchange, kind
-        self._flex = FlexParts(exchange)
+        self._flex, self._varlen = FlexParts(exchange), VarlenParts(exchange, by_heads=kind == "ulysses")
         self._reached: Any = WeakIdKeyDictionary()
         """The tokens that masks reach, where these are not nearly all."""
         self._causal_masks: dict[tuple[Any, ...], Tensor] = {}
@@ -75,12 +78,12 @@ class AttentionMode(TorchFunctionMode):
         name = getattr(func, "__name__", "") if hasattr(func, AS_IT_WAS) else ""
         if name == "flex_attention":
             return self._flex.attend(func, *args, **kwargs)
-        if name.startswith("varlen_attn"):
+        if name == "varlen_attn":
+            return self._varlen.attend(func, *args, **kwargs)
+        if name == "varlen_attn_out":
             raise ModuleError(
-                f"torch.nn.attention.varlen.{name} gets documents joined to one sequence, whose parts on ranks have "
-                "others' beginnings and ends: it cannot be used under context parallelism. Use "
-                "F.scaled_dot_product_attention with attn_mask=echelon.document_mask(ids), flex_attention with "
-                "block_mask=echelon.document_mask(ids, kind='flex'), or cp=1."
+                "torch.nn.attention.varlen.varlen_attn_out writes into a tensor without gradients, and knows only this "
+                "rank's keys under context parallelism; call varlen_attn, or use cp=1."
             )
         return func(*args, **kwargs)
 
@@ -145,7 +148,7 @@ class AttentionMode(TorchFunctionMode):
             return causal_lower_right(width, end)  # has fused kernels
         key = width, end, query.dtype
         if key not in self._causal_masks:
-            if len(self._causal_masks) >= _MOST_MASKS:  # of batches of many lengths
+            if len(self._causal_masks) >= _MOST_LENGTHS * self._exchange.cut.num_chunks:
                 self._causal_masks.clear()
             is_later = torch.ones(width, end, dtype=torch.bool).triu(end - width + 1)
             self._causal_masks[key] = torch.zeros(width, end, dtype=query.dtype).masked_fill_(is_later, -math.inf)

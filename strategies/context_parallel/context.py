@@ -25,6 +25,7 @@ class ContextParallel:
         size: the number of these ranks.
         rank: the index of this rank among them.
         exchange: how attention reaches the keys of other ranks, see `AttentionMode`.
+        num_chunks: of each sequence that a rank has, an even number; one with ``"ulysses"``.
         sequence_dim: the sequence dimension of a batch's tensors, unless the module's ``sequence_dims`` names it.
         device: of this rank; by default the CPU.
     """
@@ -36,12 +37,13 @@ class ContextParallel:
         rank: int,
         *,
         exchange: ExchangeKind,
+        num_chunks: int = 2,
         sequence_dim: int,
         device: torch.device | None = None,
     ) -> None:
         self.size = size
         # ulysses distributes heads, not queries
-        self.sequence_cut = SequenceLayout(size, rank, is_balanced=exchange == "allgather")
+        self.sequence_cut = SequenceLayout(size, rank, num_chunks if exchange == "allgather" else 1)
         self._exchange = Exchange(group, self.sequence_cut, device)
         self._mode = AttentionMode(self._exchange, exchange)
         self._sequence_dim = sequence_dim
@@ -200,8 +202,8 @@ class ContextParallel:
             self.begin(before)
 
 
-def check_exchange(exchange: object) -> None:
-    """Check that an exchange exists.
+def check_exchange(exchange: object, num_chunks: object) -> None:
+    """Check that an exchange exists, and that it takes this number of chunks.
 
     Raises:
         ConfigError: for anything else.
@@ -210,4 +212,14 @@ def check_exchange(exchange: object) -> None:
         known = ", ".join(EXCHANGES)
         raise ConfigError(
             f"cp_exchange must be one of {known}, got {exchange!r}.{did_you_mean(str(exchange), EXCHANGES)}"
+        )
+    if not isinstance(num_chunks, int) or num_chunks < 2 or num_chunks % 2:
+        raise ConfigError(
+            f"cp_chunks must be an even number of chunks for each rank, got {num_chunks!r}; give 2, or more to even "
+            "out the work of attention inside of documents."
+        )
+    if exchange == "ulysses" and num_chunks != 2:
+        raise ConfigError(
+            f"cp_chunks={num_chunks} divides the work of queries, but cp_exchange='ulysses' divides heads; leave it "
+            "out, or use cp_exchange='allgather'."
         )

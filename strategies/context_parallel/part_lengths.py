@@ -43,6 +43,30 @@ class PartLengths:
         # if one rank may take it for another, all ask
         return self._ask(part) if any(self._look_alike(found[0], length) for length in self._current) else found[0]
 
+    def joined(self, tokens: int, whole: int) -> tuple[int, int]:
+        """Return how many sequences are joined, and the length of each.
+
+        Args:
+            tokens: of this rank.
+            whole: the tokens of all ranks.
+
+        Raises:
+            ModuleError: if these are not the parts of sequences of the batch, or of two kinds of them.
+        """
+        found = [
+            (whole // length, length)
+            for length in self._current
+            if not whole % length and whole // length * self._cut.part_length(length) == tokens
+        ]
+        if len(found) == 1:
+            return found[0]
+        lengths = " or ".join(map(str, sorted(self._current)))
+        raise ModuleError(
+            f"varlen_attn under context parallelism joins this rank's parts of sequences of {lengths} tokens, and its "
+            f"cu_seqlens those of the whole sequences, got {tokens} tokens and cu_seqlens that end at {whole}; pass "
+            "the cu_seqlens of the whole batch, as PackedDataset.collate makes them, or use cp=1."
+        )
+
     def _look_alike(self, one: int, other: int) -> bool:
         """Return whether the parts of two sequences have the same length on any rank."""
         parts = ((self._cut.part_length(length, rank) for length in (one, other)) for rank in range(self._cut.size))

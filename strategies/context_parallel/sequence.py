@@ -13,21 +13,26 @@ from torch import Tensor
 class SequenceLayout:
     """Cuts a dimension into chunks, whose lengths differ by one at most, and assigns them to the ranks.
 
-    If balanced, rank r of n has the chunks r and 2n - 1 - r of 2n, so that all ranks compute the same amount of causal
-    attention. Otherwise there are n chunks. The parts of ranks differ by one token at most, and by none where n divides
-    the length. Source: Brandon et al., "Striped Attention", 2023, and the load balancing of torch's and Llama 3's
-    context parallelism.
+    With two chunks for each rank, rank r of n has the chunks r and 2n - 1 - r of 2n, so that all ranks compute the same
+    amount of causal attention; with more, it has these two of each 2n that follow one another, and the work inside of
+    documents evens out as well. The parts of ranks differ by one token at most, and by none where n divides the length.
+    Source: Brandon et al., "Striped Attention", 2023, and the load balancing of torch's and Llama 3's context
+    parallelism.
     """
 
     size: int
     """The number of ranks."""
     rank: int
-    is_balanced: bool
+    num_chunks: int
+    """Of each rank: 1, or an even number."""
 
     def chunks(self, length: int, rank: int | None = None) -> list[tuple[int, int]]:
         """Return where a rank's chunks of a whole sequence begin and end, in order; by default this rank's."""
         rank = self.rank if rank is None else rank
-        places = (rank, 2 * self.size - 1 - rank) if self.is_balanced else (rank,)
+        places = [rank]
+        if self.num_chunks > 1:
+            firsts = range(0, self.size * self.num_chunks, 2 * self.size)
+            places = [first + place for first in firsts for place in (rank, 2 * self.size - 1 - rank)]
         base, longer = divmod(length, self.size * len(places))  # the first chunks have one token more
         starts = [place * base + min(place, longer) for place in places]
         return [(start, start + base + (place < longer)) for place, start in zip(places, starts, strict=True)]

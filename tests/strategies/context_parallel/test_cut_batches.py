@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from small import raises
 from torch import nn
 from torch.nn import functional as F
 
@@ -77,14 +78,14 @@ def test_parts_of_any_length_differ_by_one_token_at_most_and_their_shares_add_up
 
 
 def test_sequences_of_nearly_the_same_length_are_told_apart_by_asking_the_other_ranks():
-    cut, asked = SequenceLayout(2, 0, is_balanced=True), []
+    cut, asked = SequenceLayout(2, 0, num_chunks=2), []
     lengths = PartLengths(cut, lambda part: asked.append(part) or 7)
     lengths.begin([7, 16])
     assert (lengths.whole(3), lengths.whole(8), asked) == (7, 16, [])
     lengths.begin([6, 7])
     assert [cut.part_length(length) for length in (6, 7)] == [3, 3]
     assert (lengths.whole(3), asked) == (7, [3])
-    other = PartLengths(SequenceLayout(2, 1, is_balanced=True), lambda part: asked.append(part) or 7)
+    other = PartLengths(SequenceLayout(2, 1, num_chunks=2), lambda part: asked.append(part) or 7)
     other.begin([6, 7])
     assert (other.whole(4), asked) == (7, [3, 4])  # which knows, but the first rank does not
     assert not lengths.known(8)
@@ -108,9 +109,19 @@ def test_a_batch_that_cannot_be_cut_is_refused(batch, module, error, text):
         context().cut(batch, module)
 
 
-def test_an_unknown_exchange_is_refused():
-    with pytest.raises(ConfigError, match="Did you mean 'ulysses'"):
-        check_exchange("ulises")
+@pytest.mark.parametrize(
+    ("exchange", "num_chunks", "words"),
+    [
+        ("ulises", 2, ["Did you mean 'ulysses'"]),
+        ("allgather", 3, ["cp_chunks must be an even number", "got 3"]),
+        ("allgather", 0, ["cp_chunks must be an even number", "got 0"]),
+        ("allgather", "4", ["cp_chunks must be an even number", "got '4'"]),
+        ("ulysses", 4, ["cp_chunks=4", "cp_exchange='ulysses' divides heads", "use cp_exchange='allgather'"]),
+    ],
+)
+def test_an_impossible_exchange_is_refused(exchange, num_chunks, words):
+    with raises(ConfigError, *words):
+        check_exchange(exchange, num_chunks)
 
 
 # --- the first step ---------------------------------------------------------------------------------------------------

@@ -26,8 +26,8 @@ def join():
     return dist.get_rank()
 
 
-def mode_of(kind, rank, length=LENGTH):
-    cut = SequenceLayout(SIZE, rank, is_balanced=kind == "allgather")
+def mode_of(kind, rank, length=LENGTH, num_chunks=2):
+    cut = SequenceLayout(SIZE, rank, num_chunks if kind == "allgather" else 1)
     exchange = Exchange(None, cut)
     exchange.lengths.begin({length})
     return cut, AttentionMode(exchange, kind)
@@ -43,6 +43,9 @@ FUNCTIONS = {
     "causal": ((HEADS, HEADS), LENGTH, {"is_causal": True}, None),
     "causal, odd parts": ((HEADS, HEADS), 6, {"is_causal": True}, None),
     "causal, parts of different lengths": ((HEADS, HEADS), 7, {"is_causal": True}, None),
+    "causal, six chunks": ((HEADS, HEADS), LENGTH, {"is_causal": True}, None),
+    "causal, six chunks, some of them empty": ((HEADS, HEADS), 7, {"is_causal": True}, None),
+    "rows, six chunks": ((HEADS, HEADS), LENGTH, {}, torch.rand(BATCH, 1, LENGTH, LENGTH) > 0.3),
     "padding, parts of different lengths": ((HEADS, HEADS), 7, {}, padding(7)[:, None, None]),
     "rows, parts of different lengths": ((HEADS, HEADS), 7, {}, torch.rand(BATCH, 1, 7, 7) > 0.3),
     "scaled": ((HEADS, HEADS), LENGTH, {"scale": 0.3, "is_causal": True}, None),
@@ -57,7 +60,7 @@ def compare_functions(kind, cases):
     rank = join()
     differences = {}
     for name, ((heads, key_heads), length, options, mask) in cases.items():
-        cut, mode = mode_of(kind, rank, length)
+        cut, mode = mode_of(kind, rank, length, 6 if "six chunks" in name else 2)
         whole = [torch.randn(BATCH, n, length, WIDTH, requires_grad=True) for n in (heads, key_heads, key_heads)]
         expected = F.scaled_dot_product_attention(*whole, mask, **options)
         weights = torch.randn_like(expected)
@@ -198,28 +201,44 @@ def test_a_rank_does_not_keep_the_keys_of_others_for_backward():
     assert run_ranks(keep_for_backward, SIZE)[0] <= 2 * part + part // WIDTH + masks
 
 
-def test_each_rank_has_as_much_causal_attention_to_compute():
-    costs = []
-    for rank in range(4):
-        cut = SequenceLayout(4, rank, is_balanced=True)
-        costs.append((cut.positions(64) + 1).sum().item())
+@pytest.mark.parametrize("num_chunks", [2, 4, 8])
+def test_each_rank_has_as_much_causal_attention_to_compute(num_chunks):
+    costs = [work_of(SequenceLayout(4, rank, num_chunks), torch.arange(64)) for rank in range(4)]
     assert len(set(costs)) == 1
     assert math.isclose(sum(costs), 64 * 65 / 2)
 
 
+def work_of(cut, places):
+    """Return how many keys the tokens of a rank attend to, given the places of all tokens in their documents."""
+    return int((cut.take(places, 0) + 1).sum())
+
+
+def test_more_chunks_even_out_the_work_inside_of_documents():
+    generator = torch.Generator().manual_seed(1)
+    packs = []
+    while len(packs) < 20:
+        lengths = torch.randn(64, generator=generator).mul(0.8).add(5.9).exp().int().tolist()  # 500 in the mean
+        packs.append(torch.cat([torch.arange(length) for length in lengths])[:2048])
+    shares = {}
+    for num_chunks in (2, 8, 32):
+        cuts = [SequenceLayout(4, rank, num_chunks) for rank in range(4)]
+        work = torch.tensor([[work_of(cut, places) for cut in cuts] for places in packs])
+        shares[num_chunks] = float((work.max(1).values * 4 / work.sum(1)).mean())
+    assert shares[2] > 1.3 > shares[8] > 1.1 > shares[32]
+
+
+@pytest.mark.parametrize("length", range(8, 60))
+def test_parts_differ_by_one_token_at_most(length):
+    for size, num_chunks in ((4, 2), (3, 4), (2, 16), (4, 6)):
+        parts = [SequenceLayout(size, rank, num_chunks).part_length(length) for rank in range(size)]
+        assert sum(parts) == length and max(parts) - min(parts) <= 1
+        assert max(parts) == SequenceLayout(size, 0, num_chunks).longest_part(length)
+
+
 def test_parts_join_to_the_whole():
     whole = torch.arange(24).reshape(2, 12)
-    for size, is_balanced in (
-        (2, True),
-        (2, False),
-        (3, True),
-        (4, True),
-        (5, True),
-        (5, False),
-        (6, False),
-        (12, True),
-    ):
-        cuts = [SequenceLayout(size, rank, is_balanced=is_balanced) for rank in range(size)]
+    for size, num_chunks in ((2, 2), (2, 1), (3, 2), (4, 2), (5, 2), (5, 1), (6, 1), (12, 2), (2, 4), (3, 6), (2, 8)):
+        cuts = [SequenceLayout(size, rank, num_chunks) for rank in range(size)]
         parts = [cut.take(whole, 1) for cut in cuts]
         assert torch.equal(cuts[0].join(parts, 1, 12), whole)
         for cut, part in zip(cuts, parts, strict=True):

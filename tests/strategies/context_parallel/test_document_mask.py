@@ -1,5 +1,6 @@
 """Attention inside documents that share sequences: the mask, and models that train packed as they do unpacked."""
 
+import re
 import warnings
 
 import pytest
@@ -79,7 +80,8 @@ CONFIGS = {
         **SIZES, head_dim=4, sliding_window=3, layer_types=["sliding_attention", "full_attention"]
     ),
 }
-PROGRAMS = [*CONFIGS, "llama padded", "mistral padded", "by hand", "by hand, ulysses"]
+PROGRAMS = [*CONFIGS, "llama padded", "mistral padded", "mistral, 4 chunks"]
+PROGRAMS += ["by hand", "by hand, ulysses", "by hand, 4 chunks"]
 
 
 def documents():
@@ -93,7 +95,7 @@ class OfModel(TrainModule):
     def __init__(self, name):
         super().__init__()
         torch.manual_seed(0)
-        self.lm = transformers.AutoModelForCausalLM.from_config(CONFIGS[name.removesuffix(" padded")]())
+        self.lm = transformers.AutoModelForCausalLM.from_config(CONFIGS[re.sub(" padded|, .*", "", name)]())
         self.is_padded = name.endswith("padded")
 
     def training_step(self, batch, batch_idx):
@@ -151,10 +153,9 @@ def train(name, **strategy):
 
 
 def run_cut():
-    return {
-        name: train(name, strategy=ParallelStrategy(cp=2, cp_exchange="ulysses" if "ulysses" in name else "allgather"))
-        for name in PROGRAMS
-    }
+    kinds = {"ulysses": {"cp_exchange": "ulysses"}, "4 chunks": {"cp_chunks": 4}}
+    kinds_of = {name: kinds.get(name.partition(", ")[2], {}) for name in PROGRAMS}
+    return {name: train(name, strategy=ParallelStrategy(cp=2, **kind)) for name, kind in kinds_of.items()}
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +165,8 @@ def found():
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_parts_of_packed_sequences_train_as_whole_ones(name, found):
-    atol = 1e-9 if name == "gemma 3" else 1e-12  # some of whose parts compute in float32
+    # norms of transformers round to float32, also gradients that are weighted by the targets of uneven parts
+    atol = {"gemma 3": 1e-9, "mistral, 4 chunks": 1e-8}.get(name, 1e-12)
     for key, value in train(name, strategy="single").items():
         torch.testing.assert_close(found[0][name][key], value, rtol=0, atol=atol)
 

@@ -17,7 +17,6 @@ from small import raises
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from torch.nn.attention.varlen import varlen_attn
 from torch.utils.data import DataLoader
 
 from echelon import ConfigError, ModuleError, ParallelStrategy, TrainModule, document_mask, seed_everything
@@ -91,10 +90,6 @@ class ByHand(TrainModule):
         tokens = batch["input_ids"]
         hidden = self.tokens(tokens) + self.places(self.trainer.strategy.positions(tokens.shape[1]))
         heads = self.project(hidden).unflatten(-1, (2, 48)).transpose(1, 2)
-        if self.name == "varlen":
-            ends = torch.tensor([0, tokens.shape[1]], dtype=torch.int32)
-            joined = [part[0].transpose(0, 1) for part in heads.chunk(3, dim=-1)]
-            varlen_attn(*joined, ends, ends, tokens.shape[1], tokens.shape[1])
         attended: Any = flex_attention(*heads.chunk(3, dim=-1), **self.told(batch))
         out: Tensor = self.head(hidden + attended.transpose(1, 2).flatten(2))
         return out
@@ -124,7 +119,6 @@ OF_TRANSFORMERS = ("llama", "llama packed", "mistral padded", "mistral packed")
 REFUSED = {
     "captured": "mask_mod of flex_attention .* holds a tensor of shape .*document_mask",
     "other length": "for the 12 x 12 tokens of whole sequences, or for this rank's part, 6 x 6, got 5 x 5",
-    "varlen": "varlen.varlen_attn .* cannot be used under context parallelism. Use F.scaled_dot_product_attention",
 }
 
 

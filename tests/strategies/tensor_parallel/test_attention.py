@@ -105,7 +105,7 @@ CUT_TWICE = {
 def compare_amid_context_parallel(case, mesh):
     settings, options = CUT_TWICE[case]
     torch.manual_seed(1)
-    layout = SequenceLayout(2, mesh["cp"].get_local_rank(), is_balanced=True)
+    layout = SequenceLayout(2, mesh["cp"].get_local_rank(), num_chunks=2)
     exchange = Exchange(mesh["cp"].get_group(), layout)
     exchange.lengths.begin({8})
     mode = AttentionMode(exchange, "allgather")
