@@ -89,8 +89,7 @@ class PipelineStep(SharedStep):
 
     def _run_schedule(self, micro_batches: Sequence[MicroBatch], busy: Sequence[bool]) -> None:
         if any(busy):
-            for zero_grad in self.zero_grads:
-                zero_grad()
+            self.drop_gradients()
             if micro_batches:
                 self._run_all(micro_batches, busy)
             else:

@@ -263,8 +263,7 @@ class SharedStep(Step):
     def _stand_by(self, busy: Sequence[bool], *, is_first: bool) -> None:
         """Take part in a micro-batch of the busy ranks; with `is_first`, first reset the gradients of the last step."""
         if is_first and self.is_automatic:
-            for zero_grad in self.zero_grads:
-                zero_grad()
+            self.drop_gradients()
         weight, self._manual_weight = self._manual_weight, 0.0
         self.placed.stand_by("training_step", busy, self._run_unseen)
         self._manual_weight = weight

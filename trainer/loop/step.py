@@ -18,7 +18,7 @@ from ...callbacks.dispatch import overrides
 from ...strategies.placed.placed import Placed
 from ...strategies.state.optimizer_state import needs_closure
 from ..data.micro_batch import MicroBatch, Window
-from ..module.arguments import num_step_arguments
+from ..module.arguments import num_step_arguments, without_index
 from ..module.hooks import ModuleHooks
 from ..module.loss import loss_of, mean_of, outputs_for_hooks
 from ..module.optimizers import ManagedOptimizer, step_of, zero_grad_of
@@ -35,18 +35,19 @@ class Step(ABC):
     """One optimizer step of a fit. Everything it uses is bound here, once, as directly as strategy and hooks allow.
 
     The order is Lightning's: for each micro-batch, batch start, forward, zero_grad (before the first backward),
-    backward and batch end; before the last batch end, clipping, update and schedulers. If something asks for the
-    closure, the update begins before the last forward, which runs inside it. A subclass defines how gradients are
-    computed: on one rank alone, on ranks that share the step, or in a pipeline.
+    backward and batch end; before the last batch end, clipping, update and schedulers. Where no hook would see it,
+    gradients are dropped before the first forward, so that they and its activations do not add up. If something asks
+    for the closure, the update begins before the last forward, which runs inside it. A subclass defines how gradients
+    are computed: on one rank alone, on ranks that share the step, or in a pipeline.
     """
 
     # slots lie next to each other in memory: a small model's step takes as long as a few dozen cache misses
     __slots__ = (
         "_clips", "_has_stepped", "_may_leave", "_needs_closure", "_on_batch_end", "_on_batch_start",
-        "_plain_backward", "_update_fns", "_updates_directly", "backward", "batch", "first_batch_idx", "forward",
-        "has_gradients", "hooks", "is_automatic", "is_updating", "left", "managed_optimizers", "metrics", "module",
-        "optimizers", "output", "passes_closure", "placed", "progress", "schedulers", "session", "set_grad_sync",
-        "state", "strategy", "targets", "timetable", "transfer", "weights", "writer", "zero_grads",
+        "_plain_backward", "_update_fns", "_updates_directly", "_zeroes_first", "backward", "batch", "first_batch_idx",
+        "forward", "has_gradients", "hooks", "is_automatic", "is_updating", "left", "managed_optimizers", "metrics",
+        "module", "optimizers", "output", "passes_closure", "placed", "progress", "schedulers", "session",
+        "set_grad_sync", "state", "strategy", "targets", "timetable", "transfer", "weights", "writer", "zero_grads",
     )  # fmt: skip
 
     def __init__(self, session: Session) -> None:
@@ -90,7 +91,7 @@ class Step(ABC):
             forward = streams.drawing(forward)
             self.transfer = None if self.transfer is None else streams.drawing(self.transfer)
         if num_step_arguments(module, "training_step", 2) == 1:
-            forward = _without_index(forward)
+            forward = without_index(forward)
         self.forward: Callable[[Any, int], Any] = measured("training_step", forward)
         backward: Callable[..., None] = placed.backward
         if not placed.precision.uses_scaler and not overrides(placed, "backward", Placed):
@@ -103,6 +104,7 @@ class Step(ABC):
         has_hooks = hooks.on_before_backward or hooks.on_after_backward
         self.backward: Callable[..., None] = self._backward_with_hooks if has_hooks else self._plain_backward
         asks = hooks.on_before_zero_grad or overrides(module, "optimizer_zero_grad", TrainModule)
+        self._zeroes_first = not asks
         zeroes_plainly = not (asks or self.session.profiler.is_active)
         zero = zero_grad_of if zeroes_plainly else partial(partial, self._zero_grad)
         self.zero_grads = [zero(optimizer) for optimizer in self.optimizers]
@@ -157,9 +159,16 @@ class Step(ABC):
 
     def run_micro_batch(self, micro_batch: MicroBatch, *, is_first: bool) -> None:
         """Call ``training_step`` and, in automatic optimization, accumulate the gradients of its loss."""
+        if is_first and self.is_automatic and self._zeroes_first:
+            self.drop_gradients()
         self.output = self.forward(self.batch, self.progress.batch_idx)
         if self.is_automatic:
             self.add_gradients(micro_batch, is_first=is_first)
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients of the last step."""
+        for zero_grad in self.zero_grads:
+            zero_grad()
 
     def add_gradients(self, micro_batch: MicroBatch, *, is_first: bool) -> None:
         """Accumulate the gradients of the loss that ``training_step`` returned for a micro-batch."""
@@ -167,9 +176,8 @@ class Step(ABC):
         # nearly always the loss itself, which this recognizes without a function call
         is_plain = type(output) is Tensor and output.grad_fn is not None and output.ndim == 0
         loss = output if is_plain else loss_of(output, module=self.module)
-        if is_first:
-            for zero_grad in self.zero_grads:
-                zero_grad()
+        if is_first and not self._zeroes_first:
+            self.drop_gradients()
         if loss is None:
             self.skip()
             return
@@ -387,10 +395,3 @@ class OneRankStep(Step):
 def _module_backward(module: TrainModule, placed: Placed, loss: Tensor, *args: Any, **kwargs: Any) -> None:
     module.backward(placed.scaled(loss), *args, **kwargs)
     placed.end_backward()
-
-
-def _without_index(step: Callable[[Any], Any]) -> Callable[[Any, int], Any]:
-    def forward(batch: Any, batch_idx: int) -> Any:
-        return step(batch)
-
-    return forward

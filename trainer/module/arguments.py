@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
 from torch import nn
 
@@ -30,6 +31,15 @@ def num_step_arguments(module: nn.Module, step_name: str, most: int) -> int:
     taken = [parameter for parameter in parameters if parameter.kind in _POSITIONAL]
     required = sum(parameter.default is parameter.empty for parameter in taken)
     return max(required, min(most, len(taken)))
+
+
+def without_index(step: Callable[[Any], Any]) -> Callable[[Any, int], Any]:
+    """Return a function that takes ``batch_idx`` for a step that does not."""
+
+    def forward(batch: Any, batch_idx: int) -> Any:
+        return step(batch)
+
+    return forward
 
 
 def check_step_arguments(module: nn.Module, step_name: str, names: tuple[str, ...]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...common.units import in_units
-from ...strategies.module.memory_estimate import held_memory, shared_bytes
+from ...strategies.module.memory_estimate import expected_memory, held_memory, shared_bytes
 from ...strategies.module.out_of_memory import is_out_of_memory
 from ..session.session import Session
 
@@ -14,7 +14,9 @@ def comment_on_memory(session: Session, error: BaseException) -> None:
     if not is_out_of_memory(error) or progress.stage != "train" or progress.micro_batch is None:
         return
     held = held_memory(session.module, session.optimizers)
-    state = held.parameters + held.gradients + held.optimizer
+    # a forward holds no gradients, but the backward that follows it would
+    gradients = expected_memory(session.module, (), session.strategy.memory_share).gradients
+    state = held.parameters + max(held.gradients, gradients) + held.optimizer
     error.add_note(
         f"Out of memory: rank {session.strategy.rank} held {in_units(held.parameters)} of parameters, "
         f"{in_units(held.gradients)} of gradients and {in_units(held.optimizer)} of optimizer state; activations, and "
