@@ -25,6 +25,10 @@ _ADVICE: Final = {
         "Class indices go from 0 to the number of outputs - 1: give the last layer one output per class, or number "
         "the classes from 0."
     ),
+    r"Expected input batch_size \(\d+\) to match target": (
+        "A cross entropy needs one target for each row of its input: give labels the shape of the tokens, and where "
+        "tokens predict the next one, cut logits[:, :-1] and labels[:, 1:] alike."
+    ),
     "index out of range in self": (
         "An embedding has fewer rows than this index needs: use the tokenizer that belongs to the model, give the "
         "model rows for added tokens by resize_token_embeddings(len(tokenizer)), and cut sequences to its positions."

@@ -45,10 +45,16 @@ def find_folder(folder_or_id: str | AnyPath) -> Path:
         return path
     if path.suffix == ".gguf" and path.exists():
         raise _of_gguf(path.parent, path.name)
+    if path.suffix == ".gguf" and path.parent.is_dir():
+        found = ", ".join(sorted(file.name for file in path.parent.glob("*.gguf"))[:5]) or "no .gguf file"
+        raise CheckpointError(
+            f"There is no file {path}; {path.parent} has {found}; give from_pretrained the name of one as gguf_file."
+        )
     if path.exists():
         raise CheckpointError(f"{path} is a file; give the folder that holds it, with its {SINGLE} or {INDEX}.")
     if not isinstance(folder_or_id, str) or not _ID.fullmatch(folder_or_id):
-        near = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
+        entries = [entry for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
+        near = [entry.name for entry in entries if not entry.name.startswith(("_", "."))]
         inside = f"; {path.parent} has {', '.join(sorted(near)[:5])}" if near else ""
         raise CheckpointError(f"There is no folder {path}{inside}; give one that save_pretrained has written.")
     return _from_hub(folder_or_id)

@@ -5,17 +5,21 @@ from __future__ import annotations
 import logging
 import math
 import warnings
+from collections.abc import Mapping
 from time import monotonic
 from typing import Final
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...common.errors import DataError
 from ...strategies.torch_tensors import version_of
+from ..data.micro_batch import Window
 from ..session.session import Session
 
 _log = logging.getLogger(__name__)
 
+_IGNORED: Final = -100
+"""The label of tokens that do not count, in torch and transformers."""
 _PATIENCE: Final = 5.0
 """Seconds after which to ask whether an epoch of unknown length ever ends."""
 
@@ -97,6 +101,21 @@ def tell_of_other_size(session: Session, saved_size: int | None) -> None:
         size,
         saved_size,
     )
+
+
+def warn_without_targets(session: Session, window: Window) -> None:
+    """Warn, on rank 0, if no token of a first step has a label that counts, as if no text held what they follow."""
+    batches = [micro_batch.batch for micro_batch in window]
+    labels = [batch["labels"] for batch in batches if isinstance(batch, Mapping) and "labels" in batch]
+    if session.strategy.rank or not labels or len(labels) < len(batches):
+        return
+    if all(isinstance(each, Tensor) and each.ndim > 1 and bool((each == _IGNORED).all()) for each in labels):
+        warnings.warn(
+            f"No token of the first step counts: all labels of its {len(labels)} micro-batches are {_IGNORED}, and "
+            "nothing is learned from it. Look at a sample's labels, and at what the collate function masks (a template "
+            "that the text does not contain, a prompt longer than the sequence).",
+            stacklevel=2,
+        )
 
 
 def raise_if_single_sample(session: Session, error: ValueError) -> None:

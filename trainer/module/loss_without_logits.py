@@ -81,11 +81,13 @@ def linear_cross_entropy(
     loss = CrossEntropy(ignore_index, label_smoothing, None, _changes(scale, softcap))
     if isinstance(head, Tensor):
         check_weight(head)
+        _check_features(hidden, head.shape[-1])
         total = total_loss(hidden.reshape(-1, hidden.shape[-1]), head, bias, target, loss, None)
     else:
         if bias is not None:
             raise ModuleError(f"bias is for a head that is a tensor, got one beside a {type(head).__name__}; omit it.")
         check_head(head, "linear_cross_entropy")
+        _check_features(hidden, head.in_features)
         total = loss_of_head(head, hidden, loss, target)
     return Loss(total, weights_of_targets(target, ignore_index, None).sum())
 
@@ -127,3 +129,11 @@ def _changes(scale: float, softcap: float | None) -> tuple[Change, ...]:
             raise ModuleError(f"softcap must be above 0, got {softcap}; leave it out for logits without a bound.")
         changes.append(lambda logits, columns: torch.tanh(logits / softcap) * softcap)
     return tuple(changes)
+
+
+def _check_features(hidden: Tensor, number: int) -> None:
+    if hidden.shape[-1] != number:
+        raise ModuleError(
+            f"hidden must have the {number} features that the head takes, got shape {tuple(hidden.shape)}; give what "
+            "the head is called with, not logits."
+        )

@@ -150,6 +150,8 @@ def test_what_cannot_be_is_said():
         linear_cross_entropy(hidden, torch.nn.Sequential(head), labels)
     with raises(ModuleError, "float64", "float32", "bf16-mixed"):
         linear_cross_entropy(hidden.float(), head, labels)
+    with raises(ModuleError, "the 16 features that the head takes", "(3, 7, 37)", "not logits"):
+        linear_cross_entropy(head(hidden), head, labels)
     with raises(ModuleError, "bias", "Linear"):
         linear_cross_entropy(hidden, head, labels, bias=head.bias)
     loss = linear_cross_entropy(hidden, head, labels).total

@@ -66,6 +66,11 @@ def a_gguf_file(folder):
     echelon.load_pretrained(build("llama"), folder / "model.gguf")
 
 
+def a_gguf_file_of_another_name(folder):
+    (folder / "model.gguf").write_bytes(b"GGUF")
+    echelon.load_pretrained(build("llama"), folder / "q8.gguf")
+
+
 def a_folder_of_a_gguf_file(folder):
     (folder / "other").mkdir()
     (folder / "other" / "model.gguf").write_bytes(b"GGUF")
@@ -182,6 +187,7 @@ MISTAKES = {
     a_file: "is a file; give the folder that holds it",
     cut_short: "is not a whole safetensors file.*copy it again",
     a_gguf_file: r"from_pretrained\('.*', gguf_file='model.gguf'\)",
+    a_gguf_file_of_another_name: "There is no file .*q8.gguf; .* has model.gguf; give from_pretrained the name",
     a_folder_of_a_gguf_file: r"from_pretrained\('.*other', gguf_file='model.gguf'\)",
     more_ranks_than_heads: "tp=3 does not divide.*has 2 num_attention_heads",
     labels_beyond_the_vocabulary: "labels must be from 0 to 23.*got 5000; use the tokenizer of this model",

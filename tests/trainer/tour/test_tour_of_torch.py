@@ -60,6 +60,14 @@ def a_class_too_many() -> None:
     fit(Step(cross_entropy, 3), batches(torch.ones(4, 2), torch.tensor([0, 1, 5, 2])))
 
 
+@tour.answered_by(ValueError, "batch_size (2) to match target batch_size (1)", "one target for each row", "[:, :-1]")
+def fewer_targets_than_rows() -> None:
+    def loss(module: nn.Module, batch: Any) -> Any:
+        return cross_entropy(module, (batch[0], batch[1][:-1]))
+
+    fit(Step(loss, 3), batches(torch.ones(4, 2), torch.tensor([0, 1, 2, 2])))
+
+
 class Embedded(Step):
     """A step whose input is looked up."""
 
