@@ -239,8 +239,7 @@ class Trainer(TrainerArguments, TrainerAttributes, Checkpoints, Trials):
 
     @property
     def max_epochs(self) -> int:
-        last = self.settings.last_epoch
-        return -1 if last is None else last
+        return -1 if (last := self.settings.last_epoch) is None else last
 
     @property
     def max_steps(self) -> int:
@@ -248,13 +247,11 @@ class Trainer(TrainerArguments, TrainerAttributes, Checkpoints, Trials):
 
     @property
     def is_interrupted(self) -> bool:
-        interruption = self._ran.interruption
-        return interruption.is_requested or interruption.is_time_up()
+        return (interruption := self._ran.interruption).is_requested or interruption.is_time_up()
 
     @property
     def num_training_batches(self) -> int | float:
-        data = self._ran.train_data
-        return data.num_batches if data is not None else 0
+        return 0 if (data := self._ran.train_data) is None else data.num_batches
 
     @property
     def num_val_batches(self) -> Sequence[int | float]:
@@ -282,8 +279,8 @@ class Trainer(TrainerArguments, TrainerAttributes, Checkpoints, Trials):
         return self._ran.saves.is_taking_snapshot
 
     def _num_batches(self, *tasks: str) -> Sequence[int | float]:
-        data = self._ran.evaluation_data if self._ran.task in tasks else None
-        return data.num_batches if data is not None else []
+        data = self._ran.evaluation_data
+        return [] if data is None or self._ran.task not in tasks else data.num_batches
 
     @property
     def estimated_stepping_batches(self) -> int | float:
@@ -345,8 +342,7 @@ class Trainer(TrainerArguments, TrainerAttributes, Checkpoints, Trials):
 
     @property
     def is_log_step(self) -> bool:
-        session = self.session
-        return session.timetable.is_log_step(session.state.global_step, is_in_step=session.progress.is_in_step)
+        return self.session.is_log_step
 
     @property
     def loggers(self) -> Sequence[Logger]:

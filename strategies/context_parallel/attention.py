@@ -79,7 +79,9 @@ class AttentionMode(TorchFunctionMode):
         if name == "flex_attention":
             return self._flex.attend(func, *args, **kwargs)
         if name == "varlen_attn":
-            return self._varlen.attend(func, *args, **kwargs)
+            call = inspect.signature(func).bind(*args, **kwargs)
+            query, key, value, *limits = call.args
+            return self._varlen.attend(func, (query, key, value), limits[:2], limits[2:], **call.kwargs)
         if name == "varlen_attn_out":
             raise ModuleError(
                 "torch.nn.attention.varlen.varlen_attn_out writes into a tensor without gradients, and knows only this "

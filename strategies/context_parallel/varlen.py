@@ -60,30 +60,37 @@ class VarlenParts:
     def attend(
         self,
         function: Callable[..., Any],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seq_q: Tensor,
-        cu_seq_k: Tensor | None,
-        max_q: int,
-        max_k: int,
+        heads: Sequence[Tensor],
+        ends: Sequence[Tensor | None],
+        longest: Sequence[int],
         *,
         window_size: Sequence[int] = (-1, -1),
         **options: Any,
     ) -> Any:
         """Return what ``varlen_attn`` returns for this rank's queries. Collective, and so is its backward.
 
+        Args:
+            function: that of torch.
+            heads: queries, keys and values.
+            ends: of the documents, for queries and for keys.
+            longest: the tokens of the longest document, for queries and for keys.
+            window_size: see ``varlen_attn``, as other options.
+            options: others.
+
         Raises:
             ModuleError: for queries, keys and documents that are not those of the batch's sequences, and for what is
                 made for generating.
             ConfigError: for a window that looks ahead, and for heads that ``"ulysses"`` cannot exchange.
         """
-        self._check(query, key, cu_seq_q, cu_seq_k, options)
+        query, key, value = heads
+        of_queries, of_keys = ends
+        assert of_queries is not None
+        self._check(query, key, of_queries, of_keys, options)
         window = self._window(window_size)
         options |= {"window_size": window}
         if self._by_heads:
-            return self._attend_by_heads(function, (query, key, value), cu_seq_q, (max_q, max_k), options)
-        pieces = self._pieces(query, cu_seq_q, window)
+            return self._attend_by_heads(function, heads, of_queries, longest, options)
+        pieces = self._pieces(query, of_queries, window)
         gather = partial(self._keys, pieces)
         gathers = torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)
         keys, values = gather(key), gather(value)
@@ -96,7 +103,7 @@ class VarlenParts:
         function: Callable[..., Any],
         parts: Sequence[Tensor],
         ends: Tensor,
-        longest: tuple[int, int],
+        longest: Sequence[int],
         options: dict[str, Any],
     ) -> Any:
         size = self._exchange.cut.size

@@ -18,7 +18,7 @@ def plan_epoch(session: Session) -> None:
     data, settings, timetable = session.train_data, session.settings, session.timetable
     assert data is not None
     timetable.num_batches = data.num_batches
-    note_logged(session)
+    plan_log(session)
     timetable.validates_inside = validates(session) and validates_in_this_epoch(session)
     interval = settings.val_check_interval
     _plan_amount(session)
@@ -30,21 +30,16 @@ def plan_epoch(session: Session) -> None:
     timetable.validation_interval = max(1, interval)
 
 
-def note_logged(session: Session) -> None:
-    """Note that the loggers have got the values of this step, or of an earlier one."""
+def plan_log(session: Session, window: Window | None = None) -> None:
+    """Note the next step of which the loggers get the values, when the step on this window, or an epoch, begins."""
+    state, timetable = session.state, session.timetable
     every, amount = session.settings.log_steps, session.settings.log_amount
-    session.timetable.next_log = (session.state.global_step // every + 1) * every if every else math.inf
-    if amount is not None:
-        session.timetable.next_logged_amount = _next_multiple(session, amount)
-
-
-def expect_log(session: Session, window: Window) -> None:
-    """Note that the loggers get the values of the step on this window, if it reaches enough samples or tokens."""
-    amount = session.settings.log_amount
-    assert amount is not None
-    size = window.tokens if amount.unit == "tokens" else window.total_size or window.size
-    if _amount_seen(session, amount) + size >= session.timetable.next_logged_amount:
-        session.timetable.next_log = session.state.global_step + 1
+    timetable.next_log = (state.global_step // every + 1) * every if every else math.inf
+    if amount is not None and window is not None:
+        seen, size = amount_seen(session, amount), window.total_size or window.size
+        size = window.tokens if amount.unit == "tokens" else size
+        if (seen + size) // amount.number > seen // amount.number:
+            timetable.next_log = state.global_step + 1
 
 
 def note_validated(session: Session) -> None:
@@ -120,7 +115,8 @@ def counts_tokens(session: Session) -> bool:
     return settings.max_tokens is not None or settings.accumulate_tokens is not None or is_interval or asks
 
 
-def _amount_seen(session: Session, amount: Amount) -> int:
+def amount_seen(session: Session, amount: Amount) -> int:
+    """Return how many samples or tokens the run has seen."""
     return session.state.tokens_seen if amount.unit == "tokens" else session.state.samples_seen
 
 
@@ -128,11 +124,7 @@ def _plan_amount(session: Session) -> None:
     """Note after how many samples or tokens the next validation is due: at the next multiple of its interval."""
     amount = session.settings.validation_amount
     if amount is not None:
-        session.timetable.next_amount = _next_multiple(session, amount)
-
-
-def _next_multiple(session: Session, amount: Amount) -> int:
-    return (_amount_seen(session, amount) // amount.number + 1) * amount.number
+        session.timetable.next_amount = (amount_seen(session, amount) // amount.number + 1) * amount.number
 
 
 def _steps_by_samples(session: Session, data: TrainData) -> float:
@@ -158,7 +150,7 @@ def is_validation_due(session: Session, num_micro_batches: int) -> bool:
         return session.interruption.agreed() - session.timetable.validated_seconds >= seconds
     amount = session.settings.validation_amount
     if amount is not None:
-        return _amount_seen(session, amount) >= session.timetable.next_amount
+        return amount_seen(session, amount) >= session.timetable.next_amount
     state, data, interval = session.state, session.train_data, session.timetable.validation_interval
     assert data is not None
     now: float | Fraction = state.batches_in_epoch

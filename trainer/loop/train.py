@@ -19,17 +19,17 @@ from .eval_mode import warn_of_eval_mode
 from .evaluate import validate
 from .kept_results import KeptResults
 from .pipeline_step import PipelineStep
-from .remedies import EndlessEpoch, Untrained, raise_if_single_sample, tell_of_other_size
+from .remedies import EndlessEpoch, Untrained, raise_if_single_sample, tell_of_other_size, warn_without_targets
 from .schedule import (
+    amount_seen,
     counts_tokens,
-    expect_log,
     is_last_validation_due,
     is_over,
     is_used_up,
     is_validation_due,
     is_validation_due_at_epoch_end,
-    note_logged,
     plan_epoch,
+    plan_log,
     reload_if_due,
     step_schedulers,
     step_schedulers_of_epochs,
@@ -67,24 +67,22 @@ def train(session: Session, step: Step, *, left_in_eval: Sequence[str] = (), aft
     writer, streams, replicas = session.writer, session.streams, session.replicas
     interruption, is_alone = session.interruption, not session.meetings.is_needed
     watch, kept, untrained = EndlessEpoch(session), KeptResults(session), Untrained(session)
-    looks, is_first, saved_size = kept.looks, True, state.global_batch_size
+    looks, size = kept.looks, state.global_batch_size
+    firsts = [partial(warn_of_eval_mode, session, left_in_eval), partial(tell_of_other_size, session, size)]
     checks = _checks_after_first(session, after_first)
     hooks.call("on_train_start")
     replicas.begin()
     while not is_over(session):
         _begin_epoch(session)
-        if is_first:
-            warn_of_eval_mode(session, left_in_eval)
-            tell_of_other_size(session, saved_size)
-            is_first = False
-        is_partial, goes_on = False, True
-        has_decays = steps_by_epoch(session)
+        while firsts:
+            firsts.pop(0)()
+        is_partial, goes_on, has_decays = False, True, steps_by_epoch(session)
         has_plateaus = any(config.reduce_on_plateau for config in session.schedulers)
         is_profiled, may_run_out = session.profiler.is_active, interruption.has_limit
         has_amount, logs_amount = session.settings.ends_by_amount, session.settings.log_amount is not None
         for window in _windows(session, checks):
-            if logs_amount:
-                expect_log(session, window)
+            if logs_amount or state.global_step >= timetable.next_log:
+                plan_log(session, window)
             try:
                 goes_on = step.forward_backward(window)
                 goes_on = step.update(window, goes_on=goes_on)
@@ -197,6 +195,7 @@ def _windows(session: Session, checks: list[Check]) -> Iterator[Window]:
         windows = chain([first], windows)
         if state.global_step == 0:
             check_documents(session, first)
+            warn_without_targets(session, first)
     while checks:
         windows = chain(islice(windows, 1), _checked(checks.pop()), windows)
     return iter(session.profiler.measured("fetch", windows.__next__), None) if session.profiler.is_active else windows
@@ -217,8 +216,6 @@ def _log_step(session: Session) -> None:
     assert session.train_data is not None
     of_data = session.train_data.step_metrics()
     session.log({**session.metrics.step_values(), **session.placed.step_metrics(), **of_data})
-    session.timetable.logged_at = session.state.global_step
-    note_logged(session)
 
 
 def _end_epoch(session: Session, untrained: Untrained, *, is_partial: bool, validates: bool) -> None:
@@ -248,7 +245,7 @@ def _warn_if_unlogged(session: Session) -> None:
     """Warn if the whole fit is shorter than the interval at which loggers get the values of steps."""
     state, settings, amount = session.state, session.settings, session.settings.log_amount
     is_last = state.epoch + 1 == settings.last_epoch or state.global_step == settings.last_step
-    is_short = amount is not None and session.timetable.next_logged_amount == amount.number
+    is_short = amount is not None and amount_seen(session, amount) < amount.number
     is_short |= 0 < state.global_step < settings.log_steps
     if not (is_last and is_short and session.loggers) or session.strategy.rank:
         return

@@ -57,11 +57,7 @@ class Timetable:
     num_batches: float = 0
     """Micro-batches of the epoch; infinity if only reading can tell."""
     next_log: float = math.inf
-    """The next global step at which the loggers get the step's values."""
-    next_logged_amount: float = math.inf
-    """Samples or tokens with which the next such step is reached, where the interval counts them."""
-    logged_at: int = -1
-    """The newest global step of which the loggers have got the values."""
+    """The next global step at which the loggers get the step's values, until the step after it begins."""
     next_check: float = math.inf
     """The next global step after which to ask whether training is over: the last one, or a meeting of the ranks."""
     validates_inside: bool = False
@@ -74,11 +70,6 @@ class Timetable:
     """The global step of the newest validation."""
     validated_seconds: float = 0.0
     """The training time of the newest validation, or of the start, on the clock that all ranks agree on."""
-
-    def is_log_step(self, global_step: int, *, is_in_step: bool) -> bool:
-        """Return whether the loggers get the values of the step that runs after this one, or, if none runs, of it."""
-        has_logged = self.logged_at == global_step and not is_in_step
-        return has_logged or global_step + is_in_step >= self.next_log
 
 
 @dataclass(frozen=True, slots=True)

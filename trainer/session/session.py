@@ -126,6 +126,11 @@ class Session:
         return self.recovery is not None and self.recovery.is_restarted
 
     @property
+    def is_log_step(self) -> bool:
+        """Whether the loggers get the values of the step that runs, or that has just ended."""
+        return self.state.global_step + self.progress.is_in_step >= self.timetable.next_log
+
+    @property
     def module_metrics(self) -> Metrics | None:
         """The metrics that ``self.log`` writes to; None to ignore it."""
         return None if self.settings.barebones else self.metrics

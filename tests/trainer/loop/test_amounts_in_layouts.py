@@ -149,7 +149,7 @@ def in_layouts(folder):
             found[name, unit, "resumed"] = (*(a + b for a, b in zip(begun[:2], rest[:2], strict=True)),), resumed
     for name in ("fsdp", "tp", "cp"):
         found[name, "budget"] = fit_to_a_budget(LAYOUTS[name](), 2)
-    with raises(ConfigError, "A pipeline has the same number of micro-batches in each step", "accumulate_tokens with pp=2"):
+    with raises(ConfigError, "A pipeline has the same number of micro-batches", "accumulate_tokens with pp=2"):
         fit_to_a_budget(ParallelStrategy(pp=2), 2)
     found["local_sgd"] = fit_by("tokens", LocalSGDStrategy(period=2), folder / "local")[0]
     return found
