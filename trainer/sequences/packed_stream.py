@@ -113,20 +113,21 @@ class PackedStream(IterableDataset[dict[str, Tensor]]):
 
 def build_pack(parts: list[tuple[Tensor, Tensor]], seq_len: int, pad_id: int, ignored: int) -> dict[str, Tensor]:
     """Return a pack of parts of documents, each with its tokens and labels."""
-    end = 0
-    pack = {
-        "input_ids": torch.full((seq_len,), pad_id, dtype=torch.int64),
-        "labels": torch.full((seq_len,), ignored, dtype=torch.int64),
-        "position_ids": torch.empty(seq_len, dtype=torch.int64),
-        "document_ids": torch.full((seq_len,), -1, dtype=torch.int64),
+    input_ids = torch.full((seq_len,), pad_id, dtype=torch.int64)
+    all_labels = torch.full((seq_len + 1,), ignored, dtype=torch.int64)
+    ends = [0]
+    for tokens, labels in parts:
+        part = slice(ends[-1], ends[-1] + tokens.shape[0])
+        input_ids[part], all_labels[part] = tokens, labels
+        ends.append(part.stop)
+    begins, lengths = torch.tensor(ends), torch.tensor([*ends, seq_len]).diff()  # padding comes last
+    all_labels[begins] = ignored
+    numbers = torch.arange(len(ends))
+    numbers[-1] = -1
+    return {
+        "input_ids": input_ids,
+        "labels": all_labels[:-1],
+        "position_ids": torch.arange(seq_len) - begins.repeat_interleave(lengths, output_size=seq_len),
+        "document_ids": numbers.repeat_interleave(lengths, output_size=seq_len),
+        "shift_labels": all_labels[1:],
     }
-    for number, (tokens, labels) in enumerate(parts):
-        part = slice(end, end := end + len(tokens))
-        pack["input_ids"][part] = tokens
-        pack["labels"][part] = labels
-        pack["labels"][part.start] = ignored
-        pack["position_ids"][part] = torch.arange(len(tokens))
-        pack["document_ids"][part] = number
-    pack["shift_labels"] = torch.cat([pack["labels"][1:], torch.tensor([ignored])])
-    pack["position_ids"][end:] = torch.arange(seq_len - end)
-    return pack
