@@ -101,7 +101,7 @@ class Ratings(echelon.TrainModule):
 class Scatter(echelon.Callback):
     """Draws predicted against rated after each validation, for TensorBoard, and the last one as ``ratings.png``."""
 
-    def on_validation_end(self, trainer, module):
+    def on_validation_end(self, trainer: Any, module: Any):
         if not trainer.is_global_zero:
             return
         (predicted, rated, numbers), words = module.rated.tolist(), rated_words()[0]
