@@ -163,7 +163,7 @@ class TimeAdvisor(Callback):
         """Say which saving is the largest, to the user and to the ledger of a GoodputMonitor."""
         loader = cast(Watched, trainer).train_dataloader
         times = _typical(self._steps, trainer.strategy.device, has_workers=bool(getattr(loader, "num_workers", 0)))
-        found = [saving for watch in self._watches for saving in _savings_of(watch, times)]
+        found = [] if times is None else [saving for watch in self._watches for saving in _savings_of(watch, times)]
         self._stop()
         worth = (one for one in found if one.share >= _LEAST)
         self.savings = sorted(worth, key=lambda saving: -saving.share)
@@ -193,16 +193,16 @@ class _Step(NamedTuple):
     interruptions: int
 
 
-def _typical(steps: Sequence[_Step], device: torch.device, *, has_workers: bool) -> TypicalStep:
+def _typical(steps: Sequence[_Step], device: torch.device, *, has_workers: bool) -> TypicalStep | None:
     """Return what is typical of the steps in which no other program took the processor.
 
-    If nearly all were interrupted, as on a machine with more programs than processors, the time of the processors
-    stands for that of a step, and nothing is known of waits.
+    If nearly all were interrupted, as on a machine with more programs than processors, the time of the processor stands
+    for that of a step, and nothing is known of waits. Threads wait for each other then, and tell nothing: None.
     """
     calm = [one for one in steps if not one.interruptions] if device.type == CPU else list(steps)
     if len(calm) < _CALM:
-        busy = median(one.busy for one in steps) / num_threads(device)
-        return TypicalStep(busy, 0.0, 0.0)
+        is_alone = num_threads(device) == 1
+        return TypicalStep(median(one.busy for one in steps), 0.0, 0.0) if is_alone else None
     middle = mean if has_workers else median
     return TypicalStep(
         median(one.step for one in calm), middle(one.wait for one in calm), middle(one.busy_wait for one in calm)

@@ -59,6 +59,8 @@ class Updates(SavingWatch):
         if optimizer in self._evaluating or not clock.num_times:
             return
         share = clock.typical() * clock.num_times / self._num_steps / times.step
+        if share > 1.0:
+            return  # times that contradict each other, as of a machine that was busy for some of the steps
         group = max(optimizer.param_groups, key=lambda group: sum(p.numel() for p in group["params"]))
         faster = _faster_forms(optimizer, group, self.subject.device)
         sample = _sample_of(group["params"], self.subject.device) if faster else []

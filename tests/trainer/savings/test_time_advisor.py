@@ -21,7 +21,7 @@ from echelon.callbacks.goodput.ledger import read_ledger
 from echelon.testing import run_ranks
 from echelon.trainer import savings
 from echelon.trainer.cli.main import main
-from echelon.trainer.savings.advisor import MEASURED, WARM_UP, TimeAdvisor
+from echelon.trainer.savings.advisor import MEASURED, WARM_UP, TimeAdvisor, _Step, _typical
 from echelon.trainer.savings.kinds import EXPLANATIONS
 
 STEPS = MEASURED + WARM_UP + 3
@@ -197,6 +197,28 @@ def test_a_slow_loader_is_named_and_following_it_reads_in_other_processes():
 
 def test_a_fast_loader_is_not_named():
     assert "loader" not in found(Deep(256, 6), DataLoader(rows(STEPS * 64, 256), 64))
+
+
+@pytest.fixture
+def threads():
+    """Put back the number of threads."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("number", "interruptions"), [(1, 0), (1, 3), (4, 0)])
+def test_a_step_is_judged_by_calm_ones_or_by_one_thread(threads, number, interruptions):
+    threads(number)
+    steps = [_Step(step=2.0, wait=0.5, busy=1.0, busy_wait=0.1, interruptions=interruptions)] * MEASURED
+    times = _typical(steps, torch.device("cpu"), has_workers=False)
+    assert (times.step, times.wait) == ((1.0, 0.0) if interruptions else (2.0, 0.5))
+
+
+def test_interrupted_threads_tell_nothing(threads):
+    threads(4)
+    steps = [_Step(step=2.0, wait=0.5, busy=1.0, busy_wait=0.1, interruptions=1)] * MEASURED
+    assert _typical(steps, torch.device("cpu"), has_workers=False) is None
 
 
 def test_reading_that_needs_a_processor_which_is_not_there_is_not_named():
