@@ -132,9 +132,11 @@ def load_weights(session: Session, saved: Mapping[str, Any]) -> None:
     try:
         session.placed.load_model_state(state["state_dict"], strict=session.module.strict_loading)
     except RuntimeError as error:
+        where = "the checkpoint" if session.resumed_from is None else session.resumed_from
         raise CheckpointError(
-            f"The checkpoint's weights do not fit {type(session.module).__name__}; build the module as it was, "
-            f"or set strict_loading = False on it.\n{difference(session.module, state['state_dict']) or error}"
+            f"The weights in {where} do not fit {type(session.module).__name__}; build the module as it was, or set "
+            "strict_loading = False on it; if they are another program's, give this one its own default_root_dir.\n"
+            f"{difference(session.module, state['state_dict']) or error}"
         ) from error
     note_changed(session.module, read)
     note_dequantized(session, "model", state["state_dict"])
