@@ -61,7 +61,7 @@ def findings(number: str) -> list[str]:
     if not (RELEASED / number).is_dir():
         found.append(f"no checkpoint of {number} is kept: run tests/trainer/checkpoint/released_run.py")
     if not repository():
-        found.append("git has no remote 'origin', whose address the package and its links name")
+        found.append("git's remote 'origin' has no address of a web page, which the package and its links name")
     return found
 
 

@@ -135,6 +135,11 @@ def read_history(file: Path = HISTORY) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
+def shown(number: float) -> str:
+    """Return a number with four digits, or as a whole one."""
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"
+
+
 def drawn(lines: Sequence[dict[str, Any]]) -> str:
     """Return the newest figure of each contender as tables, and beside it how it changed from commit to commit."""
     names = dict.fromkeys(line["name"] for line in lines)
@@ -148,13 +153,13 @@ def drawn(lines: Sequence[dict[str, Any]]) -> str:
             error = f" ± {new['error']:.3f}" if new["error"] is not None else ""
             before = ", ".join(f"{line['ratio']:.2f} ({line['commit'][:7]})" for line in history[:-1][-4:]) or "-"
             bar = "█" * max(1, round(8 * new["ratio"]))
-            sides = f"{new['ours']:.4g} : {new['theirs']:.4g} {new['unit']}"
+            sides = f"{shown(new['ours'])} : {shown(new['theirs'])} {new['unit']}"
             rows.append(f"| {contender} | {new['ratio']:.3f}{error} | {sides} | `{bar}` | {before} |")
         new = of_name[-1]
         versions = ", ".join(f"{package} {number}" for package, number in new["versions"].items())
         where = f"{new['machine']['processor']}, {new['machine']['cores']} cores, load {new['load_before']} before"
         title = f"### {name[0].upper()}{name[1:]}"
-        header = f"| | times {new['beside']} | measured | | before |\n|---|---|---|---|---|"
+        header = f"| | times {new['beside']} | measured | 8 blocks: {new['beside']} | before |\n|---|---|---|---|---|"
         source = f"{new['at'][:10]}, commit {new['commit']}; {versions}; {where}."
         parts.append("\n\n".join([title, "\n".join([header, *rows]), source]) + "\n")
     return "\n".join(parts)

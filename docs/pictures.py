@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import math
 import os
 import subprocess
@@ -23,6 +24,15 @@ from torch.utils.data import DataLoader, TensorDataset
 import echelon
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+HISTORY = Path(__file__).parents[1] / "benchmarks" / "history.jsonl"
+CONTENDERS = {
+    "echelon engine": ("#7fb0ee", "D"),
+    "echelon": ("#1b5fc1", "o"),
+    "echelon barebones": ("#1b5fc1", "|"),
+    "accelerate": ("#d98a1f", "s"),
+    "lightning": ("#792ee5", "^"),
+    "lightning barebones": ("#b794f0", "^"),
+}
 QUIET: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
 
 
@@ -184,12 +194,39 @@ def packing(folder: Path) -> Path:
     return folder / "packing.png"
 
 
+def benchmarks(folder: Path) -> Path:
+    """Return the newest figures of benchmarks/history.jsonl: a row for each benchmark, a point for each contender."""
+    newest: dict[str, dict[str, float]] = {}
+    for line in HISTORY.read_text().splitlines():
+        figure = json.loads(line)
+        newest.setdefault(figure["name"], {})[figure["contender"]] = figure["ratio"]
+    figure = Figure(figsize=(9, 5.2), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    axes.axvline(1.0, color="#57606a", linewidth=1)
+    for contender, (color, marker) in CONTENDERS.items():
+        points = [(ratios[contender], row) for row, ratios in enumerate(newest.values()) if contender in ratios]
+        size = 44 if contender.startswith("echelon") else 32
+        axes.scatter(*zip(*points, strict=True), s=size, color=color, marker=marker, label=contender, zorder=2)
+    ticks = (0.8, 1, 1.5, 2, 3, 4, 5)
+    axes.set(xscale="log", xlim=(0.75, 5.6), xlabel="time of a step, or an import: a loop by hand, or torch, is 1")
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.set_yticks(range(len(newest)), [name.replace("a step", "step", 1) for name in newest])
+    axes.invert_yaxis()
+    axes.grid(axis="both", color="#e6e8eb", linewidth=0.8, zorder=0)
+    axes.set_title("Two cores of a CPU; nothing was measured on a GPU", loc="left", fontsize=10)
+    axes.legend(loc="lower right", fontsize=8, frameon=True)
+    figure.savefig(folder / "benchmarks.png")
+    return folder / "benchmarks.png"
+
+
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zbv_zero_bubble")
 PICTURES: dict[str, Callable[[Path], Path]] = {
     "curves": curves,
     "goodput": goodput,
     "stragglers": stragglers,
     "packing": packing,
+    "benchmarks": benchmarks,
     **{f"timeline_{schedule}": partial(timeline, schedule) for schedule in SCHEDULES},
 }
 

@@ -48,7 +48,7 @@ class CommandModule(Protocol):
 
 
 COMMANDS: Final = {
-    "demo": Command("Train a small network on handwritten digits.", "starting.demo"),
+    "demo": Command("Train a small network on handwritten digits, or on two spirals.", "starting.demo"),
     "fit": Command("Train the module, with validation as the config says.", "experiment"),
     "validate": Command("Evaluate on the validation data.", "experiment"),
     "test": Command("Evaluate on the test data.", "experiment"),
