@@ -160,7 +160,7 @@ def packing(folder: Path) -> Path:
     """Return a drawing of the same documents padded and packed, and of the masks of a pack."""
     generator = torch.Generator().manual_seed(4)
     lengths = [int(length) for length in torch.randint(2, 15, (16,), generator=generator)]
-    packs = echelon.PackedDataset([torch.zeros(length) for length in lengths], 24, shuffle=False)
+    packs = echelon.PackedDataset([torch.zeros(length).long() for length in lengths], 24, shuffle=False)
     padded, packed = torch.full((16, 24), math.nan), torch.full((16, 24), math.nan)
     for document, length in enumerate(lengths):
         padded[document, :length] = document

@@ -8,6 +8,7 @@ from typing import Final
 import torch
 from torch.utils.data import Sampler
 
+from ...common.errors import ConfigError
 from .keyed_permutation import KeyedPermutation
 
 _FIRST_CHUNK: Final = 64
@@ -27,7 +28,7 @@ class KeyedSampler(Sampler[int]):
         seed: of the order; by default the run's, as for ``shuffle=True`` (in a loop of your own, torch's initial seed).
 
     Raises:
-        ConfigError: for more than 2 ** 62 samples.
+        ConfigError: for more than 2 ** 62 samples, and for a stream.
 
     Example::
 
@@ -37,6 +38,11 @@ class KeyedSampler(Sampler[int]):
     """
 
     def __init__(self, data_source: Sized | int, *, seed: int | None = None) -> None:
+        if not isinstance(data_source, int | Sized):
+            raise ConfigError(
+                "data_source must be a data set with a length, or a number of samples, got "
+                f"{type(data_source).__name__}; a stream has no indices: shuffle in the stream, or read it by index."
+            )
         self.num_samples = data_source if isinstance(data_source, int) else len(data_source)
         self.seed = seed
         self.epoch, self.start = 0, 0

@@ -177,6 +177,11 @@ def _check_settings(documents: Any, seq_len: int, method: str, buffer: int) -> N
 def _tokens_and_labels(sample: Any) -> tuple[Tensor, Tensor]:
     tokens = torch.as_tensor(_tokens(sample))
     labels = torch.as_tensor(sample["labels"]) if isinstance(sample, Mapping) and "labels" in sample else tokens
+    if tokens.numel() and (tokens.is_floating_point() or labels.is_floating_point()):
+        raise DataError(
+            f"Tokens and labels of a document must be integers, got {tokens.dtype} and {labels.dtype}; convert them "
+            "with .long(), or give what the tokenizer returned."
+        )
     return tokens, labels
 
 

@@ -202,7 +202,7 @@ MISTAKES = {
     an_id_without_a_network: "'org/a-model-that-nobody-has' is no folder here.*give the folder",
     a_pipeline_for_a_model: "is a pipeline of diffusers.*give the folder of one of them: .*unet",
     another_base_on_resume: "leaves out .* frozen .* have other values.*base",
-    an_adapter_of_another_model: r"The weights in .*\.ckpt do not fit Finetuning; build the module as it was(.|\n)*lora_A",
+    an_adapter_of_another_model: r"weights in .*\.ckpt do not fit Finetuning; build the module(.|\n)*lora_A",
     a_quantized_layer_under_tp: "up_proj.weight.*(fsdp|ddp)",
     an_export_without_a_config: "names no model of transformers.*give as base the folder",
     nothing_to_write: "has 0 models of transformers, diffusers, timm, peft .*name it by part=",

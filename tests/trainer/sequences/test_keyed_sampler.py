@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 import torch
-from small import Regression, flat, loader, quiet
+from small import Regression, flat, loader, quiet, raises
 from torch.utils.data import DataLoader
 
 from echelon import ConfigError, KeyedSampler, SampleLedger, seed_everything
@@ -116,6 +116,15 @@ def test_its_seed_is_its_own_or_that_of_the_run():
 def test_an_impossible_size_is_refused(size):
     with pytest.raises(ConfigError, match=f"from 0 to 2 \\*\\* 62, got {size}"):
         KeyedSampler(size)
+
+
+def test_a_stream_is_refused():
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            yield 1
+
+    with raises(ConfigError, "with a length", "got Stream", "shuffle in the stream"):
+        KeyedSampler(Stream())
 
 
 class Huge(torch.utils.data.Dataset):

@@ -91,6 +91,12 @@ def test_lengths_that_lie_are_named():
         PackedDataset([[1, 2], [3]], 8, lengths=[2, 2])[0]
 
 
+@pytest.mark.parametrize("document", [[0.5, 1.0], {"input_ids": [1, 2], "labels": [0.0, 1.0]}])
+def test_tokens_that_are_no_integers_are_named(document):
+    with raises(DataError, "must be integers", "torch.float32", ".long()"):
+        PackedDataset([document], 8)[0]
+
+
 class Attention(TrainModule):
     """Predicts tokens with positions and attention, so that a look into another document changes the loss."""
 
