@@ -110,9 +110,10 @@ def warn_without_targets(session: Session, window: Window) -> None:
     if session.strategy.rank or not labels or len(labels) < len(batches):
         return
     if all(isinstance(each, Tensor) and each.ndim > 1 and bool((each == _IGNORED).all()) for each in labels):
+        where = "" if session.strategy.data_size == 1 else " on this rank"
         warnings.warn(
-            f"No token of the first step counts: all labels of its {len(labels)} micro-batches are {_IGNORED}, and "
-            "nothing is learned from it. Look at a sample's labels, and at what the collate function masks (a template "
+            f"No token of the first step counts{where}: all labels of its {len(labels)} micro-batches are {_IGNORED}, "
+            "and nothing is learned from them. Look at a sample's labels, and at what the collate function masks (a template "
             "that the text does not contain, a prompt longer than the sequence).",
             stacklevel=2,
         )

@@ -129,5 +129,5 @@ def build_pack(parts: list[tuple[Tensor, Tensor]], seq_len: int, pad_id: int, ig
         "labels": all_labels[:-1],
         "position_ids": torch.arange(seq_len) - begins.repeat_interleave(lengths, output_size=seq_len),
         "document_ids": numbers.repeat_interleave(lengths, output_size=seq_len),
-        "shift_labels": all_labels[1:],
+        "shift_labels": all_labels[1:].clone(),  # so that a change of one is none of the other
     }
