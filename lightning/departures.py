@@ -222,6 +222,7 @@ UNSEEN: Final = frozenset(
         "on_step=True in an evaluation, several processes",
         "Loaders",
         "A metric's name with / in filename",
+        "Gradients of the last step",
         "Random order",
         "Workers of a loader",
         "sync_dist",
