@@ -21,11 +21,18 @@ class Fails(Regression):
             raise ZeroDivisionError
 
 
+@pytest.fixture
+def new_children():
+    """Return a function that returns the processes that this test has started and that have not ended."""
+    before = multiprocessing.active_children()
+    return lambda: [child for child in multiprocessing.active_children() if child not in before]
+
+
 @pytest.mark.parametrize("step", ["training", "validation"])
-def test_workers_end_while_an_error_is_kept(step):
+def test_workers_end_while_an_error_is_kept(step, new_children):
     with pytest.raises(ZeroDivisionError) as kept:
         quiet(max_epochs=1).fit(Fails(step), loader(16, num_workers=2), loader(num_workers=2))
-    assert not multiprocessing.active_children()
+    assert not new_children()
     assert kept.tb is not None
 
 
@@ -44,11 +51,11 @@ class FitsInside(Regression):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_trainer_inside_another_leaves_the_others_workers():
+def test_a_trainer_inside_another_leaves_the_others_workers(new_children):
     module = FitsInside()
     quiet(max_epochs=1).fit(module, loader(16, num_workers=2))
     assert module.steps == 8
-    assert not multiprocessing.active_children()
+    assert not new_children()
 
 
 def test_persistent_workers_of_the_users_loader_read_the_next_run():

@@ -27,7 +27,8 @@ class Line(TrainModule):
         torch.nn.init.zeros_(self.layer.weight)
     def training_step(self, batch, batch_idx):
         if self.global_step == blocks_at:  # a long step
-            print(f"rank {self.global_rank} blocks, {os.getpid()}", flush=True)
+            # as one write: unbuffered, print makes another for the end of the line, and ranks come between
+            print(f"rank {self.global_rank} blocks, {os.getpid()}\\n", end="", flush=True)
             while not (folder / "second").exists():
                 time.sleep(0.01)
             time.sleep(0.5)  # in which the second job chooses its checkpoint and comes to the lock
