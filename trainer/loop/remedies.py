@@ -113,8 +113,8 @@ def warn_without_targets(session: Session, window: Window) -> None:
         where = "" if session.strategy.data_size == 1 else " on this rank"
         warnings.warn(
             f"No token of the first step counts{where}: all labels of its {len(labels)} micro-batches are {_IGNORED}, "
-            "and nothing is learned from them. Look at a sample's labels, and at what the collate function masks (a template "
-            "that the text does not contain, a prompt longer than the sequence).",
+            "and nothing is learned from them. Look at a sample's labels, and at what the collate function masks (a "
+            "template that the text does not contain, a prompt longer than the sequence).",
             stacklevel=2,
         )
 
