@@ -20,6 +20,10 @@ class Amount(NamedTuple):
     number: int
     unit: Unit
 
+    def is_reached(self, before: int, after: int) -> bool:
+        """Return whether another multiple of this amount lies between two counts, the second included."""
+        return after // self.number > before // self.number
+
 
 def parse_amount(name: str, value: object) -> Amount | None:
     """Return the argument called `name`, such as ``"10_000 samples"`` or ``"2.5M tokens"``; None for another kind.

@@ -77,7 +77,7 @@ class SaveSchedule:
             return trainer.global_step % self.every_n_steps == 0
         if self.amount is not None:
             before, self._seen = self._seen, self._amount_seen(trainer)
-            return self._seen // self.amount.number > before // self.amount.number
+            return self.amount.is_reached(before, self._seen)
         return self._clock.is_over(trainer)
 
     def is_epoch_due(self, epoch: int) -> bool:

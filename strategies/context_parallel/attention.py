@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...common.errors import ConfigError, ModuleError
+from ...common.errors import ModuleError
 from .document_masks import MaskKind, block_mask_of_rows, document_mask, mask_of_rows
 from .exchange import Exchange, gathered_again
 from .flex import FlexParts
@@ -166,13 +166,8 @@ class AttentionMode(TorchFunctionMode):
         options: Mapping[str, Any],
     ) -> Tensor:
         size, rank = self._exchange.cut.size, self._exchange.cut.rank
-        heads = query.shape[-3] if query.ndim > 2 else 1
-        if heads % size or key.ndim < 3 or key.shape[-3] % size:
-            number = key.shape[-3] if key.ndim > 2 else 1
-            raise ConfigError(
-                f"cp={size} with cp_exchange='ulysses' must divide the number of attention heads, got {heads} query "
-                f"heads and {number} key heads; choose another cp, or cp_exchange='allgather'."
-            )
+        heads, of_keys = (each.shape[-3] if each.ndim > 2 else 1 for each in (query, key))
+        self._exchange.check_heads(heads, of_keys)
         if mask is not None:
             mask = self._exchange.gather(mask, -2) if mask.shape[-2] != 1 else mask
             if mask.ndim > 2 and mask.shape[-3] == heads:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from ...common.errors import ConfigError
 from ..distributed.tensor_collectives import Wire, all_gather, all_to_all
 from ..torch_tensors import memory_id
 from .near import NearTokens
@@ -51,6 +52,18 @@ class Exchange:
         """Return the sum of a vector over the ranks, without gradients. Collective."""
         rows = all_gather(self._wire, numbers.detach())
         return rows.view(self.cut.size, -1).sum(0)
+
+    def check_heads(self, queries: int, keys: int) -> None:
+        """Check that the ranks can exchange these numbers of heads for parts of the sequence, see `to_heads`.
+
+        Raises:
+            ConfigError: if they cannot.
+        """
+        if queries % self.cut.size or keys % self.cut.size:
+            raise ConfigError(
+                f"cp={self.cut.size} with cp_exchange='ulysses' must divide the number of attention heads, got "
+                f"{queries} query heads and {keys} key heads; choose another cp, or cp_exchange='allgather'."
+            )
 
     def to_heads(self, part: Tensor) -> Tensor:
         """Return whole sequences for this rank's heads, given this rank's part with all heads. Collective.

@@ -106,20 +106,14 @@ class VarlenParts:
         longest: Sequence[int],
         options: dict[str, Any],
     ) -> Any:
-        size = self._exchange.cut.size
-        heads = [part.shape[1] for part in parts]
-        if any(number % size for number in heads):
-            raise ConfigError(
-                f"cp={size} with cp_exchange='ulysses' must divide the number of attention heads, got {heads[0]} query "
-                f"heads and {heads[1]} key heads; choose another cp, or cp_exchange='allgather'."
-            )
+        self._exchange.check_heads(parts[0].shape[1], parts[1].shape[1])
         aux = options.get("return_aux")
         if aux is not None and aux.lse:
             raise ConfigError(
                 "varlen_attn with cp_exchange='ulysses' returns no log-sum-exp, got return_aux.lse=True; leave it out, "
                 "or use cp_exchange='allgather'."
             )
-        batch, _ = self._joined(parts[0], ends)
+        batch, _ = self._exchange.lengths.joined(len(parts[0]), int(ends[-1]))
         wholes = [
             self._exchange.to_heads(part.unflatten(0, (batch, -1)).transpose(1, 2)).transpose(1, 2).flatten(0, 1)
             for part in parts
@@ -152,10 +146,6 @@ class VarlenParts:
             )
         return left, right
 
-    def _joined(self, query: Tensor, ends: Tensor) -> tuple[int, int]:
-        """Return how many sequences are joined, and the length of each."""
-        return self._exchange.lengths.joined(len(query), int(ends[-1]))
-
     def _pieces(self, query: Tensor, ends: Tensor, window: tuple[int, int]) -> _Pieces:
         """Return this rank's pieces; made once for all layers that are given the same tensor."""
         kept = self._made.setdefault(ends, {})
@@ -166,10 +156,10 @@ class VarlenParts:
         return made
 
     def _cut(self, query: Tensor, ends: Tensor, window: tuple[int, int]) -> _Pieces:
-        batch, length = self._joined(query, ends)
-        places = ends.tolist()
+        places = ends.tolist()  # the one wait for a device
+        batch, length = self._exchange.lengths.joined(len(query), places[-1])
         begins_anew = set(range(0, batch * length, length)) <= set(places)
-        near = self._near(ends, (batch, length), window) if begins_anew else None
+        near = self._near(places, (batch, length), window) if begins_anew else None
         found = list(self._pieces_of(places, (batch, length), window))
         device = query.device
         keys = torch.cat([torch.arange(start, stop) for _, start, stop in found])
@@ -200,8 +190,8 @@ class VarlenParts:
                     seen = max(start, begin - left) if left >= 0 else start
                     yield end - begin, seen, stop if right < 0 else end
 
-    def _near(self, ends: Tensor, sizes: tuple[int, int], window: tuple[int, int]) -> NearTokens | None:
-        ids = torch.repeat_interleave(torch.arange(len(ends) - 1), ends.diff().cpu()).view(sizes)
+    def _near(self, ends: Sequence[int], sizes: tuple[int, int], window: tuple[int, int]) -> NearTokens | None:
+        ids = torch.repeat_interleave(torch.arange(len(ends) - 1), torch.tensor(ends).diff()).view(sizes)
         left, right = window
         return tokens_of_documents(self._exchange.cut, ids, left + 1 if left >= 0 else None, is_causal=right == 0)
 

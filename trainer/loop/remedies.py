@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from ...common.errors import DataError
 from ...strategies.torch_tensors import version_of
 from ..data.micro_batch import Window
+from ..sequences.packed_dataset import IGNORED
 from ..session.session import Session
 
 _log = logging.getLogger(__name__)
 
-_IGNORED: Final = -100
-"""The label of tokens that do not count, in torch and transformers."""
 _PATIENCE: Final = 5.0
 """Seconds after which to ask whether an epoch of unknown length ever ends."""
 
@@ -109,10 +108,10 @@ def warn_without_targets(session: Session, window: Window) -> None:
     labels = [batch["labels"] for batch in batches if isinstance(batch, Mapping) and "labels" in batch]
     if session.strategy.rank or not labels or len(labels) < len(batches):
         return
-    if all(isinstance(each, Tensor) and each.ndim > 1 and bool((each == _IGNORED).all()) for each in labels):
+    if all(isinstance(each, Tensor) and each.ndim > 1 and bool((each == IGNORED).all()) for each in labels):
         where = "" if session.strategy.data_size == 1 else " on this rank"
         warnings.warn(
-            f"No token of the first step counts{where}: all labels of its {len(labels)} micro-batches are {_IGNORED}, "
+            f"No token of the first step counts{where}: all labels of its {len(labels)} micro-batches are {IGNORED}, "
             "and nothing is learned from them. Look at a sample's labels, and at what the collate function masks (a "
             "template that the text does not contain, a prompt longer than the sequence).",
             stacklevel=2,

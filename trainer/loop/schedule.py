@@ -38,7 +38,7 @@ def plan_log(session: Session, window: Window | None = None) -> None:
     if amount is not None and window is not None:
         seen, size = amount_seen(session, amount), window.total_size or window.size
         size = window.tokens if amount.unit == "tokens" else size
-        if (seen + size) // amount.number > seen // amount.number:
+        if amount.is_reached(seen, seen + size):
             timetable.next_log = state.global_step + 1
 
 
