@@ -51,8 +51,8 @@ def fit(session: Session, request: Request) -> None:
     if saved is not None:
         load_position(session, saved)  # the order of the samples depends on the seed
         assert session.resumed_from is not None
-        with session.strategy.ranks.all.fail_together():
-            session.origin = session.origin.going_on_from(read_manifest(session.resumed_from))
+        manifest = session.strategy.ranks.all.on_first_rank(partial(read_manifest, session.resumed_from))
+        session.origin = session.origin.going_on_from(manifest)
     session.reload = partial(_load_data, session, request)
     _load_data(session, request, "train", is_resumed=saved is not None)
     checks = saved is None and session.settings.num_sanity_val_steps != 0 and session.settings.limit_val_batches != 0

@@ -321,7 +321,8 @@ class Runner:
             tell(self.loggers, "silence")
         if request.task == "fit":
             go_on(session)
-            hold_and_choose(session, is_link=is_link)
+        hold_and_choose(session, request.ckpt_path, is_link=is_link)
+        if request.task == "fit":
             continued = None if session.is_restarted else session.resumed_from
             versions = strategy.ranks.all.on_first_rank(partial(open_loggers, session, continued))
             note_run(session, versions)

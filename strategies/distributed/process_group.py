@@ -144,6 +144,13 @@ class ProcessGroup:
         is_cpu = dist.get_backend() == "gloo" or self.is_rehearsed
         # for CPU tensors and objects, and for everything that must not make the GPU wait
         self.cpu_group: Any = dist.group.WORLD if is_cpu else dist.new_group(backend="gloo", timeout=self.timeout)
+        self.nodes: Sequence[int] = [self.node_rank] * self.world_size
+        """The node of each rank of the run."""
+        if self.environment.num_nodes > 1 and not self.is_rehearsed:
+            group: Any = self.cpu_group
+            nodes: list[Any] = list(self.nodes)
+            dist.all_gather_object(nodes, self.node_rank, group)
+            self.nodes = nodes
 
     def among(self, partition: Sequence[Sequence[int]]) -> Self:
         """Return the group for the part of a partition that contains this rank. Collective: every rank calls it."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from ...common.errors import EchelonError
 from ..state.lazy_tensor import OUTLINE
 from .exchange import FileTransfer, SnapshotExchange
-from .index import Returns, SnapshotIndex, read_index, write_index
+from .index import FileEntry, Returns, SnapshotIndex, read_index, write_index
 from .shared_file import MemoryFile, checksum
 
 Holders: TypeAlias = Mapping[str, Sequence[int]]
@@ -121,7 +121,18 @@ class Recovery:
         return None
 
 
-def plan_transfers(index: SnapshotIndex, holders: Holders, nodes: Sequence[int]) -> list[FileTransfer]:
+class Needs(Protocol):
+    """Files on the nodes, and which of them each node reads."""
+
+    @property
+    def files(self) -> Mapping[str, FileEntry]:
+        """All files, by name."""
+
+    def needed_by(self, node: int, nodes: Sequence[int]) -> set[str]:
+        """Return the files that a node needs whole if the ranks are now on `nodes`; of others it needs the outlines."""
+
+
+def plan_transfers(index: Needs, holders: Holders, nodes: Sequence[int]) -> list[FileTransfer]:
     """Return the transfers that give each node what its ranks read; the result is the same on all ranks."""
     teams = {node: [rank for rank, other in enumerate(nodes) if other == node] for node in sorted(set(nodes))}
     load = dict.fromkeys(range(len(nodes)), 0)  # bytes that a rank sends or receives

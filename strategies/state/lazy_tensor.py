@@ -188,8 +188,8 @@ def check_here(block: Tensor, begin: Sequence[int]) -> None:
     if block.is_meta or (is_wrapped(block) and not is_here(block)):
         raise CheckpointError(
             f"A block of {list(block.shape)} at {list(begin)} of a stored tensor is on another node: from a snapshot "
-            "in memory each rank can read only the part that it has trained; read that, or start from a checkpoint on "
-            "disk."
+            "in memory, or a checkpoint on disks that nodes do not share, each rank can read only the part that it has "
+            "trained; read that, or start from a checkpoint in a folder that all nodes share."
         )
 
 

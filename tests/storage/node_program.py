@@ -1,6 +1,7 @@
-"""The program of one process of test_two_nodes.py: it trains with fsdp, in a folder of its own, with a root in a store.
+"""The program of one process on one of two nodes: it trains in a folder of its own, from the last checkpoint.
 
-Usage: node_program.py ROOT OUT STEPS; prints where it was, and leaves its weights in OUT/weights.pt.
+Usage: node_program.py ROOT OUT STEPS [STRATEGY [RANKS_PER_NODE [CKPT_PATH]]]; prints where it was, and leaves its
+weights in OUT/weights.pt.
 """
 
 import json
@@ -14,26 +15,26 @@ from store_program import Net, data
 from echelon import CSVLogger, ModelCheckpoint, Trainer, seed_everything
 
 
-def main(root, out, steps):
-    """Train from the last checkpoint, and print a line of JSON."""
+def main(root, out, steps, strategy="fsdp", devices=1, ckpt_path="last"):
+    """Train from a checkpoint, and print a line of JSON."""
     seed_everything(0)
     module = Net()
     seed_everything(0)
     trainer = Trainer(
-        strategy="fsdp",
+        strategy=strategy,
         accelerator="cpu",
-        devices=1,
+        devices=int(devices),
         num_nodes=2,
         max_steps=steps,
         max_epochs=-1,
         global_batch_size=4,
         default_root_dir=root,
         logger=CSVLogger(root),
-        callbacks=ModelCheckpoint(every_n_train_steps=2, save_last=True),
+        callbacks=ModelCheckpoint(every_n_train_steps=2, save_last=True, monitor="step", mode="max", save_top_k=2),
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, data(), ckpt_path="last")
+    trainer.fit(module, data(), ckpt_path=ckpt_path)
     weights = trainer.strategy.full_model_state()
     torch.save(weights, out / "weights.pt")
     found = {"rank": trainer.global_rank, "nodes": trainer.num_nodes, "step": trainer.global_step}
@@ -42,4 +43,4 @@ def main(root, out, steps):
 
 if __name__ == "__main__":
     os.chdir(sys.argv[2])
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

@@ -23,6 +23,7 @@ from .files import explain
 from .in_store.links import write_link
 from .in_store.store_folder import committed_to_store, discard_stored, working_store_folder
 from .manifest import MANIFEST, is_checkpoint, is_torch_file, read_manifest
+from .on_nodes.identity import manifest_digest
 
 _TEMPORARY: Final = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]+)\.(?P<pid>\d+)\.[0-9a-f]{8}\.(?P<kind>new|old|gone)")
 _SILENCE: Final = 24 * 3600.0
@@ -65,6 +66,70 @@ def committed(path: AnyPath, *, is_file: bool = False, pending: Pending | None =
         raise refused(path, error) from error
     finally:
         _delete(temporary)
+
+
+class PreparedFolder:
+    """A new folder that is filled, and gets its name when another process has decided so; else it can be found again.
+
+    If this process dies before, `find_part` finds it for whoever knows the decision.
+
+    Raises:
+        CheckpointError: if it cannot be made, or if `path` is not a checkpoint.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.absolute()
+        self.folder = _temporary(self._path, "new")
+        try:
+            _check_replaceable(self._path)
+            _make_folders(self._path.parent)
+            self.folder.mkdir()
+        except OSError as error:
+            raise refused(path, error) from error
+
+    def flush(self) -> None:
+        """Flush the names in the folder to disk, once its files are."""
+        flush_to_disk(self.folder)
+
+    def give_name(self) -> None:
+        """Make it appear under its name; what had that name is deleted."""
+        give_name(self.folder, self._path)
+
+    def discard(self) -> None:
+        """Delete it."""
+        _delete(self.folder)
+
+
+def give_name(folder: Path, path: Path) -> None:
+    """Make a complete folder appear under its name; what had that name is deleted.
+
+    Raises:
+        CheckpointError: if it cannot be renamed.
+    """
+    try:
+        _move(folder, path)
+    except OSError as error:
+        raise refused(path, error) from error
+    finally:
+        _delete(folder)
+
+
+def find_part(path: Path, digest: str) -> Path | None:
+    """Return where this node has its part of a checkpoint whose manifest has this hash; None if nowhere.
+
+    One that a process prepared, and died before it was named, gets its name.
+    """
+    if manifest_digest(path) == digest:
+        return path
+    prepared = [
+        entry
+        for entry in unfinished(path.parent)
+        if _parse(entry)["name"] == path.name and _parse(entry)["kind"] == "new" and manifest_digest(entry) == digest
+    ]
+    if prepared and _is_abandoned(prepared[0]):
+        give_name(prepared[0], path)
+        return path
+    return prepared[0] if prepared else None
 
 
 @contextmanager

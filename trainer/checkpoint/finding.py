@@ -20,6 +20,7 @@ from .files import explain
 from .in_store.links import link_target
 from .in_store.store_folder import candidates, linked
 from .manifest import MANIFEST, Manifest, is_checkpoint, is_checkpoint_file, read_manifest
+from .on_nodes.parts import files_elsewhere
 
 _LARGEST_PICKLE: Final = 1 << 24
 """Bytes of the part of a file that is searched for the name of the program that wrote it."""
@@ -85,7 +86,7 @@ def newest_valid(*folders: str | AnyPath, part: str | None = None) -> AnyPath | 
 
 
 def check_complete(path: AnyPath) -> None:
-    """Compare a checkpoint with the hashes in its manifest; in a store, only the sizes of its objects.
+    """Compare a checkpoint, or a node's part of one, with the hashes in its manifest; in a store, only sizes.
 
     Raises:
         CheckpointError: with what is wrong.
@@ -93,7 +94,7 @@ def check_complete(path: AnyPath) -> None:
     if not isinstance(path, StorePath):
         from .loading import verify  # with torch, without which folders are listed
 
-        verify(path)
+        verify(path, takes_part=True)
         return
     manifest = read_manifest(path)
     if not path.is_file():
@@ -253,11 +254,17 @@ def _is_complete(checkpoint: FoundCheckpoint) -> bool:
             check_complete(checkpoint.path)
             return True
         # a file whose manifest can be read has the right size
-        return checkpoint.path.is_file() or all(
-            (checkpoint.path / name).stat().st_size == file.size for name, file in checkpoint.manifest.files.items()
-        )
+        return checkpoint.path.is_file() or _has_its_files(checkpoint.path, checkpoint.manifest)
     except (OSError, CheckpointError):
         return False
+
+
+def _has_its_files(path: Path, manifest: Manifest) -> bool:
+    """Return whether the files of a checkpoint, or of a node's part of one, are here with the right sizes."""
+    elsewhere = files_elsewhere(manifest.nodes, lambda name: (path / name).exists()) if manifest.nodes else {}
+    return all(
+        (path / name).stat().st_size == file.size for name, file in manifest.files.items() if name not in elsewhere
+    )
 
 
 def _candidates(folder: AnyPath) -> Sequence[AnyPath]:

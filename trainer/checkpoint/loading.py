@@ -15,6 +15,7 @@ from ...strategies.state.safetensors_dtypes import MALFORMED
 from .files import FilePiece, FileRecord, MappedFile, digests, explain, is_one_file, pieces_of, while_it_stays
 from .in_store.links import followed
 from .manifest import MANIFEST, STATE, TENSORS, Manifest, read_manifest, read_object
+from .on_nodes.parts import NodePart, files_elsewhere, why_incomplete
 from .safetensors_file import block_of, collect, read_tensors
 from .tags import decode
 
@@ -117,8 +118,12 @@ def read_stored(
     return StoredParts(manifest, read_object(files[STATE]), blocks)
 
 
-def verify(path: str | AnyPath) -> Manifest:
+def verify(path: str | AnyPath, *, takes_part: bool = False) -> Manifest:
     """Compare every file of a checkpoint with its manifest, and return the manifest.
+
+    Args:
+        path: A checkpoint folder, or a checkpoint in one file.
+        takes_part: Take the part of a node, if nodes shared no folder, for a checkpoint.
 
     Raises:
         CheckpointError: with each damaged file and what is wrong with it.
@@ -127,7 +132,9 @@ def verify(path: str | AnyPath) -> Manifest:
 
     def read(held: int | None) -> Manifest:
         manifest = read_manifest(folder, held)
-        _open_files(folder, manifest, manifest.files, verify=manifest.files, constant=manifest.files, held=held)
+        elsewhere = _elsewhere(folder, manifest) if takes_part else ()
+        names = [name for name in manifest.files if name not in elsewhere]
+        _open_files(folder, manifest, names, verify=names, constant=names, held=held)
         return manifest
 
     return while_it_stays(folder, read)
@@ -163,6 +170,9 @@ def _open_files(
         CheckpointError: with each damaged file and what is wrong with it.
     """
     faults: list[str] = []
+    elsewhere = {name: part for name, part in _elsewhere(folder, manifest).items() if name in (names := list(names))}
+    if elsewhere:
+        raise CheckpointError(why_incomplete(folder, elsewhere))
     pieces = _pieces_of(folder, manifest, constant, held) if is_one_file(folder, held) else None
     files: _Files = {}
     if isinstance(folder, StorePath):
@@ -180,7 +190,8 @@ def _open_files(
         except CheckpointError as error:
             faults.append(str(error))
     if verify:
-        compared = {name: file for name, file in files.items() if name in verify}
+        # nobody reads the elements of a file of which only the header is here
+        compared = {name: file for name, file in files.items() if name in verify and not _is_header(file)}
         faults += [
             f"{name} has the hash {digest}, not {manifest.files[name].sha256}: its content has changed"
             for name, digest in digests(compared).items()
@@ -189,6 +200,19 @@ def _open_files(
     if faults:
         raise CheckpointError(f"The checkpoint {folder} is damaged: {'; '.join(faults)}. Use another one.")
     return files
+
+
+def _elsewhere(folder: AnyPath, manifest: Manifest) -> dict[str, NodePart]:
+    """Return the files of other nodes' parts, each with its part, if nodes shared no folder."""
+    if not manifest.nodes or isinstance(folder, StorePath):
+        return {}
+    return files_elsewhere(
+        manifest.nodes, lambda name: (folder / name).exists() or (folder / f"{name}{OUTLINE}").exists()
+    )
+
+
+def _is_header(file: MappedFile | FilePiece | FetchedFile) -> bool:
+    return isinstance(file, MappedFile) and file.whole_size != file.size
 
 
 def _fetch(

@@ -33,6 +33,7 @@ from ...strategies.state.schema import (
 )
 from .files import HASH_NAME, FilePiece, FileRecord, MappedFile, explain, is_one_file
 from .in_store.links import link_target
+from .on_nodes.parts import FILE_NAME, NODES, NodePart
 
 MANIFEST: Final = "manifest.json"
 STATE: Final = "state.json"
@@ -56,7 +57,6 @@ NO_HASH: Final = "0" * 64
 
 _BEFORE_HASH: Final = b',\n "sha256": "'
 _AFTER_HASH: Final = b'"\n}\n'
-_FILE_NAME: Final = text_like(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,254}", "the name of a file inside the checkpoint")
 _HASH: Final = text_like(r"([0-9a-f]{64})?", "a hash of 64 hex digits")
 _SCHEMA: Final = {
     "echelon_version": TEXT,
@@ -64,8 +64,8 @@ _SCHEMA: Final = {
     "saved_at": TIME,
     "lineage": LINEAGE,
     "mesh": {TEXT: POSITIVE},
-    "parts": {TEXT: [_FILE_NAME]},
-    "files": {_FILE_NAME: {"size": COUNT, "sha256": _HASH}},
+    "parts": {TEXT: [FILE_NAME]},
+    "files": {FILE_NAME: {"size": COUNT, "sha256": _HASH}},
     "parameters": [TEXT],
 }
 
@@ -120,6 +120,8 @@ class Manifest:
     files: Mapping[str, FileRecord]
     folder: str = ""
     """In a store, the folder beside the manifest that has the files; empty where they lie beside it."""
+    nodes: Sequence[NodePart] = ()
+    """The part of each node, if the nodes of the run shared no folder; each has only its own."""
 
     def to_bytes(self) -> bytes:
         """Return the text of the file; its last line is the hash of everything before it."""
@@ -135,6 +137,7 @@ class Manifest:
             "files": {name: {"size": file.size, "sha256": file.sha256} for name, file in self.files.items()},
             "parameters": list(self.parameters),
             **({"folder": self.folder} if self.folder else {}),
+            **({"nodes": [part.to_json() for part in self.nodes]} if self.nodes else {}),
         }
         head = json.dumps(content, indent=1).encode().removesuffix(b"\n}")
         return head + _BEFORE_HASH + hashlib.new(HASH_NAME, head).hexdigest().encode() + _AFTER_HASH
@@ -370,15 +373,15 @@ def _parse(content: Any, path: str) -> Manifest:
             f"The checkpoint has format version {content['format_version']!r}, but this version of Echelon reads "
             f"{FORMAT_VERSION}; read it with Echelon {shown(content['echelon_version'])}, which wrote it."
         )
-    folder = content.pop("folder", "")
-    check({**content, "folder": folder or "_"}, {**_SCHEMA, "folder": _FILE_NAME}, path)
+    folder, nodes = content.pop("folder", ""), content.pop("nodes", [])
+    check({**content, "folder": folder or "_", "nodes": nodes}, {**_SCHEMA, "folder": FILE_NAME, "nodes": NODES}, path)
     for names in content["parts"].values():
         for name in names:
             if name not in content["files"]:
                 raise CheckpointError(f"{path} names a file {name!r} that it does not list; use another checkpoint.")
     fields = {name: content[name] for name in _SCHEMA}
     files = {name: FileRecord(file["size"], file["sha256"]) for name, file in content["files"].items()}
-    return Manifest(**{**fields, "files": files, "folder": folder})
+    return Manifest(**{**fields, "files": files, "folder": folder, "nodes": list(map(NodePart.from_json, nodes))})
 
 
 def stems_of(parts: Iterable[str]) -> dict[str, str]:

@@ -21,6 +21,7 @@ from .encoding import Encoder
 from .files import FileRecord, write_bytes
 from .loading import read_stored
 from .manifest import LARGEST_JSON, MANIFEST, NO_RUN, STATE, Manifest, Origin, read_manifest, stems_of
+from .on_nodes.parts import NodePart
 from .safetensors_file import collect, write_tensors
 from .single_file import SingleFile, write_file
 from .tags import TENSOR_TAGS
@@ -215,12 +216,18 @@ def own_files(encoded: EncodedState, rank: int, world_size: int) -> Iterator[tup
             yield part, file_name(stems[part], rank if is_one_of_several else None, world_size, number), content
 
 
-def finish(folder: AnyPath, encoded: EncodedState, written: Sequence[WrittenFiles], text: bytes | None = None) -> None:
+def finish(
+    folder: AnyPath,
+    encoded: EncodedState,
+    written: Sequence[WrittenFiles],
+    text: bytes | None = None,
+    nodes: Sequence[NodePart] = (),
+) -> None:
     """Write ``state.json`` and the manifest, which make the files of all ranks, in rank order, one checkpoint."""
     files = {name: record for one_rank in written for name, record in one_rank.files.items()}
     files[STATE] = write_bytes(folder / STATE, to_json(encoded.values) if text is None else text)
     parts = {part: [name for one_rank in written for name in one_rank.parts[part]] for part in encoded.values}
-    write_bytes(folder / MANIFEST, manifest_of(encoded, parts, files).to_bytes())
+    write_bytes(folder / MANIFEST, replace(manifest_of(encoded, parts, files), nodes=nodes).to_bytes())
 
 
 def manifest_of(encoded: EncodedState, parts: Mapping[str, Sequence[str]], files: Mapping[str, FileRecord]) -> Manifest:

@@ -294,5 +294,7 @@ def make_writer(group: ProcessGroup | None, *, is_async: bool) -> Writer:
     """Return the writer of a run: in a thread or not, for one process or all of a group. Collective."""
     if group is not None and group.is_rehearsed:
         return RehearsedWriter(group.rank, group.world_size)
-    saving_group = None if group is None else SavingGroup(group.store, group.rank, group.world_size)
+    saving_group = None
+    if group is not None:
+        saving_group = SavingGroup(group.store, group.rank, group.world_size, nodes=group.nodes)
     return AsyncWriter(saving_group) if is_async else Writer(saving_group)

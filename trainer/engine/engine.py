@@ -371,7 +371,7 @@ class Engine(EngineProcesses):
         self._connect()
         objects = {} if state is None else state
         check_names(objects, "engine.load")
-        folder = resolve(path)
+        folder = self.strategy.ranks.all.on_first_rank(lambda: resolve(path))
         assert folder is not None
         large = [name for name, value in objects.items() if self._owner(value) is not None]
         saved = read_checkpoint(folder, self.strategy, large=large, checked=lambda *_: None)
@@ -382,7 +382,8 @@ class Engine(EngineProcesses):
             if own["precision"] and self._precision.uses_scaler:
                 self.strategy.site.scaling.scaler.load_state_dict(own["precision"])
             put_generators_back(self.strategy, own["rng"], torch.initial_seed(), 0)
-        self._origin = self._origin.going_on_from(read_manifest(folder))
+        manifest = self.strategy.ranks.all.on_first_rank(lambda: read_manifest(folder))
+        self._origin = self._origin.going_on_from(manifest)
         return saved
 
     def _lose_batch(self, path: str | AnyPath) -> None:

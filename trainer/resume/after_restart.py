@@ -17,6 +17,7 @@ from ...strategies.resilience.supervisor import Supervisor
 from ...strategies.state.schema import COUNT, check
 from .. import checkpoint
 from ..checkpoint import MemoryWriter
+from ..checkpoint.on_nodes.gathering import newest_complete, spans_nodes
 from ..loggers.base import continue_loggers
 from ..session.session import RestartableFit, Session
 
@@ -57,7 +58,11 @@ def go_on(session: Session) -> None:
     recovery = session.recovery = RestartableFit(next(_FITS), MemoryWriter(supervisor.snapshots))
     in_memory = supervisor.snapshots.agree(strategy.ranks.all.on_first_rank(partial(_returns, supervisor)))
     least = -1 if in_memory is None else in_memory.step
-    notes = strategy.ranks.all.on_first_rank(partial(_recall, supervisor, recovery.fit, least))
+    known = strategy.ranks.all.on_first_rank(partial(_known, supervisor, recovery.fit))
+    if known and spans_nodes(known[0], strategy.ranks.all):  # of older ones, retention may have left a part
+        newest = newest_complete(known, strategy.ranks.all, may_start=least >= 0)
+        known = [] if newest is None else known[known.index(newest) :]
+    notes = strategy.ranks.all.on_first_rank(partial(_recall, supervisor, recovery.fit, least, known))
     if notes is None:
         supervisor.snapshots.clear()
         return
@@ -122,23 +127,27 @@ def _note_return(supervisor: Supervisor, fit: int, step: int) -> None:
     supervisor.notices.post(name, [*known, (supervisor.round.number, step)])
 
 
-def _recall(supervisor: Supervisor, fit: int, in_memory: int) -> _Notes | None:
+def _known(supervisor: Supervisor, fit: int) -> list[AnyPath]:
+    """Return the checkpoints that a fit has begun to write, from the newest on."""
+    return [as_path(name) for name in reversed(supervisor.notices.read(f"checkpoints/{fit}") or [])]
+
+
+def _recall(supervisor: Supervisor, fit: int, in_memory: int, paths: Sequence[AnyPath]) -> _Notes | None:
     """Return the notes of earlier rounds about a fit, given the step of the snapshots in memory; None if none."""
     known = supervisor.notices.read(f"run/{fit}")
     if known is None:
         return None
     owns_snapshots = supervisor.notices.read("fit") == fit
-    step, path = _newest(supervisor, fit, in_memory if owns_snapshots else -1)
+    step, path = _newest(paths, in_memory if owns_snapshots else -1)
     return _Notes(known["seed"], known["data_size"], known["versions"], owns_snapshots, step, path)
 
 
-def _newest(supervisor: Supervisor, fit: int, least: int) -> tuple[int, AnyPath | None]:
-    """Return the newest valid checkpoint that a fit has written, and its step; (-1, None) if there is none.
+def _newest(paths: Sequence[AnyPath], least: int) -> tuple[int, AnyPath | None]:
+    """Return the newest valid one of these checkpoints, and its step; (-1, None) if there is none.
 
     A checkpoint of a step before `least` is not read in full to verify it, since there is a better state.
     """
-    for name in reversed(supervisor.notices.read(f"checkpoints/{fit}") or []):
-        path = as_path(name)
+    for path in paths:
         try:
             loop = checkpoint.load(path, parts=("loop",))["loop"]
             check(loop, {"global_step": COUNT}, f"The training state in {path}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from ...strategies import Strategy
 from .. import checkpoint
 from ..checkpoint.files import explain
 from ..checkpoint.in_store.links import link_target
+from ..checkpoint.on_nodes.gathering import SpreadCheckpoint, newest_complete, spans_nodes
 from ..checkpoint.saved_state import check_saved
 from ..loggers.base import CLAIM
 
@@ -143,10 +145,9 @@ def read_checkpoint(
     target = _follow(path, strategy)
     while True:
         try:
-            with strategy.ranks.all.fail_together():
-                state = checkpoint.load(
-                    target or path, parts=parts, lazy=lazy, verify=verify, share=share, wrapped="stored"
-                )
+            with _readable(target or path, strategy, lazy) as place, strategy.ranks.all.fail_together():
+                is_whole = verify or place != (target or path)  # what other nodes have was not looked at
+                state = checkpoint.load(place, parts=parts, lazy=lazy, verify=is_whole, share=share, wrapped="stored")
                 checked(state, str(path))
         except EchelonError:  # on every rank
             before, target = target, _follow(path, strategy)
@@ -154,6 +155,62 @@ def read_checkpoint(
                 raise
         else:
             return state
+
+
+@contextmanager
+def _readable(path: AnyPath, strategy: Strategy, lazy: Collection[str]) -> Iterator[AnyPath]:
+    """Yield where a checkpoint can be read on this node; see `SpreadCheckpoint.readable`. Collective."""
+    supervisor = strategy.launcher.supervisor
+    is_in_memory = supervisor is not None and path.parent == supervisor.snapshots.folder  # each node has what it needs
+    if is_in_memory or isinstance(path, StorePath) or not spans_nodes(path, strategy.ranks.all):
+        yield path
+        return
+    spread = SpreadCheckpoint(path, strategy.ranks.all)
+    if not spread.exists:
+        yield path
+        return
+    with spread.readable(strategy.mesh_axes, lazy) as place:
+        yield place
+
+
+def last_across_nodes(
+    found: AnyPath | None, strategy: Strategy, folders: Callable[[], Sequence[str]], part: str | None
+) -> AnyPath | None:
+    """Return the newest checkpoint that the disks of all nodes together have; if nodes share them, the one found.
+
+    The node of rank 0 then has at least a part of it. Collective: every rank calls it.
+
+    Args:
+        found: the newest on the node of rank 0; None without one.
+        strategy: the strategy of the ranks.
+        folders: returns, on rank 0, where checkpoints may be.
+        part: what the state in it must have; None for any.
+
+    Raises:
+        CheckpointError: if there are checkpoints, and no node has a part of each.
+    """
+    ranks = strategy.ranks.all
+    if not spans_nodes(found, ranks):
+        return found
+    group = ranks.process_group
+    assert group is not None
+    places = [place for place in ranks.on_first_rank(folders) if not is_url(place)]
+    is_first = group.nodes.index(group.nodes[ranks.rank]) == ranks.rank
+    with ranks.fail_together():
+        own = {
+            str(one.path.absolute()): one.saved_at
+            for one in (checkpoint.list_checkpoints(*places) if is_first else ())
+            if one.manifest is not None and (part is None or part in one.manifest.parts)
+        }
+    of_ranks = ranks.all_gather_object(own)
+    known = {path: saved_at for of_rank in reversed(of_ranks) for path, saved_at in of_rank.items()}
+    chosen = "" if found is None else str(found.absolute())
+    # what rank 0 has and did not choose, though it is newer, is damaged there
+    limit = known.get(chosen, ""), chosen
+    newest_first = sorted(known, key=lambda path: (known[path], path), reverse=True)
+    usable = [path for path in newest_first if path not in of_ranks[0] or (known[path], path) <= limit]
+    newest = newest_complete(list(map(as_path, usable)), ranks)
+    return found if newest is None or str(newest) == chosen else newest
 
 
 def _follow(path: AnyPath, strategy: Strategy) -> AnyPath | None:

@@ -22,7 +22,7 @@ from ..checkpoint.manifest import read_manifest
 from ..loggers.base import continue_in_folders
 from ..loggers.tracker import continue_saved_runs
 from ..session.session import Session
-from .find_checkpoint import find_checkpoint, folders_of_runs
+from .find_checkpoint import find_checkpoint, folders_of_runs, last_across_nodes
 
 
 def names_a_link(session: Session, ckpt_path: str | AnyPath | None) -> bool:
@@ -34,16 +34,22 @@ def names_a_link(session: Session, ckpt_path: str | AnyPath | None) -> bool:
     return session.strategy.ranks.all.on_first_rank(is_link)
 
 
-def hold_and_choose(session: Session, *, is_link: bool) -> None:
-    """Hold the folders in which a run will save, and choose again where it resumes from ``last`` or another link.
+def hold_and_choose(session: Session, ckpt_path: str | AnyPath | None, *, is_link: bool) -> None:
+    """Hold the folders in which a fit will save, and choose again where it resumes from ``last`` or another link.
 
-    Collective: every rank calls it.
+    The last checkpoint is that of which the nodes have all parts. Collective: every rank calls it.
 
     Raises:
-        CheckpointError: if another run holds one of the folders, and does not end soon.
+        CheckpointError: if another run holds one of the folders, and does not end soon; or if no node has a part.
     """
-    if is_link and not session.is_restarted:
+    if is_link and session.task == "fit" and not session.is_restarted:
         session.resumed_from = session.strategy.ranks.all.on_first_rank(partial(_hold_and_choose, session))
+    if ckpt_path == "last" and not session.is_restarted:
+        where = session.loggers, _savers(session)[0], session.run.default_root_dir
+        session.resumed_from = last_across_nodes(
+            *(session.resumed_from, session.strategy, partial(folders_of_runs, *where)),
+            part="loop" if session.task == "fit" else None,
+        )
 
 
 def _hold_and_choose(session: Session) -> AnyPath | None:

@@ -1,8 +1,9 @@
 """A program that forks a writer for each system call of a save, kills it there, and checks what is left.
 
-Run by test_ckpt_commit.py in a process of its own: forking wants a process without threads.
+Run by test_atomic_folder.py in a process of its own: forking wants a process without threads.
 Usage: killed_everywhere.py FOLDER fresh|replace|remove|replace-without-exchange|random|rank-0|rank-1, or one of the
-first four with -file, or rank-0-file: for checkpoints in one file.
+first four with -file, or rank-0-file: for checkpoints in one file; or node-0|node-1|replace-node-0|replace-node-1: for
+nodes with folders of their own.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from torch.distributed import FileStore
 
 from echelon.strategies.state.optimizer_state import Sharded
 from echelon.trainer.checkpoint import SavingGroup, Writer, list_checkpoints, load, newest_valid, point, remove, save
-from echelon.trainer.checkpoint.atomic_folder import is_stranded, sweep, unfinished
+from echelon.trainer.checkpoint.atomic_folder import find_part, is_stranded, sweep, unfinished
+from echelon.trainer.checkpoint.manifest import Origin
+from echelon.trainer.checkpoint.on_nodes.identity import manifest_digest
 from echelon.trainer.checkpoint.single_file import SingleFile
 
 TOUCHING_THE_DISK = {
@@ -174,6 +177,60 @@ def one_of_two_ranks(folder: Path, victim: int) -> int:
     return kill_at - 1
 
 
+def one_of_two_nodes(folder: Path, victim: int, name: str) -> int:
+    """Kill one of two ranks, each with a folder of its own, at each of its calls, and then the other."""
+    folders = [folder / "node0", folder / "node1"]
+
+    def write(rank: int, step: int, name: str) -> None:
+        group = SavingGroup(FileStore(str(folder / f"store-{step}"), 2), rank, 2, nodes=[0, 1])
+        whole = state(step)
+        whole["optimizers"] = Sharded(m=whole["optimizers"]["m"]) if rank else Sharded()
+        Writer(group).save(folders[rank] / name, whole, origin=Origin("ab", f"2026-01-0{step}T00:00:00.000000+00:00"))
+
+    def together(step: int, name: str, kill_at: int = 0) -> bool:
+        other = fork(functools.partial(write, 1 - victim, step, name))
+        was_killed = in_child(functools.partial(write, victim, step, name), kill_at)
+        if was_killed:
+            os.kill(other, signal.SIGKILL)
+        os.waitpid(other, 0)
+        return was_killed
+
+    def steps() -> list[int]:
+        """Return the steps of which both nodes have a part, and check what these parts are together."""
+        found = []
+        for one in list_checkpoints(folders[0]):
+            part = find_part(folders[1] / one.path.name, manifest_digest(one.path))
+            if part is not None:
+                whole = folder / "whole.ckpt"
+                for half in (one.path, part):
+                    shutil.copytree(half, whole, dirs_exist_ok=True)
+                loaded = load(whole)
+                shutil.rmtree(whole)
+                found.append(loaded["trainer"]["step"])
+                assert (loaded["model"]["w"] == found[-1]).all()
+                assert (loaded["optimizers"]["m"] == found[-1]).all()
+        return found
+
+    kill_at, was_killed = 0, True
+    while was_killed:
+        kill_at += 1
+        shutil.rmtree(folder, ignore_errors=True)
+        for place in folders:
+            place.mkdir(parents=True)
+        together(1, "a.ckpt")
+        assert steps() == [1]
+        was_killed = together(2, name, kill_at)
+        assert set(steps()) <= {1, 2}
+        assert max(steps()) >= 1 + (not was_killed)
+        together(3, "c.ckpt")  # tidies up what the killed ones have left
+        assert steps()[-1] == 3
+        assert unfinished(folders[0]) == unfinished(folders[1]) == []
+        assert [one.path.name for one in list_checkpoints(folders[0])] == [
+            one.path.name for one in list_checkpoints(folders[1])
+        ]
+    return kill_at - 1
+
+
 def at_random(folder: Path) -> int:
     """Kill a writer of one checkpoint after another from outside, wherever it is."""
     chance = random.Random(0)
@@ -208,5 +265,9 @@ if __name__ == "__main__":
         "random": at_random,
         "rank-0": functools.partial(one_of_two_ranks, victim=0),
         "rank-1": functools.partial(one_of_two_ranks, victim=1),
+        "node-0": functools.partial(one_of_two_nodes, victim=0, name="b.ckpt"),
+        "node-1": functools.partial(one_of_two_nodes, victim=1, name="b.ckpt"),
+        "replace-node-0": functools.partial(one_of_two_nodes, victim=0, name="a.ckpt"),
+        "replace-node-1": functools.partial(one_of_two_nodes, victim=1, name="a.ckpt"),
     }
     print(modes[sys.argv[2].removesuffix("-file")](Path(sys.argv[1])))

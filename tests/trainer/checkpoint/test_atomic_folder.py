@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from programs import run_program
+from sweep import IS_SWEEP
 
 from echelon.common.errors import CheckpointError
 from echelon.trainer.checkpoint import load, newest_valid, point, remove, save, verify
@@ -30,6 +31,7 @@ def state(step: int = 0, size: int = 100) -> dict[str, Any]:
     return {"model": {"w": torch.full((size,), float(step))}, "trainer": {"step": step}}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("mode", "at_least"),
     [
@@ -40,6 +42,9 @@ def state(step: int = 0, size: int = 100) -> dict[str, Any]:
         ("random", 40),
         ("rank-0", 20),
         ("rank-1", 4),
+        ("node-0", 20),
+        ("replace-node-1", 25),
+        *([("node-1", 15), ("replace-node-0", 25)] if IS_SWEEP else ()),
         ("replace-file", 30),
         ("replace-without-exchange-file", 30),
         ("rank-0-file", 40),
