@@ -3,8 +3,10 @@
 Run ``python benchmarks/storage.py``, or with ``--mb 256`` for less. The store is moto's S3 server on loopback, a
 process of its own, which shares the cores with the training: on a machine with two cores it is what limits all of
 this. It prints ratios. Late: the median step beside an upload to that of the same steps without checkpoints, and the
-longest. Throughput: bytes in a second of a save, to those of the same client's own parallel upload of one object of
-that size, each the best of several. Read: the bytes that two ranks of fsdp read to resume, to those of the checkpoint.
+longest; and the same beside a plain upload of as many bytes by another process, which is the share of the machine and
+of the server. Throughput: bytes in a second of a save, to those of the same client's own parallel upload of one object
+of that size, each the best of several. Read: the bytes that two ranks of fsdp read to resume, to those of the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ import tempfile
 import threading
 import time
 import urllib.request
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +117,12 @@ def steps_beside(megabytes: float, steps: int, address: str) -> dict[str, float]
         return clock.times
 
     alone = run()
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        process.submit(os.getpid).result()  # it has started
+        began = time.monotonic()
+        uploading = process.submit(_upload_until, int(megabytes * (1 << 20)), began + (alone[-1] - alone[0]))
+        others = run()
+        uploading.result()
     folder, committed = StorePath.parse(f"{BUCKET}/beside"), threading.Event()
     ended: list[float] = []
     name = "saved.ckpt"
@@ -132,17 +142,25 @@ def steps_beside(megabytes: float, steps: int, address: str) -> dict[str, float]
     beside = run(saver, _OnlyFirst(saver))
     committed.set()
     watcher.join()
-    began = beside[steps // 10]  # the end of the step after the save: the copy of the state is not in it
+    saved = beside[steps // 10]  # the end of the step after the save: the copy of the state is not in it
     end = ended[0] if ended else beside[-1]
     usual = statistics.median(after - before for before, after in pairwise(alone[1:]))
-    late = [after - before for before, after in pairwise(beside) if began <= before and after <= end]
+    late = [after - before for before, after in pairwise(beside) if saved <= before and after <= end]
     return {
         "step_ms": usual * 1e3,
+        "others": statistics.median(after - before for before, after in pairwise(others[1:])) / usual,
         "steps_beside": len(late),
         "late": statistics.median(late) / usual if late else float("nan"),
         "longest": max(late) / usual if late else float("nan"),
         "stall_ms": (beside[steps // 10] - beside[steps // 10 - 1]) * 1e3,
     }
+
+
+def _upload_until(size: int, end: float) -> None:
+    """Upload as many bytes as a checkpoint has, again until this time."""
+    content = bytes(size)
+    while time.monotonic() < end:
+        plain_upload(content, 1)
 
 
 class _OnlyFirst(Callback):
@@ -196,7 +214,8 @@ def main(words: list[str] | None = None) -> None:
         found = steps_beside(options.mb, options.steps, server)
         print(
             f"steps          {found['step_ms']:8.2f} ms; beside an upload {found['late']:.3f} of that (median of "
-            f"{found['steps_beside']:.0f}), the longest {found['longest']:.1f}; copy {found['stall_ms']:.0f} ms"
+            f"{found['steps_beside']:.0f}), the longest {found['longest']:.1f}; beside one of another process "
+            f"{found['others']:.3f}; copy {found['stall_ms']:.0f} ms"
         )
         print(f"read to resume {resume(options.mb, server):8.3f} of the checkpoint's bytes, by two ranks of fsdp")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -22,7 +22,7 @@ from ....strategies.snapshots.recovery import plan_transfers
 from ....strategies.snapshots.shared_file import MemoryFile
 from ....strategies.state.lazy_tensor import OUTLINE
 from ..atomic_folder import PreparedFolder, find_part, working_folder
-from ..files import MappedFile
+from ..files import MappedFile, explain
 from ..manifest import MANIFEST, Manifest, read_manifest
 from .identity import manifest_digest
 from .parts import READ_IN_PART, NodePart
@@ -96,29 +96,44 @@ class SpreadCheckpoint:
         self.manifest: Manifest | None
         self.manifest, is_folder = ranks.broadcast((read, self.path.is_dir()), source)
         names = [MANIFEST, *self.manifest.files] if self.manifest is not None and is_folder else [""]
-        found = ranks.all_gather_object(self._sizes(names) if self._here is not None else {})
+        with ranks.fail_together():
+            own = self._sizes_here(names) if self._here is not None else {}
+        found = ranks.all_gather_object(own)
         self._places = ranks.all_gather_object(None if self._here is None else str(self._here))
-        self.files: dict[str, FileEntry] = {}
-        self.holders: dict[str, list[int]] = {name: [] for name in names}
-        for rank, sizes in enumerate(found):
-            for name, (size, outline) in sizes.items():
-                self.files.setdefault(name, FileEntry(size, "", None, outline))
-                self.holders[name].append(self._nodes[rank])
+        self._sizes: dict[str, int] = {name: size for sizes in found for name, size in sizes.items()}
+        self.holders: Mapping[str, Sequence[int]] = {
+            name: [node for node, sizes in zip(self._nodes, found, strict=True) if name in sizes] for name in names
+        }
+        """The nodes that have each file; the one file of a checkpoint that is no folder has no name."""
 
-    def _sizes(self, names: Sequence[str]) -> dict[str, tuple[int, int]]:
-        """Return the size of each file that is on this node as the manifest says, and that of its header."""
+    def _sizes_here(self, names: Sequence[str]) -> dict[str, int]:
+        """Return the size of each file that is on this node as the manifest says."""
+        sizes = {name: self._place(name).stat().st_size for name in names if self._place(name).is_file()}
+        listed = {} if self.manifest is None else self.manifest.files
+        return {name: size for name, size in sizes.items() if name not in listed or listed[name].size == size}
+
+    def _headers_here(self) -> dict[str, int]:
+        """Return the size of the header of each file with tensors that is on this node."""
+        headers = {}
+        for name in [name for name, nodes in self.holders.items() if self._node in nodes]:
+            if name.endswith(".safetensors"):
+                with self._place(name).open("rb") as file:
+                    headers[name] = 8 + int.from_bytes(file.read(8), "little")
+        return headers
+
+    def _entries(self) -> dict[str, FileEntry]:
+        """Return the sizes of all files, and of their headers."""
+        with self._ranks.fail_together():
+            own = self._headers_here() if self._here is not None else {}
+        headers = {name: size for sizes in self._ranks.all_gather_object(own) for name, size in sizes.items()}
+        return {
+            name: FileEntry(size, "", None, headers[name] if headers.get(name, size) < size else 0)
+            for name, size in self._sizes.items()
+        }
+
+    def _place(self, name: str) -> Path:
         assert self._here is not None
-        sizes = {}
-        for name in names:
-            file = self._here / name if name else self._here
-            listed = self.manifest.files.get(name) if self.manifest is not None else None
-            if not file.is_file() or (listed is not None and file.stat().st_size != listed.size):
-                continue
-            size = file.stat().st_size
-            with file.open("rb") as opened:
-                header = 8 + int.from_bytes(opened.read(8), "little") if name.endswith(".safetensors") else 0
-            sizes[name] = size, header if header <= size else 0
-        return sizes
+        return self._here / name if name else self._here
 
     @property
     def is_everywhere(self) -> bool:
@@ -169,15 +184,16 @@ class SpreadCheckpoint:
         manifest = self.manifest
         is_in_part = manifest is not None and all(part in lazy for part in READ_IN_PART if part in manifest.parts)
         parts = manifest.nodes if manifest is not None and is_in_part and dict(mesh) == dict(manifest.mesh) else ()
-        needs = _Needs(self.files, parts)
-        with self._ranks.fail_together():
-            if self._is_first:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-        with working_folder(self.path) if self._is_first else _nothing() as made:
+        needs = _Needs(self._entries(), parts)
+        with ExitStack() as stack:
+            made = None
+            with self._ranks.fail_together(), self._explaining():
+                if self._is_first and any(self._node not in nodes for nodes in self.holders.values()):
+                    self.path.parent.mkdir(parents=True, exist_ok=True)
+                    made = stack.enter_context(working_folder(self.path))
             assert made is None or isinstance(made, Path)
-            self._fill(made, needs)
-            place = self._ranks.all_gather_object(str(made))[self._nodes.index(self._node)]
-            yield Path(place) / self.path.name if "" in self.holders else Path(place)
+            place = self._fill(made, needs)
+            yield place / self.path.name if made is not None and "" in self.holders else place
 
     def bring_to_first(self) -> None:
         """Make the node of rank 0 have all of it under its name, if it has no part."""
@@ -187,7 +203,8 @@ class SpreadCheckpoint:
         with self._ranks.fail_together():
             prepared = PreparedFolder(self.path) if self._ranks.rank == 0 else None
         try:
-            self._fill(None if prepared is None else prepared.folder, _Needs(self.files, ()), only=self._nodes[0])
+            folder = None if prepared is None else prepared.folder
+            self._fill(folder, _Needs(self._entries(), ()), only=self._nodes[0])
             with self._ranks.fail_together():
                 if prepared is not None and "" in self.holders:
                     (prepared.folder / self.path.name).replace(self.path)
@@ -198,11 +215,11 @@ class SpreadCheckpoint:
             if prepared is not None:
                 prepared.discard()
 
-    def _fill(self, folder: Path | None, needs: _Needs, only: int | None = None) -> None:
-        """Link what this node has in a folder of its first rank, and receive what it lacks.
+    def _fill(self, folder: Path | None, needs: _Needs, only: int | None = None) -> Path:
+        """Link what this node has in a folder of its first rank, receive what it lacks, and return the folder.
 
         Args:
-            folder: That folder, on that rank.
+            folder: That folder, on that rank; None where nothing is lacking.
             needs: Which files which node needs.
             only: The node that is sent something; by default all are.
         """
@@ -212,14 +229,14 @@ class SpreadCheckpoint:
             for transfer in plan_transfers(needs, self.holders, self._nodes)
             if only in (None, self._nodes[transfer.target])
         ]
-        target = places[self._nodes.index(self._node)]
         here = self._places[self._nodes.index(self._node)]
+        target = places[self._nodes.index(self._node)] or here
         pairs: list[tuple[FileTransfer, Tensor | None]] = []
-        with self._ranks.fail_together():
+        with self._ranks.fail_together(), self._explaining():
             if folder is not None and here is not None:
                 for name, holders in self.holders.items():
                     if self._node in holders:
-                        (folder / (name or self.path.name)).symlink_to(Path(here) / name if name else Path(here))
+                        (folder / (name or self.path.name)).symlink_to(self._place(name))
             for transfer in transfers:
                 content = None
                 name = transfer.name or self.path.name
@@ -231,6 +248,17 @@ class SpreadCheckpoint:
                 pairs.append((transfer, content))
         self._exchange.send(pairs)
         self._ranks.barrier()
+        return Path(target or self.path)
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Turn an error of the disk into one that names the checkpoint."""
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(
+                f"What this node lacks of the checkpoint {self.path} cannot be received: {explain(error)}."
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -251,11 +279,6 @@ class _Needs:
         part = next(part for part in self.parts if sorted(part.ranks) == ranks)
         listed = {name for part in self.parts for name in part.files}
         return {name for name, file in self.files.items() if name in part.needs or name not in listed}
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield None
 
 
 def _bytes_of(file: Path) -> Tensor:
