@@ -113,7 +113,8 @@ class SavingGroup:
         filled = folder_to_fill(path, single_file=encoded.single_file, pending=encoded.pending)
         with filled as folder, self._telling_first(path):
             if others:
-                self._post("folder", _below(folder, path.absolute().parent))
+                name = _below(folder, path.absolute().parent)
+                self._post("folder", {"folder": name, "lineage": encoded.origin.lineage})
             written = [write_own(folder, encoded, 0, self.world_size)]
             reports = [RankReport(socket.gethostname(), written[0].parts, encoded.sources)]
             for rank in others:
@@ -161,7 +162,8 @@ class SavingGroup:
 
     def _follow(self, path: AnyPath, encoded: EncodedState) -> None:
         if encoded.is_distributed:
-            path, folder = path.absolute(), self._wait_for("folder", 0)
+            path, told = path.absolute(), self._wait_for("folder", 0)
+            folder = told["folder"]
             node = self._nodes[self.rank]
             first = self._nodes.index(node)
             if first == 0 or isinstance(path, StorePath):
@@ -173,15 +175,15 @@ class SavingGroup:
                 self._post(f"node-{node}", {"folder": folder, "place": None})
                 self._write_to(path.parent / folder, path, encoded)
             else:
-                self._lead_node(path, encoded, node)
+                self._lead_node(path, encoded, told["lineage"])
         self._wait_for("end", 0)
 
-    def _lead_node(self, path: Path, encoded: EncodedState, node: int) -> None:
+    def _lead_node(self, path: Path, encoded: EncodedState, lineage: str) -> None:
         """Write the part of a node that does not see the folder of rank 0, as its first rank.
 
         Once it is prepared, only rank 0 decides: if that is not heard of any more, the part stays as it is.
         """
-        part, is_prepared = PartFolder(path, encoded.origin.lineage), False
+        part, is_prepared, node = PartFolder(path, lineage), False, self._nodes[self.rank]
         try:
             place = part.folder.name
             self._post(f"node-{node}", {"folder": place, "place": place})

@@ -133,6 +133,17 @@ def test_some_nodes_may_share_the_folder_of_rank_0(tmp_path: Path) -> None:
     verify(tmp_path / "disk0" / "1.ckpt")
 
 
+def test_the_run_of_a_checkpoint_is_that_of_rank_0_and_replaces_its_own(tmp_path: Path) -> None:
+    def work(ranks: SavingGroup, disk: Path) -> None:
+        for step in (1, 2):  # each Engine has an id of its own, of which only rank 0's is saved
+            Writer(ranks).save(disk / "a.ckpt", state(step, ranks.rank), origin=origin(step, f"a{ranks.rank}"))
+
+    assert on_nodes(tmp_path, work) == [None] * 4
+    for disk in tmp_path.iterdir():
+        assert read_manifest(disk / "a.ckpt").saved_at == origin(2).saved_at
+        assert [path.name for path in disk.iterdir()] == ["a.ckpt"]
+
+
 def refused(tmp_path: Path, errors: Sequence[CheckpointError | None], text: str) -> None:
     assert all(isinstance(error, CheckpointError) for error in errors)
     assert any(text in str(error) for error in errors), errors
