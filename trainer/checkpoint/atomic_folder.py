@@ -23,7 +23,7 @@ from .files import explain
 from .in_store.links import write_link
 from .in_store.store_folder import committed_to_store, discard_stored, working_store_folder
 from .manifest import MANIFEST, is_checkpoint, is_torch_file, read_manifest
-from .on_nodes.identity import manifest_digest
+from .on_nodes.on_disk import manifest_digest
 
 _TEMPORARY: Final = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]+)\.(?P<pid>\d+)\.[0-9a-f]{8}\.(?P<kind>new|old|gone)")
 _SILENCE: Final = 24 * 3600.0

@@ -20,7 +20,7 @@ from .files import explain
 from .in_store.links import link_target
 from .in_store.store_folder import candidates, linked
 from .manifest import MANIFEST, Manifest, is_checkpoint, is_checkpoint_file, read_manifest
-from .on_nodes.parts import files_elsewhere
+from .on_nodes.on_disk import files_on_other_nodes
 
 _LARGEST_PICKLE: Final = 1 << 24
 """Bytes of the part of a file that is searched for the name of the program that wrote it."""
@@ -261,7 +261,7 @@ def _is_complete(checkpoint: FoundCheckpoint) -> bool:
 
 def _has_its_files(path: Path, manifest: Manifest) -> bool:
     """Return whether the files of a checkpoint, or of a node's part of one, are here with the right sizes."""
-    elsewhere = files_elsewhere(manifest.nodes, lambda name: (path / name).exists()) if manifest.nodes else {}
+    elsewhere = files_on_other_nodes(path, manifest)
     return all(
         (path / name).stat().st_size == file.size for name, file in manifest.files.items() if name not in elsewhere
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from ...common.errors import CheckpointError, did_you_mean
 from ...common.storage import AnyPath, FetchedFile, StorePath, as_path, local_copy
@@ -15,7 +15,8 @@ from ...strategies.state.safetensors_dtypes import MALFORMED
 from .files import FilePiece, FileRecord, MappedFile, digests, explain, is_one_file, pieces_of, while_it_stays
 from .in_store.links import followed
 from .manifest import MANIFEST, STATE, TENSORS, Manifest, read_manifest, read_object
-from .on_nodes.parts import NodePart, files_elsewhere, why_incomplete
+from .on_nodes.on_disk import files_on_other_nodes
+from .on_nodes.parts import why_incomplete
 from .safetensors_file import block_of, collect, read_tensors
 from .tags import decode
 
@@ -60,6 +61,7 @@ def load(
     }
 
 
+_ENDINGS: Final = ("", OUTLINE)
 _Files: TypeAlias = dict[str, MappedFile | FilePiece | FetchedFile]
 
 
@@ -132,7 +134,7 @@ def verify(path: str | AnyPath, *, takes_part: bool = False) -> Manifest:
 
     def read(held: int | None) -> Manifest:
         manifest = read_manifest(folder, held)
-        elsewhere = _elsewhere(folder, manifest) if takes_part else ()
+        elsewhere = files_on_other_nodes(folder, manifest, _ENDINGS) if takes_part else ()
         names = [name for name in manifest.files if name not in elsewhere]
         _open_files(folder, manifest, names, verify=names, constant=names, held=held)
         return manifest
@@ -170,7 +172,11 @@ def _open_files(
         CheckpointError: with each damaged file and what is wrong with it.
     """
     faults: list[str] = []
-    elsewhere = {name: part for name, part in _elsewhere(folder, manifest).items() if name in (names := list(names))}
+    elsewhere = {
+        name: part
+        for name, part in files_on_other_nodes(folder, manifest, _ENDINGS).items()
+        if name in (names := list(names))
+    }
     if elsewhere:
         raise CheckpointError(why_incomplete(folder, elsewhere))
     pieces = _pieces_of(folder, manifest, constant, held) if is_one_file(folder, held) else None
@@ -200,15 +206,6 @@ def _open_files(
     if faults:
         raise CheckpointError(f"The checkpoint {folder} is damaged: {'; '.join(faults)}. Use another one.")
     return files
-
-
-def _elsewhere(folder: AnyPath, manifest: Manifest) -> dict[str, NodePart]:
-    """Return the files of other nodes' parts, each with its part, if nodes shared no folder."""
-    if not manifest.nodes or isinstance(folder, StorePath):
-        return {}
-    return files_elsewhere(
-        manifest.nodes, lambda name: (folder / name).exists() or (folder / f"{name}{OUTLINE}").exists()
-    )
 
 
 def _is_header(file: MappedFile | FilePiece | FetchedFile) -> bool:

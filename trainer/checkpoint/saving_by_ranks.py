@@ -21,7 +21,7 @@ from ...strategies.distributed.noticeboard import Noticeboard
 from .atomic_folder import refused
 from .files import FileRecord
 from .manifest import MANIFEST, STATE
-from .on_nodes.identity import digests_in, manifest_digest
+from .on_nodes.on_disk import digests_in, manifest_digest
 from .on_nodes.part_folder import PartFolder
 from .on_nodes.parts import NodePart, RankReport, parts_of_nodes
 from .saving import EncodedState, WrittenFiles, encode_state, finish, folder_to_fill, write, write_own

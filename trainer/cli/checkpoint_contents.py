@@ -20,6 +20,8 @@ from ...strategies.wrapped.wrapped_tensors import UnknownTensorError, is_wrapped
 from ..checkpoint.finding import is_gone, list_checkpoints, resolve
 from ..checkpoint.loading import load, verify
 from ..checkpoint.manifest import read_manifest
+from ..checkpoint.on_nodes.on_disk import files_on_other_nodes
+from ..checkpoint.on_nodes.parts import why_incomplete
 from ..checkpoint.weights import export, weights_with_base
 from .output import counted, in_bytes
 
@@ -38,10 +40,16 @@ def show(path: str | AnyPath, shows_all: bool = False) -> list[str]:
     manifest = read_manifest(path)
     mesh = " x ".join(f"{axis} {degree}" for axis, degree in manifest.mesh.items()) or "one process"
     origin = f"by Echelon {manifest.echelon_version}, torch {manifest.torch_version}, {mesh}"
+    elsewhere = files_on_other_nodes(path, manifest)
     lines = [
         f"{path}: saved {manifest.saved_at} {origin}",
-        *(f"  {name:40} {in_bytes(file.size):>10}" for name, file in manifest.files.items()),
+        *(
+            f"  {name:40} {in_bytes(file.size):>10}{f'  on {elsewhere[name]}' if name in elsewhere else ''}"
+            for name, file in manifest.files.items()
+        ),
     ]
+    if elsewhere:
+        return [*lines, "", why_incomplete(path, elsewhere)]
     state = _load(path, verify=False)
     if not shows_all:
         return [*lines, "", *_in_short(state), "", "--all shows every value."]
@@ -82,9 +90,17 @@ def verify_all(paths: Sequence[str | AnyPath]) -> tuple[list[str], bool]:
             except CheckpointError as error:
                 if inside and is_gone(path):
                     continue  # deleted since, by a run that saves beside
-                lines.append(f"damaged  {path}: {error}")
+                lines.append(f"{'part   ' if _is_intact_part(path) else 'damaged'}  {path}: {error}")
                 is_good = False
     return lines, is_good
+
+
+def _is_intact_part(path: AnyPath) -> bool:
+    """Return whether it is the part of a node whose files are as they were written."""
+    try:
+        return bool(verify(path, takes_part=True).nodes)
+    except CheckpointError:
+        return False
 
 
 def diff(first: str | AnyPath, second: str | AnyPath) -> tuple[list[str], bool]:

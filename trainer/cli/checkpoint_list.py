@@ -15,6 +15,7 @@ from ..checkpoint.files import MappedFile, explain, is_one_file, pieces_of, whil
 from ..checkpoint.finding import FoundCheckpoint, list_checkpoints
 from ..checkpoint.in_store.store_folder import begun_in
 from ..checkpoint.manifest import MANIFEST, STATE, is_checkpoint, read_manifest, read_object
+from ..checkpoint.on_nodes.on_disk import files_on_other_nodes
 
 _EXTENSION: Final = ".ckpt"
 """That of what a `ModelCheckpoint` saves; its module imports torch, which takes two seconds."""
@@ -36,6 +37,8 @@ class ListedCheckpoint:
     """By the metric that a `ModelCheckpoint` monitors."""
     is_best: bool = False
     """Whether the newest checkpoint of its folder that knows a best one names it."""
+    elsewhere: int = 0
+    """How many of its files are on the disks of other nodes, if nodes shared no folder."""
 
 
 def folders_below(folder: str | AnyPath) -> Sequence[AnyPath]:
@@ -59,20 +62,28 @@ def listed(folder: str | AnyPath) -> list[ListedCheckpoint]:
         states = [_run_state(checkpoint) for checkpoint in found]
         best = next((names for names in reversed([{*_best_in(state)} for state in states]) if names), set())
         for checkpoint, state in zip(found, states, strict=True):
-            files = checkpoint.manifest.files.values() if checkpoint.manifest is not None else ()
+            files = checkpoint.manifest.files if checkpoint.manifest is not None else {}
+            elsewhere = files_on_other_nodes(checkpoint.path, checkpoint.manifest)
             step = state.get("loop", {}).get("global_step")
             rows.append(
                 ListedCheckpoint(
-                    str(checkpoint.path)[len(str(as_path(folder))) :].lstrip("/\\"),
+                    _name_below(as_path(folder), checkpoint.path),
                     checkpoint.saved_at,
-                    sum(file.size for file in files),
+                    sum(file.size for name, file in files.items() if name not in elsewhere),
                     checkpoint.fault,
                     step if isinstance(step, int) else None,
                     dict(_scores_in(state, checkpoint.path.name)),
                     checkpoint.path.name in best,
+                    len(elsewhere),
                 )
             )
     return rows
+
+
+def _name_below(folder: AnyPath, path: AnyPath) -> str:
+    if isinstance(folder, Path) and isinstance(path, Path):
+        return str(path.relative_to(folder))
+    return str(path).removeprefix(str(folder)).lstrip("/")
 
 
 def left_unfinished(folder: str | AnyPath) -> list[AnyPath]:

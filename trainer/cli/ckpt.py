@@ -10,7 +10,7 @@ from typing import Final
 
 from ...common.storage import AnyPath
 from .checkpoint_list import ListedCheckpoint, left_unfinished, listed
-from .output import in_bytes, printable
+from .output import counted, in_bytes, printable
 
 _EPILOG: Final = """\
 exit codes:
@@ -109,4 +109,5 @@ def _line(row: ListedCheckpoint) -> str:
     step = "" if row.step is None else f"step {row.step}"
     scores = ", ".join(f"{metric} {score:.6g}" for metric, score in (row.scores or {}).items())
     mark = "*" if row.is_best else " "
-    return f"{row.saved_at[:19]}  {in_bytes(row.size):>10}  {step:12} {mark} {scores:24}  {row.name}"
+    part = f" (a part: {counted(row.elsewhere, 'file')} on other nodes)" if row.elsewhere else ""
+    return f"{row.saved_at[:19]}  {in_bytes(row.size):>10}  {step:12} {mark} {scores:24}  {row.name}{part}"

@@ -30,7 +30,7 @@ from echelon.strategies.state.optimizer_state import Sharded
 from echelon.trainer.checkpoint import SavingGroup, Writer, list_checkpoints, load, newest_valid, point, remove, save
 from echelon.trainer.checkpoint.atomic_folder import find_part, is_stranded, sweep, unfinished
 from echelon.trainer.checkpoint.manifest import Origin
-from echelon.trainer.checkpoint.on_nodes.identity import manifest_digest
+from echelon.trainer.checkpoint.on_nodes.on_disk import manifest_digest
 from echelon.trainer.checkpoint.single_file import SingleFile
 
 TOUCHING_THE_DISK = {

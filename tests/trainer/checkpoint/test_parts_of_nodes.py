@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,7 @@ from echelon.trainer.checkpoint.atomic_folder import unfinished
 from echelon.trainer.checkpoint.finding import resolve
 from echelon.trainer.checkpoint.manifest import Origin, read_manifest
 from echelon.trainer.checkpoint.single_file import SingleFile
+from echelon.trainer.cli.main import main
 
 NODES = [0, 0, 1, 1]
 NAMES = [f"layer{index}" for index in range(8)]
@@ -125,6 +127,22 @@ def test_nodes_that_see_the_folder_of_rank_0_write_there(tmp_path: Path) -> None
     assert on_nodes(tmp_path, saving(1), disks=[0, 0, 0, 0]) == [None] * 4
     verify(tmp_path / "disk0" / "1.ckpt")
     assert not read_manifest(tmp_path / "disk0" / "1.ckpt").nodes
+
+
+def test_commands_say_of_a_part_where_the_rest_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_nodes(tmp_path, saving(1))
+    monkeypatch.chdir(tmp_path / "disk1")
+    assert main(["ckpt", "ls", "."]) == 0
+    assert capsys.readouterr().out.endswith("  1.ckpt (a part: 3 files on other nodes)\n")
+    assert main(["ckpt", "show", "1.ckpt"]) == 0
+    assert re.search(r"model.safetensors .* on node '.*' \(ranks 0 to 1\)\n", capsys.readouterr().out)
+    assert main(["ckpt", "verify", "1.ckpt"]) == 1
+    assert capsys.readouterr().out.startswith("part     1.ckpt: ")
+    (tmp_path / "disk1" / "1.ckpt" / "optimizers-00003-of-00004.safetensors").write_bytes(b"damaged")
+    assert main(["ckpt", "verify", "1.ckpt"]) == 1
+    assert capsys.readouterr().out.startswith("damaged  1.ckpt: ")
 
 
 def test_some_nodes_may_share_the_folder_of_rank_0(tmp_path: Path) -> None:

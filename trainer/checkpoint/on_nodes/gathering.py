@@ -24,7 +24,7 @@ from ....strategies.state.lazy_tensor import OUTLINE
 from ..atomic_folder import PreparedFolder, find_part, working_folder
 from ..files import MappedFile, explain
 from ..manifest import MANIFEST, Manifest, read_manifest
-from .identity import manifest_digest
+from .on_disk import manifest_digest
 from .parts import READ_IN_PART, NodePart
 
 _SHOWN: Final = 3

@@ -1,13 +1,16 @@
-"""Hashes of manifests, which are the same on every node that has a part of a checkpoint."""
+"""Disks of nodes: the hash of the manifest of a checkpoint, the same on each, and which files are on others."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
+from ....common.storage import AnyPath, StorePath
 from ..files import HASH_NAME
-from ..manifest import MANIFEST, is_checkpoint_file, trailer
+from ..manifest import MANIFEST, Manifest, is_checkpoint_file, trailer
+from .parts import NodePart, files_elsewhere
 
 
 def manifest_digest(path: Path) -> str:
@@ -30,3 +33,18 @@ def digests_in(folder: Path) -> dict[str, str]:
     """Return the names of the checkpoints in a folder, each with the hash of its manifest; no links."""
     found = {path.name: manifest_digest(path) for path in sorted(folder.iterdir()) if not path.is_symlink()}
     return {name: digest for name, digest in found.items() if digest and not name.startswith(".")}
+
+
+def files_on_other_nodes(
+    path: AnyPath, manifest: Manifest | None, endings: Sequence[str] = ("",)
+) -> dict[str, NodePart]:
+    """Return the files of a checkpoint that are on the disks of other nodes, each with the part of its node.
+
+    Args:
+        path: the folder.
+        manifest: its manifest.
+        endings: what the name of a file that is here may end with.
+    """
+    if manifest is None or not manifest.nodes or isinstance(path, StorePath):
+        return {}
+    return files_elsewhere(manifest.nodes, lambda name: any((path / f"{name}{ending}").exists() for ending in endings))
