@@ -16,6 +16,8 @@ import torch
 from torch.distributed import HashStore
 
 from echelon.common.errors import CheckpointError
+from echelon.strategies.snapshots.index import FileEntry
+from echelon.strategies.snapshots.recovery import plan_transfers
 from echelon.strategies.state.optimizer_state import Sharded
 from echelon.trainer.checkpoint import (
     AsyncWriter,
@@ -31,6 +33,7 @@ from echelon.trainer.checkpoint import (
 from echelon.trainer.checkpoint.atomic_folder import unfinished
 from echelon.trainer.checkpoint.finding import resolve
 from echelon.trainer.checkpoint.manifest import Origin, read_manifest
+from echelon.trainer.checkpoint.on_nodes.gathering import FilesToRead
 from echelon.trainer.checkpoint.single_file import SingleFile
 from echelon.trainer.cli.main import main
 
@@ -127,6 +130,34 @@ def test_nodes_that_see_the_folder_of_rank_0_write_there(tmp_path: Path) -> None
     assert on_nodes(tmp_path, saving(1), disks=[0, 0, 0, 0]) == [None] * 4
     verify(tmp_path / "disk0" / "1.ckpt")
     assert not read_manifest(tmp_path / "disk0" / "1.ckpt").nodes
+
+
+@pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [1, 1, 0, 0], [0, 1, 0, 1], [0, 0, 0, 1], [0, 0]])
+def test_a_node_is_sent_what_its_ranks_read_in_the_same_layout_and_everything_in_another(
+    nodes: list[int], tmp_path: Path
+) -> None:
+    on_nodes(tmp_path, saving(1))
+    manifest = read_manifest(tmp_path / "disk0" / "1.ckpt")
+    files = {
+        name: FileEntry(file.size, "", None, 10 if name.endswith(".safetensors") else 0)
+        for name, file in manifest.files.items()
+    }
+    needs = FilesToRead(files, manifest.nodes)
+    second = 1 - nodes[0]
+    holders = {name: [nodes[0] if name in manifest.nodes[0].files else second] for name in files}
+    holders["state.json"] = [0, 1]
+    if len(nodes) == 2:  # one node less: that of ranks 2 and 3 is gone, and somebody has copied its part
+        holders = {name: [nodes[0]] for name in files}
+    sent = {(nodes[one.target], one.name) for one in plan_transfers(needs, holders, nodes)}
+    ours, theirs = "optimizers-00002-of-00004.safetensors", [f"optimizers-0000{n}-of-00004.safetensors" for n in (3, 4)]
+    common = {(second, name) for name in ("model.safetensors", "optimizers-00001-of-00004.safetensors")}
+    if nodes in ([0, 0, 1, 1], [1, 1, 0, 0]):
+        expected = common | {(second, f"{ours}.outline")} | {(nodes[0], f"{name}.outline") for name in theirs}
+    elif len(nodes) == 2:
+        expected = set()
+    else:
+        expected = common | {(second, ours)} | {(nodes[0], name) for name in theirs}
+    assert sent == expected
 
 
 def test_commands_say_of_a_part_where_the_rest_is(

@@ -184,7 +184,7 @@ class SpreadCheckpoint:
         manifest = self.manifest
         is_in_part = manifest is not None and all(part in lazy for part in READ_IN_PART if part in manifest.parts)
         parts = manifest.nodes if manifest is not None and is_in_part and dict(mesh) == dict(manifest.mesh) else ()
-        needs = _Needs(self._entries(), parts)
+        needs = FilesToRead(self._entries(), parts)
         with ExitStack() as stack:
             made = None
             with self._ranks.fail_together(), self._explaining():
@@ -204,7 +204,7 @@ class SpreadCheckpoint:
             prepared = PreparedFolder(self.path) if self._ranks.rank == 0 else None
         try:
             folder = None if prepared is None else prepared.folder
-            self._fill(folder, _Needs(self._entries(), ()), only=self._nodes[0])
+            self._fill(folder, FilesToRead(self._entries(), ()), only=self._nodes[0])
             with self._ranks.fail_together():
                 if prepared is not None and "" in self.holders:
                     (prepared.folder / self.path.name).replace(self.path)
@@ -215,7 +215,7 @@ class SpreadCheckpoint:
             if prepared is not None:
                 prepared.discard()
 
-    def _fill(self, folder: Path | None, needs: _Needs, only: int | None = None) -> Path:
+    def _fill(self, folder: Path | None, needs: FilesToRead, only: int | None = None) -> Path:
         """Link what this node has in a folder of its first rank, receive what it lacks, and return the folder.
 
         Args:
@@ -262,7 +262,7 @@ class SpreadCheckpoint:
 
 
 @dataclass(frozen=True)
-class _Needs:
+class FilesToRead:
     """Which files each node reads; see `plan_transfers`."""
 
     files: Mapping[str, FileEntry]
