@@ -8,17 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ...common.errors import CheckpointError
 from ...common.storage import AnyPath, as_path
-from ...strategies.resilience.rounds import RUN_FOLDER
-from ...strategies.resilience.supervisor import Supervisor
 from ...strategies.state.schema import COUNT, check
 from .. import checkpoint
 from ..checkpoint import MemoryWriter
 from ..loggers.base import continue_loggers
 from ..session.session import RestartableFit, Session
+
+if TYPE_CHECKING:
+    from ...strategies.resilience.supervisor import Supervisor
 
 _KEPT: Final = 10
 """Number of checkpoints to remember; all but the newest few are deleted over time."""
@@ -83,6 +84,8 @@ def note_run(session: Session, versions: Sequence[int | str | None]) -> None:
     supervisor: Supervisor | None = strategy.launcher.supervisor
     if supervisor is None or recovery is None or recovery.is_restarted or strategy.rank:
         return
+    from ...strategies.resilience.rounds import RUN_FOLDER
+
     state = {"seed": session.state.seed, "data_size": strategy.data_size}
     supervisor.notices.post(f"run/{recovery.fit}", {"versions": list(versions), **state})
     supervisor.notices.post(RUN_FOLDER, str(Path(session.run.log_dir).absolute()))
