@@ -14,7 +14,6 @@ from ...common.errors import CheckpointError
 from ...common.storage import AnyPath, as_path
 from ...strategies.state.schema import COUNT, check
 from .. import checkpoint
-from ..checkpoint import MemoryWriter
 from ..loggers.base import continue_loggers
 from ..session.session import RestartableFit, Session
 
@@ -55,7 +54,7 @@ def go_on(session: Session) -> None:
     supervisor: Supervisor | None = strategy.launcher.supervisor
     if supervisor is None:
         return
-    recovery = session.recovery = RestartableFit(next(_FITS), MemoryWriter(supervisor.snapshots))
+    recovery = session.recovery = RestartableFit(next(_FITS), checkpoint.MemoryWriter(supervisor.snapshots))
     in_memory = supervisor.snapshots.agree(strategy.ranks.all.on_first_rank(partial(_returns, supervisor)))
     least = -1 if in_memory is None else in_memory.step
     notes = strategy.ranks.all.on_first_rank(partial(_recall, supervisor, recovery.fit, least))

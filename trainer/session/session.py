@@ -17,7 +17,7 @@ from ...callbacks.run import Logger, Run
 from ...common.storage import AnyPath
 from ...strategies import Strategy
 from ...strategies.placed.placed import Placed
-from ..checkpoint import MemoryWriter, Writer
+from ..checkpoint import Writer
 from ..checkpoint.manifest import Origin
 from ..data.stream import CountSamples
 from ..data.train_data import TrainData
@@ -39,6 +39,7 @@ from .stop_agreement import Meetings
 from .train_state import TrainState
 
 if TYPE_CHECKING:
+    from ..checkpoint import MemoryWriter
     from ..data.evaluation_data import EvaluationData
 
 Task = Literal["fit", "validate", "test", "predict"]
