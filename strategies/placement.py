@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from .cluster.environment import reconcile
 from .cluster.hardware import Hardware
 from .cluster.launchers import detect_environment
-from .elastic import ElasticStrategy
-from .launch.worker import end_with_the_agent
-from .registry import STRATEGIES, Factory, find_strategy
+from .registry import STRATEGIES, Factory, find_strategy, make
 from .strategy import Strategy
 
-BY_NAME: Final[Mapping[str, Factory]] = {**STRATEGIES, "elastic": ElasticStrategy}
+BY_NAME: Final[Mapping[str, Factory]] = {**STRATEGIES, "elastic": partial(make, "ElasticStrategy")}
 """All strategies of Echelon."""
 
 
@@ -45,6 +44,8 @@ def place(
     """
     environment = detect_environment()
     if environment.launcher == "torchrun":
+        from .launch.worker import end_with_the_agent
+
         end_with_the_agent()
     hardware = Hardware.of(accelerator, devices, num_nodes)
     if is_auto(strategy):

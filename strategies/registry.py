@@ -2,45 +2,45 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final
 
 from ..common.errors import ConfigError, did_you_mean
-from .data_parallel import DataParallelStrategy
-from .ddp import DDPStrategy
-from .device_map import DeviceMapStrategy
-from .fsdp import FSDPStrategy
-from .local_sgd import LocalSGDStrategy
-from .model_parallel import ParallelStrategy
-from .parameter_server import ParameterServerStrategy
 from .single import SingleDeviceStrategy
 from .strategy import Strategy
-from .zero import ZeroStrategy
 
 Factory = Callable[[], Strategy]
 
+
+def make(kind: str, **settings: object) -> Strategy:
+    """Return a strategy of the class of this name, whose module is imported only now: a run needs one of them."""
+    made: Strategy = getattr(sys.modules[__package__], kind)(**settings)
+    return made
+
+
 STRATEGIES: Final[Mapping[str, Factory]] = {
     "single": SingleDeviceStrategy,
-    "dp": DataParallelStrategy,
-    "ddp": DDPStrategy,
-    "zero": ZeroStrategy,
-    "local_sgd": LocalSGDStrategy,
-    "fsdp": FSDPStrategy,
-    "hsdp": partial(FSDPStrategy, replicate="nodes"),
-    "device_map": DeviceMapStrategy,
-    "ps": ParameterServerStrategy,
-    "tp": partial(ParallelStrategy, dp_shard="nodes", tp="auto"),
-    "pp": partial(ParallelStrategy, pp="auto", dp_shard=1),
+    "dp": partial(make, "DataParallelStrategy"),
+    "ddp": partial(make, "DDPStrategy"),
+    "zero": partial(make, "ZeroStrategy"),
+    "local_sgd": partial(make, "LocalSGDStrategy"),
+    "fsdp": partial(make, "FSDPStrategy"),
+    "hsdp": partial(make, "FSDPStrategy", replicate="nodes"),
+    "device_map": partial(make, "DeviceMapStrategy"),
+    "ps": partial(make, "ParameterServerStrategy"),
+    "tp": partial(make, "ParallelStrategy", dp_shard="nodes", tp="auto"),
+    "pp": partial(make, "ParallelStrategy", pp="auto", dp_shard=1),
 }
 """All strategies that train by themselves; `ElasticStrategy` contains one of them."""
 
 _LIGHTNING: Final[Mapping[str, Factory]] = {
     "single_device": SingleDeviceStrategy,
-    "fsdp_cpu_offload": partial(FSDPStrategy, cpu_offload=True),
+    "fsdp_cpu_offload": partial(make, "FSDPStrategy", cpu_offload=True),
     # how processes are started makes no difference here
     **{
-        f"ddp{start}{ending}": partial(DDPStrategy, find_unused_parameters=ending.endswith("true"))
+        f"ddp{start}{ending}": partial(make, "DDPStrategy", find_unused_parameters=ending.endswith("true"))
         for start in ("", "_spawn", "_fork", "_notebook")
         for ending in ("", "_find_unused_parameters_false", "_find_unused_parameters_true")
     },

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ..callbacks.callback import Callback
-from ..callbacks.chaos_monkey import ChaosMonkey
 from ..callbacks.dispatch import Hooks
-from ..callbacks.goodput_monitor import GoodputMonitor
-from ..callbacks.heartbeat import Heartbeat
-from ..callbacks.memory_snapshots import SnapshotInMemory
 from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.omit_frozen_weights import OmitFrozenWeights
-from ..callbacks.straggler_monitor import StragglerMonitor
 from ..common.errors import ConfigError
 from ..strategies import Strategy
 from ..strategies.pretrained.adapters import is_adapted
-from ..strategies.pretrained.read_tensors import names_read
-from ..strategies.resilience.supervisor import Supervisor
 from .module.hooks import ModuleHooks
 from .resume.staging_room import saves_single_files
 from .session.session import Session
+
+if TYPE_CHECKING:
+    from ..strategies.resilience.supervisor import Supervisor
 
 
 def supervised(strategy: Strategy, callbacks: Sequence[Callback], *, logs: bool) -> list[Callback]:
@@ -37,6 +34,12 @@ def supervised(strategy: Strategy, callbacks: Sequence[Callback], *, logs: bool)
     supervisor: Supervisor | None = strategy.launcher.supervisor
     if supervisor is None:
         return list(callbacks)
+    from ..callbacks.chaos_monkey import ChaosMonkey
+    from ..callbacks.goodput_monitor import GoodputMonitor
+    from ..callbacks.heartbeat import Heartbeat
+    from ..callbacks.memory_snapshots import SnapshotInMemory
+    from ..callbacks.straggler_monitor import StragglerMonitor
+
     number, settings = supervisor.round.number, supervisor.settings
     own: list[Callback] = [SnapshotInMemory(supervisor.snapshots, settings.snapshot_every)]
     if logs:
@@ -77,6 +80,8 @@ def omit_pretrained_base(session: Session) -> None:
     is_chosen = any(one.frozen for one in savers) or any(isinstance(x, OmitFrozenWeights) for x in session.callbacks)
     if is_chosen or saves_single_files(session) or not any(map(is_adapted, session.module.modules())):
         return
+    from ..strategies.pretrained.read_tensors import names_read
+
     names = names_read(session.module)
     if names:
         omission = OmitFrozenWeights(names)

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -28,7 +28,6 @@ from ..strategies.state.dtensor import local_shard
 from . import checkpoint
 from .checkpoint.manifest import Origin
 from .checkpoint.single_file import SingleFile
-from .data.evaluation_data import EvaluationData
 from .data.train_data import TrainData
 from .loggers.base import continue_loggers
 from .metrics.metrics import Metrics
@@ -42,6 +41,9 @@ from .session.session import Session, Task
 from .session.train_state import TrainState
 from .tuning.attribute import set_attribute
 from .unplaced import load_trained, trained_weights
+
+if TYPE_CHECKING:
+    from .data.evaluation_data import EvaluationData
 
 _LEFT: Final = "left"
 _LARGEST_LEFT: Final = 1 << 30

@@ -25,7 +25,7 @@ from ..common.errors import CheckpointError, RunError
 from ..common.storage import AnyPath
 from ..strategies import Precision, is_auto, place
 from ..strategies.launch.node_folder import NodeFolder
-from ..strategies.launch.peer_failures import blame_peer
+from . import planning
 from .advice import advise, name_roles, show_batch
 from .checkpoint import make_writer
 from .checkpoint.manifest import Origin
@@ -45,8 +45,6 @@ from .loggers import BY_NAME, LoggersByName
 from .loggers.base import continue_loggers
 from .metrics.metrics import Metrics
 from .module.hooks import ModuleHooks
-from .planning.auto import choose
-from .planning.out_of_memory import comment_on_memory
 from .request import Request
 from .result import EndedRun, Result, result_of, take_over
 from .resume.after_restart import go_on, note_end, note_run
@@ -185,7 +183,8 @@ class Runner:
         if not (is_here and is_auto(self.given.strategy) and request.task == "fit"):
             return
         trainer: Any = type(self._run)
-        choice = choose(trainer, self.given, self.hardware, request.module, request.train_loaders, request.datamodule)
+        data = request.train_loaders, request.datamodule
+        choice = planning.choose(trainer, self.given, self.hardware, request.module, *data)
         if choice is None:
             return
         self.settings, self.strategy = choice.applied_to(self.given), choice.layout.make()
@@ -278,10 +277,12 @@ class Runner:
             if self._reports:
                 self._result = result_of(session)
         except BaseException as error:
+            from ..strategies.launch.peer_failures import blame_peer
+
             self.strategy.annotate(error)
             advise(error)
             name_roles(error, self.strategy, self.strategy.rank)
-            comment_on_memory(session, error)
+            planning.comment_on_memory(session, error)
             progress = session.progress
             if progress.is_in_step and progress.micro_batch is not None and progress.stage == "train":
                 where = f"micro-batch {progress.batch_idx} of epoch {session.state.epoch}"
@@ -323,8 +324,7 @@ class Runner:
             go_on(session)
         hold_and_choose(session, request.ckpt_path, is_link=is_link)
         if request.task == "fit":
-            continued = None if session.is_restarted else session.resumed_from
-            versions = strategy.ranks.all.on_first_rank(partial(open_loggers, session, continued))
+            versions = strategy.ranks.all.on_first_rank(partial(open_loggers, session))
             note_run(session, versions)
             if strategy.rank:
                 continue_loggers(self.loggers, versions)

@@ -31,7 +31,6 @@ from ..strategies.module.compiled_calls import compile_calls
 from ..strategies.module.traces import KeptObjects
 from ..strategies.state.optimizer_state import needs_closure
 from .checks import check_callbacks, check_loaders
-from .data.evaluation_data import EvaluationData
 from .data.index_stream import DataRanks
 from .data.sample_checks import gather_numbers
 from .data.stream import Cut
@@ -216,6 +215,8 @@ def load_evaluation_data(session: Session, kind: str, given: Any) -> None:
     name = "val" if kind == "validate" else kind
     limit = getattr(session.settings, f"limit_{name}_batches")
     in_order = session.task == "fit" and session.settings.overfit_batches > 0
+    from .data.evaluation_data import EvaluationData
+
     session.evaluation_data = EvaluationData.of(
         source, limit, kind, in_order=in_order, ranks=_ranks(session), seed=session.state.seed
     )

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any, Final
 
 from ..callbacks.callback import Callback
+from . import tuning
 from .data.seed import capture_rng, restore_rng
 from .request import Request
 from .runner import Runner, Work
 from .session.session import Session
-from .tuning import attribute, configure_again, trial
 
 _KEPT: Final = ("settings", "given", "loggers", "_callbacks", "state", "origin", "current", "_has_fitted")
 """What a run changes in its `Runner`."""
@@ -62,7 +62,7 @@ class Trials:
         num_micro_batches: int | None = None,
     ) -> None:
         """Train some steps with this callback only, then restore everything as it was. Collective."""
-        trial.try_steps(
+        tuning.trial.try_steps(
             self._runner.session,
             callback,
             num_steps,
@@ -83,17 +83,17 @@ class Trials:
 
     def configure_again(self) -> None:
         """Give optimizers and schedulers the settings that ``configure_optimizers`` returns now."""
-        configure_again.configure_again(self._runner.session)
+        tuning.configure_again.configure_again(self._runner.session)
 
     def find_attribute(self, *names: str) -> str | None:
         """Return the first of these names that the module, the data module, or the ``hparams`` of either has."""
         session = self._runner.session
-        return attribute.find_attribute((session.module, session.datamodule), names)
+        return tuning.attribute.find_attribute((session.module, session.datamodule), names)
 
     def set_attribute(self, name: str, value: float, *, is_saved: bool = True) -> None:
         """Set an attribute of the module, the data module, or their ``hparams``, also in the caller's objects."""
         session = self._runner.session
-        attribute.set_attribute((session.module, session.datamodule), name, value, is_saved=is_saved)
+        tuning.attribute.set_attribute((session.module, session.datamodule), name, value, is_saved=is_saved)
         session.found[name] = value
 
     @property

@@ -92,6 +92,11 @@ class Collectives:
         return self._group
 
     @property
+    def spans_nodes(self) -> bool:
+        """Whether the processes of the run are on several nodes, whose disks may be different ones."""
+        return self._group is not None and len(set(self._group.nodes)) > 1
+
+    @property
     def device_group(self) -> Any:
         """Torch's process group of these ranks, for libraries that take one; None means the default group."""
         return None if self._group is None else self._group.device_group

@@ -16,6 +16,13 @@ import sys
 
 from .worker import CULPRITS, NOT_FOR_THE_FORK_SERVER, makes_devices_unusable, take_preload
 
+_OF_RANKS = (
+    *("callbacks.heartbeat", "callbacks.memory_snapshots"),
+    *("trainer.data.evaluation_data", "trainer.data.iterable_stream"),
+    *("trainer.loop.pipeline_step", "trainer.planning.machine"),
+)
+"""Modules that no package exports, which a run imports when it comes to use them."""
+
 os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_THE_FORK_SERVER))
 
 
@@ -45,7 +52,11 @@ def _import_package(name: str) -> None:
         getattr(package, exported)
 
 
-_import_package(__package__.partition(".")[0])
+_ECHELON = __package__.partition(".")[0]
+for _name in ("", ".callbacks", ".strategies", ".trainer.checkpoint", ".trainer.tuning"):
+    _import_package(f"{_ECHELON}{_name}")
+for _name in _OF_RANKS:
+    importlib.import_module(f"{_ECHELON}.{_name}")
 _import_all(take_preload())
 gc.freeze()  # garbage collections in workers neither search what was imported nor copy its pages
 if any("multiprocessing.forkserver" in argument for argument in sys.orig_argv):  # not if something else imports this

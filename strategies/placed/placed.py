@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +17,15 @@ from ..distributed.ranks import Ranks
 from ..module.loss_scaling import LossScaling
 from ..module.memory_estimate import MemoryShare
 from ..module.precision import Precision
-from ..parallel.replica import copy_from_first
-from ..parallel.replica_check import ReplicaDifference
-from ..pipeline.timeline import WindowRecorder
-from ..pipeline.work import WindowWork
 from ..state.dtensor import multiply_all, whole_on_cpu
 from ..state.optimizer_state import load_by_name, state_by_name
 from ..state.tied_names import as_tied, with_tied_names, without_unread
 from .plain_copies import PlainCopies, release
+
+if TYPE_CHECKING:
+    from ..parallel.replica_check import ReplicaDifference
+    from ..pipeline.timeline import WindowRecorder
+    from ..pipeline.work import WindowWork
 
 ClipAlgorithm = Literal["norm", "value"]
 
@@ -180,7 +181,10 @@ class Placed:
 
     def sync_buffers(self, copies: Mapping[str, Tensor]) -> None:
         """Make these copies of the module's buffers, by name, equal on all ranks. Collective: every rank calls it."""
-        copy_from_first(copies.values(), self.ranks.loss)
+        if self.ranks.loss.world_size > 1:
+            from ..parallel.replica import copy_from_first
+
+            copy_from_first(copies.values(), self.ranks.loss)
 
     def model_state(self) -> dict[str, Any]:
         """Return the module's state dict under the plain module's names. Collective: every rank calls it."""

@@ -6,7 +6,7 @@ import copy
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,9 @@ from ...common.errors import ConfigError
 from ..state.dtensor import is_dtensor, plain_kind
 from ..torch_tensors import buffers_by_name, parameters_by_name
 from ..wrapped.wrapped_tensors import dequantized, is_wrapped
-from .saved_names import Fetch, Outline, SavedTensors, untied
+
+if TYPE_CHECKING:
+    from .saved_names import Fetch, Outline
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -69,6 +71,8 @@ class AdapterTensors:
         known = {id(value): name for name, value in self._empty.items()}
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.names = sorted({known[id(value)] for value in found.values() if id(value) in known} | trained)
+        from .saved_names import Outline
+
         self.outlines = [Outline(name, value.shape, value.dtype) for name, value in found.items()]
 
     def _select(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -137,6 +141,8 @@ class MergedTensors:
         prefix = next(name for name, part in model.named_modules() if part is base)
         self._walk(base, f"{prefix}.", "")
         self._check_ties()
+        from .saved_names import SavedTensors, untied
+
         own = {
             name: torch.empty(value.shape, dtype=self._dtypes[name], device="meta")
             for name, value in untied(self._plain).items()

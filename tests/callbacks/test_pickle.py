@@ -83,7 +83,8 @@ def test_the_list_names_every_callback() -> None:
     """All but those that need another module or are separate; their own tests send them."""
     from echelon import callbacks
 
-    ours = {kind for kind in vars(callbacks).values() if isinstance(kind, type) and issubclass(kind, Callback)}
+    exported = [getattr(callbacks, name) for name in callbacks.__all__]
+    ours = {kind for kind in exported if isinstance(kind, type) and issubclass(kind, Callback)}
     missing = ours - {type(callback) for callback in every_callback()}
     names = {kind.__name__ for kind in missing}
     abstract = {"Callback", "WeightAveraging", "BaseFinetuning", "ProgressDisplay"}

@@ -15,7 +15,7 @@ from echelon.common.lazy_names import lazy_names
 from echelon.lightning.demos.boring import BoringModel
 
 ROOT = Path(echelon.__file__).parent
-PACKAGES = ["echelon", "echelon.strategies", "echelon.trainer.checkpoint"]
+PACKAGES = ["echelon", "echelon.callbacks", "echelon.strategies", "echelon.trainer.checkpoint"]
 WITHOUT_TORCH = """
 import sys
 from echelon.trainer.cli.main import main

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
@@ -16,13 +16,15 @@ from ...common.errors import ConfigError, DataError
 from ...common.sample_order import Reading, Source
 from ..module.batch_size import size_of
 from .combined_loader import CombinedLoader, combined_of
-from .iterable_stream import IterableStream
 from .loader_kinds import check_loader, is_indexed, is_sequence
 from .map_stream import MapStream
 from .micro_batch import MicroBatch, Window
 from .sample_checks import Drawn
 from .sampled import length_of
 from .stream import CountSamples, Cut, Stream, limited
+
+if TYPE_CHECKING:
+    from .iterable_stream import IterableStream
 
 
 class TrainData:
@@ -167,7 +169,7 @@ class TrainData:
         """
         self._resumed_epoch = epoch
         states = [
-            stream.joined(state, [each[number] for each in of_all]) if isinstance(stream, IterableStream) else state
+            state if isinstance(stream, MapStream) else stream.joined(state, [each[number] for each in of_all])
             for number, (stream, state) in enumerate(zip(self._streams, states, strict=True))
         ]
         for stream, state in zip(self._streams, states, strict=True):
@@ -322,6 +324,8 @@ def stream_of(
         loader = DataLoader(loader, batch_size=None, collate_fn=_unchanged)
     if is_indexed(loader):
         return MapStream(loader, seed, cut, in_order=in_order, count=count)
+    from .iterable_stream import IterableStream
+
     return IterableStream(loader, seed, cut.ranks, count=count)
 
 

@@ -3,34 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ...callbacks.run import Logger
 from ...common.errors import ConfigError, did_you_mean
+from ...common.lazy_names import lazy_names
 from .base import is_installed
-from .csv import CSVLogger as CSVLogger
-from .dummy import DummyLogger as DummyLogger
-from .mlflow import MLFlowLogger as MLFlowLogger
-from .tensorboard import TensorBoardLogger as TensorBoardLogger
-from .wandb import WandbLogger as WandbLogger
 
-_tensorboard = partial(TensorBoardLogger, default_hp_metric=False)  # no curve that the user did not log
+if TYPE_CHECKING:
+    from .csv import CSVLogger as CSVLogger
+    from .dummy import DummyLogger as DummyLogger
+    from .mlflow import MLFlowLogger as MLFlowLogger
+    from .tensorboard import TensorBoardLogger as TensorBoardLogger
+    from .wandb import WandbLogger as WandbLogger
+else:
+    __getattr__, __dir__, __all__ = lazy_names(
+        __name__,
+        {
+            "csv": ("CSVLogger",),
+            "dummy": ("DummyLogger",),
+            "mlflow": ("MLFlowLogger",),
+            "tensorboard": ("TensorBoardLogger",),
+            "wandb": ("WandbLogger",),
+        },
+        ("BY_NAME", "LoggersByName", "check_name", "default_logger"),
+    )
+
+
+def _tensorboard(save_dir: str | Path) -> Logger:
+    from .tensorboard import TensorBoardLogger
+
+    return TensorBoardLogger(save_dir, default_hp_metric=False)  # no curve that the user did not log
+
+
+def _csv(save_dir: str | Path) -> Logger:
+    from .csv import CSVLogger
+
+    return CSVLogger(save_dir)
 
 
 def _wandb(save_dir: str | Path) -> Logger:
+    from .wandb import WandbLogger
+
     return WandbLogger(save_dir=save_dir)
 
 
 def _mlflow(save_dir: str | Path) -> Logger:
+    from .mlflow import MLFlowLogger
+
     return MLFlowLogger(save_dir=Path(save_dir) / "mlruns")
 
 
 LoggersByName = Mapping[str, Callable[[str | Path], Logger]]
 BY_NAME: Final[LoggersByName] = {
     "tensorboard": _tensorboard,
-    "csv": CSVLogger,
+    "csv": _csv,
     "wandb": _wandb,
     "mlflow": _mlflow,
 }

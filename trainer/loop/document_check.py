@@ -13,7 +13,6 @@ from torch import Tensor
 from ..data.micro_batch import Window
 from ..module.arguments import num_step_arguments
 from ..module.loss import loss_of, mean_of
-from ..sequences.packed_dataset import IGNORED
 from ..session.session import Session
 from .shared_step import unseen
 
@@ -57,6 +56,8 @@ def _with_last_document(batch: Any) -> dict[str, Any] | None:
     documents, labels = batch["document_ids"], batch["labels"]
     if documents.ndim != 2 or not documents.shape == labels.shape == batch["input_ids"].shape:
         return None
+    from ..sequences.packed_dataset import IGNORED
+
     last = _last(documents)
     kept = torch.where((documents == last) & (last > 0), labels, IGNORED)
     if not (kept != IGNORED).any():

@@ -8,13 +8,12 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import repeat
 from operator import attrgetter
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ...strategies import Strategy
-from ..data.evaluation_data import EvaluationBatch
 from ..data.sample_checks import compared, gather_numbers
 from ..data.seed import isolated_rng
 from ..metrics.accumulator import to_numbers
@@ -25,6 +24,9 @@ from ..session.session import Session
 from .host_copy import HostCopy
 from .schedule import note_validated, reload_if_due, validates
 from .shared_step import unseen
+
+if TYPE_CHECKING:
+    from ..data.evaluation_data import EvaluationBatch
 
 EvaluationStage = Literal["sanity_check", "validate", "test", "predict"]
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from ...common.errors import DataError
 from ...strategies.torch_tensors import version_of
 from ..data.micro_batch import Window
-from ..sequences.packed_dataset import IGNORED
 from ..session.session import Session
 
 _log = logging.getLogger(__name__)
@@ -108,6 +107,8 @@ def warn_without_targets(session: Session, window: Window) -> None:
     labels = [batch["labels"] for batch in batches if isinstance(batch, Mapping) and "labels" in batch]
     if session.strategy.rank or not labels or len(labels) < len(batches):
         return
+    from ..sequences.packed_dataset import IGNORED
+
     if all(isinstance(each, Tensor) and each.ndim > 1 and bool((each == IGNORED).all()) for each in labels):
         where = "" if session.strategy.data_size == 1 else " on this rank"
         warnings.warn(

@@ -18,7 +18,6 @@ from .document_check import check_documents
 from .eval_mode import warn_of_eval_mode
 from .evaluate import validate
 from .kept_results import KeptResults
-from .pipeline_step import PipelineStep
 from .remedies import EndlessEpoch, Untrained, raise_if_single_sample, tell_of_other_size, warn_without_targets
 from .schedule import (
     amount_seen,
@@ -46,6 +45,8 @@ _log = logging.getLogger(__name__)
 def make_step(session: Session) -> Step:
     """Return the implementation of the optimizer step for this run."""
     if session.placed.ranks.stage.world_size > 1:
+        from .pipeline_step import PipelineStep
+
         return PipelineStep(session)
     return SharedStep(session) if session.placed.ranks.count.world_size > 1 else OneRankStep(session)
 

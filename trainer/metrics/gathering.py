@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ...strategies import Strategy
-from ...strategies.context_parallel.counted import COUNTS_ONCE
 
 _RUN: Final = weakref.WeakValueDictionary[str, Strategy]()
 """The strategy of the last run or Engine in this process."""
@@ -50,6 +49,8 @@ class GatherOnce:
         parts = strategy.ranks.loss.world_size // strategy.data_size
         if parts == 1:
             return None
+        from ...strategies.context_parallel.counted import COUNTS_ONCE
+
         own = getattr(metric, COUNTS_ONCE, False), strategy.ranks.loss.rank % parts
         rows = strategy.ranks.count.all_gather_object(own)
         return [rank for rank, (_, part) in enumerate(rows) if part == 0] if any(row[0] for row in rows) else None

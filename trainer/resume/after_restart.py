@@ -8,18 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ...common.errors import CheckpointError
 from ...common.storage import AnyPath, as_path
-from ...strategies.resilience.rounds import RUN_FOLDER
-from ...strategies.resilience.supervisor import Supervisor
 from ...strategies.state.schema import COUNT, check
 from .. import checkpoint
-from ..checkpoint import MemoryWriter
-from ..checkpoint.on_nodes.gathering import newest_complete, spans_nodes
 from ..loggers.base import continue_loggers
 from ..session.session import RestartableFit, Session
+
+if TYPE_CHECKING:
+    from ...strategies.resilience.supervisor import Supervisor
 
 _KEPT: Final = 10
 """Number of checkpoints to remember; all but the newest few are deleted over time."""
@@ -55,11 +54,13 @@ def go_on(session: Session) -> None:
     supervisor: Supervisor | None = strategy.launcher.supervisor
     if supervisor is None:
         return
-    recovery = session.recovery = RestartableFit(next(_FITS), MemoryWriter(supervisor.snapshots))
+    recovery = session.recovery = RestartableFit(next(_FITS), checkpoint.MemoryWriter(supervisor.snapshots))
     in_memory = supervisor.snapshots.agree(strategy.ranks.all.on_first_rank(partial(_returns, supervisor)))
     least = -1 if in_memory is None else in_memory.step
     known = strategy.ranks.all.on_first_rank(partial(_known, supervisor, recovery.fit))
-    if known and spans_nodes(known[0], strategy.ranks.all):  # of older ones, retention may have left a part
+    if known and strategy.ranks.all.spans_nodes:
+        from ..checkpoint.on_nodes.gathering import newest_complete
+
         newest = newest_complete(known, strategy.ranks.all, may_start=least >= 0)
         known = [] if newest is None else known[known.index(newest) :]
     notes = strategy.ranks.all.on_first_rank(partial(_recall, supervisor, recovery.fit, least, known))
@@ -88,6 +89,8 @@ def note_run(session: Session, versions: Sequence[int | str | None]) -> None:
     supervisor: Supervisor | None = strategy.launcher.supervisor
     if supervisor is None or recovery is None or recovery.is_restarted or strategy.rank:
         return
+    from ...strategies.resilience.rounds import RUN_FOLDER
+
     state = {"seed": session.state.seed, "data_size": strategy.data_size}
     supervisor.notices.post(f"run/{recovery.fit}", {"versions": list(versions), **state})
     supervisor.notices.post(RUN_FOLDER, str(Path(session.run.log_dir).absolute()))

@@ -17,7 +17,6 @@ from ...strategies import Strategy
 from .. import checkpoint
 from ..checkpoint.files import explain
 from ..checkpoint.in_store.links import link_target
-from ..checkpoint.on_nodes.gathering import SpreadCheckpoint, newest_complete, spans_nodes
 from ..checkpoint.saved_state import check_saved
 from ..loggers.base import CLAIM
 
@@ -162,9 +161,11 @@ def _readable(path: AnyPath, strategy: Strategy, lazy: Collection[str]) -> Itera
     """Yield where a checkpoint can be read on this node; see `SpreadCheckpoint.readable`. Collective."""
     supervisor = strategy.launcher.supervisor
     is_in_memory = supervisor is not None and path.parent == supervisor.snapshots.folder  # each node has what it needs
-    if is_in_memory or isinstance(path, StorePath) or not spans_nodes(path, strategy.ranks.all):
+    if is_in_memory or isinstance(path, StorePath) or not strategy.ranks.all.spans_nodes:
         yield path
         return
+    from ..checkpoint.on_nodes.gathering import SpreadCheckpoint
+
     spread = SpreadCheckpoint(path, strategy.ranks.all)
     if not spread.exists:
         yield path
@@ -190,8 +191,10 @@ def last_across_nodes(
         CheckpointError: if there are checkpoints, and no node has a part of each.
     """
     ranks = strategy.ranks.all
-    if not spans_nodes(found, ranks):
+    if isinstance(found, StorePath) or not ranks.spans_nodes:
         return found
+    from ..checkpoint.on_nodes.gathering import newest_complete
+
     group = ranks.process_group
     assert group is not None
     places = [place for place in ranks.on_first_rank(folders) if not is_url(place)]

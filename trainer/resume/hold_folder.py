@@ -76,13 +76,13 @@ def _hold_and_choose(session: Session) -> AnyPath | None:
     return found
 
 
-def open_loggers(session: Session, resumed_from: AnyPath | None) -> list[int | str | None]:
+def open_loggers(session: Session) -> list[int | str | None]:
     """Let loggers open their folders, those of a resumed run, and return their versions; on rank 0.
 
     Raises:
         CheckpointError: if another run saves into them.
     """
-    loggers = session.loggers
+    loggers, resumed_from = session.loggers, None if session.is_restarted else session.resumed_from
     if resumed_from is not None:
         tell(loggers, "continue_run", resumed_from)
         has_tracker = any(hasattr(logger, "continue_saved") for logger in loggers)

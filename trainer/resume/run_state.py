@@ -17,7 +17,6 @@ from ...strategies import Strategy
 from ...strategies.state.omitted_weights import OMITTED, completed, note_changed
 from ...strategies.state.optimizer_groups import Sources
 from ...strategies.state.optimizer_state import group_sources, match_optimizers
-from ..checkpoint import difference
 from ..checkpoint.saved_state import FORGED, NAMES_FOR_HOOKS, reading, unfit
 from ..data.seed import derive, restore_rng, seed_devices, seed_generators
 from ..loggers.base import folder_runs
@@ -133,6 +132,8 @@ def load_weights(session: Session, saved: Mapping[str, Any]) -> None:
         session.placed.load_model_state(state["state_dict"], strict=session.module.strict_loading)
     except RuntimeError as error:
         where = "the checkpoint" if session.resumed_from is None else session.resumed_from
+        from ..checkpoint import difference
+
         raise CheckpointError(
             f"The weights in {where} do not fit {type(session.module).__name__}; build the module as it was, or set "
             "strict_loading = False on it; if they are another program's, give this one its own default_root_dir.\n"

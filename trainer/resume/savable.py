@@ -10,7 +10,6 @@ from ...callbacks.dispatch import callback_states, overrides
 from ...callbacks.model_checkpoint import ModelCheckpoint
 from ...callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from ...common.errors import CheckpointError, EchelonError
-from ...strategies.parallel.optimizer_probe import OptimizerProbe
 from ...strategies.state.dtensor import check_whole, is_wrapper, unfit
 from ...strategies.state.optimizer_state import needs_closure, optimizer_parameters, parameter_names
 from ..checkpoint.encoding import Encoder
@@ -82,6 +81,8 @@ def _check_first_states(session: Session) -> None:
         if optimizer.state or type(optimizer).__module__.startswith("torch.optim") or needs_closure(optimizer):
             continue
         names = dict(zip(optimizer_parameters(optimizer), parameter_names(optimizer, session.module), strict=True))
+        from ...strategies.parallel.optimizer_probe import OptimizerProbe
+
         for parameter, state in OptimizerProbe(optimizer).first_state():
             Encoder().encode(state, f"state['optimizers'][{index}]['state'][{names[parameter]!r}]", "optimizers")
 

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from ...callbacks.callback import Callback
-from ...callbacks.goodput_monitor import GoodputMonitor
 from ...callbacks.progress_display import tell_beside_bar
 from ...callbacks.run import Run
 from ...strategies.devices.kinds import CPU
@@ -171,6 +170,8 @@ class TimeAdvisor(Callback):
             return
         best = self.savings[0]
         tell_beside_bar(trainer.callbacks, f"{best.text} Trainer(enable_advice=False) leaves this line out.")
+        from ...callbacks.goodput_monitor import GoodputMonitor
+
         for callback in trainer.callbacks:
             if isinstance(callback, GoodputMonitor):
                 callback.note_advice(best.text)

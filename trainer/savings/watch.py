@@ -17,7 +17,7 @@ from ...strategies import Strategy
 from ...strategies.devices.kinds import CPU
 from ...strategies.devices.memory import peak_allocated, total_memory
 from ...strategies.module.activation_checkpointing import ActivationCheckpointing
-from ..planning.machine import memory_of_host
+from .. import planning
 
 
 class Watched(Protocol):
@@ -85,7 +85,7 @@ class Subject:
     def held_and_free(self) -> tuple[float, float] | None:
         """Return the bytes of this rank at its fullest moment, and what is free beside it; None if nobody can tell."""
         if self.device.type == CPU:
-            return float(peak_of_process()), memory_of_host() / self.run.strategy.environment.local_world_size
+            return float(peak_of_process()), planning.memory_of_host() / self.run.strategy.environment.local_world_size
         total, most = total_memory(self.device), peak_allocated(self.device)
         return None if total is None or not most else (most, total - most)
 

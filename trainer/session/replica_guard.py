@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from ...common.errors import ModuleError
-from ...strategies.parallel.replica_check import ReplicaDifference
 from ...strategies.placed.placed import Placed
+
+if TYPE_CHECKING:
+    from ...strategies.parallel.replica_check import ReplicaDifference
 
 Action = Literal["error", "warn"]
 

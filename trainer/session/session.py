@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -17,9 +17,8 @@ from ...callbacks.run import Logger, Run
 from ...common.storage import AnyPath
 from ...strategies import Strategy
 from ...strategies.placed.placed import Placed
-from ..checkpoint import MemoryWriter, Writer
+from ..checkpoint import Writer
 from ..checkpoint.manifest import Origin
-from ..data.evaluation_data import EvaluationData
 from ..data.stream import CountSamples
 from ..data.train_data import TrainData
 from ..data.transfer import Transfer, make_count, make_transfer
@@ -38,6 +37,10 @@ from .replica_guard import ReplicaGuard
 from .settings import Settings
 from .stop_agreement import Meetings
 from .train_state import TrainState
+
+if TYPE_CHECKING:
+    from ..checkpoint import MemoryWriter
+    from ..data.evaluation_data import EvaluationData
 
 Task = Literal["fit", "validate", "test", "predict"]
 

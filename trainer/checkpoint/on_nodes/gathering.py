@@ -32,12 +32,6 @@ _SHOWN: Final = 3
 _log = logging.getLogger("echelon")
 
 
-def spans_nodes(path: AnyPath | None, ranks: Collectives) -> bool:
-    """Return whether a path is on disks of several nodes, which may be different ones; all ranks give one answer."""
-    group = ranks.process_group
-    return group is not None and len(set(group.nodes)) > 1 and not isinstance(path, StorePath)
-
-
 def newest_complete(paths: Sequence[AnyPath], ranks: Collectives, *, may_start: bool = False) -> AnyPath | None:
     """Return the first of these checkpoints that the disks of all nodes together have; rank 0's then has a part.
 
