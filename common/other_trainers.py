@@ -65,6 +65,26 @@ ATTRIBUTES_OF_LIGHTNING: Final[Mapping[str, str]] = {
 }
 """Attributes of Lightning's Trainer that Echelon's lacks, and what to do instead."""
 
+OF_OTHER_ENGINES: Final[Mapping[str, str]] = {
+    "setup_module": "engine.setup(module)",
+    "prepare": "engine.setup(module, optimizer), and engine.setup_dataloaders(loader)",
+    "prepare_model": "engine.setup(module, optimizer)",
+    "prepare_data_loader": "engine.setup_dataloaders(loader)",
+    "accumulate": "engine.setup_dataloaders(loader, accumulate_grad_batches=), or engine.no_backward_sync",
+    **dict.fromkeys(("clip_grad_norm_", "clip_grad_value_"), "engine.clip_gradients"),
+    "gather": "engine.all_gather",
+    "wait_for_everyone": "engine.barrier()",
+    "is_main_process": "engine.is_global_zero",
+    "is_local_main_process": "engine.local_rank == 0",
+    "process_index": "engine.global_rank",
+    "num_processes": "engine.world_size",
+    "unwrap_model": "the module itself, which engine.setup does not wrap",
+    "save_state": "engine.save(path, state)",
+    "load_state": "engine.load(path, state)",
+    "log": "a logger, as in CSVLogger('logs').log_metrics(values, step)",
+}
+"""Attributes of Fabric and Accelerate's Accelerator that an Engine lacks, and what to use instead."""
+
 OF_OTHERS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("num_train_epochs", "num_epochs", "n_epochs", "epochs"), "max_epochs="),
     **dict.fromkeys(("gradient_accumulation_steps", "grad_accum_steps"), "accumulate_grad_batches="),
