@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Iterator, Sized
 
+import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, OneCycleLR, PolynomialLR
 
@@ -26,6 +27,7 @@ def look_at(session: Session, *, is_resumed: bool) -> None:
         return
     for line in (*_of_limits(session), *_of_savers(session), *_of_frozen_norms(session.module)):
         tell(session, line)
+    _warn_of_half_weights(session)
     if not is_resumed and session.module.automatic_optimization:
         for config in session.schedulers:
             _warn_of_length(session, config)
@@ -109,6 +111,21 @@ def _warn_of_length(session: Session, config: LRSchedulerConfig) -> None:
         warnings.warn(
             f"{type(config.scheduler).__name__} has {name}={length}, the {unit} of this fit, but is stepped after each "
             f"{config.interval}, {own[config.interval]} times; {remedy}.",
+            stacklevel=2,
+        )
+
+
+def _warn_of_half_weights(session: Session) -> None:
+    """Warn of float16 weights that are trained in mixed precision, which keeps weights in float32."""
+    precision = session.strategy.precision
+    if precision.autocast_dtype is None:
+        return
+    names = [n for n, p in session.module.named_parameters() if p.requires_grad and p.dtype == torch.float16]
+    if names:
+        warnings.warn(
+            f"{len(names)} parameters to train are in float16, such as {names[0]!r}, but precision={precision.name!r} "
+            "computes in half precision with weights in float32: small updates are lost, and gradients cannot be "
+            "unscaled. Remove module.half(), or choose precision='16-true'.",
             stacklevel=2,
         )
 
