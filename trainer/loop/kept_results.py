@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
+from ...callbacks.finetuning import BaseFinetuning
 from ..session.session import Session
 from .eval_mode import EvalInSteps, warn_of_eval_mode, warn_of_overridden_train
 
@@ -33,7 +34,10 @@ class KeptResults:
         self._counts: dict[str, int] = {}
         self._num_epochs = 0
         self._modes: EvalInSteps | None = None
-        is_watched = session.strategy.rank == 0
+        unfreezes = any(
+            isinstance(callback, BaseFinetuning) for callback in session.callbacks
+        )  # leaves out batch norms
+        is_watched = session.strategy.rank == 0 and not unfreezes
         self._frozen = [name for name, p in session.module.named_parameters() if is_watched and not p.requires_grad]
         self._batches = 0
 
