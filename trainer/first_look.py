@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sized
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, OneCycleLR, PolynomialLR
+from torch.utils.data import RandomSampler
 
 from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..strategies.torch_internals import BatchNorm
@@ -25,7 +26,12 @@ def look_at(session: Session, *, is_resumed: bool) -> None:
     """Log what may be meant otherwise, and warn of schedules that do not fit the run; on rank 0."""
     if session.strategy.rank or session.strategy.ranks.all.is_rehearsed:
         return
-    for line in (*_of_limits(session), *_of_savers(session), *_of_frozen_norms(session.module)):
+    for line in (
+        *_of_limits(session),
+        *_of_shuffled_validation(session),
+        *_of_savers(session),
+        *_of_frozen_norms(session.module),
+    ):
         tell(session, line)
     _warn_of_half_weights(session)
     if not is_resumed and session.module.automatic_optimization:
@@ -56,6 +62,21 @@ def _of_limits(session: Session) -> Iterator[str]:
     every, last = settings.check_val_every_n_epoch, settings.last_epoch
     if every is not None and last is not None and every > last:
         yield f"No epoch is validated: check_val_every_n_epoch={every} is above max_epochs={last}."
+
+
+def _of_shuffled_validation(session: Session) -> Iterator[str]:
+    """Yield a line about validations that are cut short, and draw other samples each time."""
+    settings, data = session.settings, session.evaluation_data
+    if data is None or not validates(session) or settings.overfit_batches or settings.fast_dev_run:
+        return
+    for loader, num_batches in zip(data.loaders, data.num_batches, strict=True):
+        sampler = getattr(loader, "sampler", None)
+        if isinstance(sampler, RandomSampler) and num_batches < len(loader):
+            yield (
+                f"limit_val_batches={settings.limit_val_batches} of a validation loader that shuffles: each validation "
+                "has other samples, and its metrics cannot be compared; leave shuffle=True out of the loader."
+            )
+            return
 
 
 def _of_savers(session: Session) -> Iterator[str]:

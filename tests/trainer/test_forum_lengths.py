@@ -95,3 +95,15 @@ def test_an_accumulation_that_no_epoch_reaches_is_told(caplog: Any) -> None:
         assert "accumulate_grad_batches" not in caplog.text
         fit(Regression(), accumulate_grad_batches=16)
     assert "accumulate_grad_batches=16 is above the 4 batches of an epoch: each epoch is one step" in caplog.text
+
+
+def test_a_validation_on_other_samples_each_time_is_told(caplog: Any) -> None:
+    def validate(limit: int, **options: Any) -> bool:
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            quiet(max_epochs=1, limit_val_batches=limit).fit(Regression(), loader(), loader(**options))
+        return "limit_val_batches=2 of a validation loader that shuffles" in caplog.text
+
+    assert validate(2, shuffle=True)
+    assert not validate(2)
+    assert not validate(4, shuffle=True)
