@@ -74,7 +74,8 @@ class LRSchedulerConfig:
             )
         self._left_at: int | None = None
         self._num_zeros, self._has_warned = 0, False
-        self._newest, self._num_same = float("nan"), 0
+        self._newest: Tensor | float | None = None
+        self._num_same = 0
 
     def warn_if_stepped(self) -> None:
         """Warn, before the trainer steps it, if it was stepped in between."""
@@ -92,13 +93,13 @@ class LRSchedulerConfig:
         """Warn once if steps of the optimizer step it with the same value again and again: no value was logged anew."""
         if metric is None or self.interval != "step":
             return
-        before, self._newest = self._newest, float(metric)
-        self._num_same = self._num_same + 1 if self._newest == before else 0
+        before, self._newest = self._newest, metric
+        self._num_same = self._num_same + 1 if metric is before else 0  # a value that was logged anew is another object
         if self._num_same == 2:
             warnings.warn(
-                f"{type(self.scheduler).__name__} got {self.monitor}={self._newest:.6g} three times in a row, as it is "
-                f"stepped after every {self.frequency} steps and {self.monitor!r} is not logged as often: it takes the "
-                "same value for no improvement. Return {'scheduler': ..., 'interval': 'epoch'}, or a frequency that is "
+                f"{type(self.scheduler).__name__} got {self.monitor}={float(metric):.6g} three times in a row, as it "
+                f"is stepped after every {self.frequency} steps and {self.monitor!r} is not logged as often: it "
+                "takes the same value for no improvement. Return {'scheduler': ..., 'interval': 'epoch'}, or a frequency that is "
                 "the number of steps between two values.",
                 stacklevel=2,
             )
