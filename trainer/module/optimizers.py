@@ -99,8 +99,8 @@ class LRSchedulerConfig:
             warnings.warn(
                 f"{type(self.scheduler).__name__} got {self.monitor}={float(metric):.6g} three times in a row, as it "
                 f"is stepped after every {self.frequency} steps and {self.monitor!r} is not logged as often: it "
-                "takes the same value for no improvement. Return {'scheduler': ..., 'interval': 'epoch'}, or a frequency that is "
-                "the number of steps between two values.",
+                "takes the same value for no improvement. Return {'scheduler': ..., 'interval': 'epoch'}, or a "
+                "frequency that is the number of steps between two values.",
                 stacklevel=2,
             )
 
