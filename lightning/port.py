@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from ..common.errors import ConfigError
-from ..trainer.session.settings import OF_LIGHTNING_1
+from ..common.other_trainers import OF_LIGHTNING_1
 from .departures import DEPARTURES, OLD_HOOKS, RENAMED_SETTINGS, Departure
 from .imports import ELSEWHERE, Bound, is_lightning, new_name, rewrite_from, rewrite_import
 from .names import PUBLIC_AT_ROOT, WITHOUT_COUNTERPART, find, has_counterpart, is_known

@@ -76,6 +76,8 @@ def find_strategy(
     if isinstance(strategy, type):
         name = strategy.__name__
         raise ConfigError(f"{argument} must be a strategy, got the class {name}; write {argument}={name}().")
+    if isinstance(strategy, list | tuple) and len(strategy) == 1:
+        raise ConfigError(f"{argument} must be one strategy, got a list, {strategy!r:.80}; write it without the list.")
     if not isinstance(strategy, str):
         raise ConfigError(
             f"{argument} must be a strategy of Echelon or the name of one, got {strategy!r:.80}; use one of "

@@ -92,6 +92,35 @@ _ADVICE: Final = {
         "An iterator that a step or hook reads with next() has ended, which does not end the epoch: give next() a "
         "default, or make the iterator again with iter()."
     ),
+    "Default process group has not been initialized": (
+        "One process has no process group: ask self.global_rank and self.trainer.world_size, and use self.all_gather, "
+        "self.trainer.strategy.all_reduce or barrier(), which work with any number of processes."
+    ),
+    r"Sampler' object has no attribute 'set_epoch'": (
+        "The trainer shuffles anew in each epoch, and divides samples among processes: leave set_epoch out."
+    ),
+    "^'loss'$": (
+        "The model returned no loss: models of Hugging Face compute one if the batch has labels, and others leave it "
+        "to the step, as in cross_entropy(outputs.logits, labels)."
+    ),
+    r"toggle_optimizer\(\) (missing|takes)": (
+        "Pass one optimizer of self.optimizers(), and nothing else: self.toggle_optimizer(optimizer), and after its "
+        "step self.untoggle_optimizer(optimizer)."
+    ),
+    "'DataLoader' object is not subscriptable": (
+        "The trainer's loaders are what was passed: a list for a list, and one DataLoader for one; leave the index out."
+    ),
+    "'SummaryWriter' object has no attribute 'log_": (
+        "logger.experiment is torch's SummaryWriter, whose methods begin with add_; log_metrics, log_hyperparams and "
+        "log_graph are methods of the logger: call self.logger.log_graph(self)."
+    ),
+    "can't be cast to the desired output type Long": (
+        "Targets of this loss are numbers with a fraction, not class indices: convert them with target.float()."
+    ),
+    "must be Tensor, not (list|tuple|dict|BatchEncoding)$": (
+        "A layer got several tensors at once: take the one it needs from the batch first, as in x, y = batch. With "
+        "several training loaders the batch holds one of each: (x, y), (x2, y2) = batch."
+    ),
     "can't start new thread": (
         "The limit on processes and threads is reached: raise it (ulimit -u, or pids of the container), or use fewer "
         "processes, workers of loaders and threads (OMP_NUM_THREADS)."

@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import inspect
 import warnings
+from abc import ABCMeta
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from operator import attrgetter
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 
@@ -20,6 +21,7 @@ from ..callbacks.progress_display import ProgressDisplay
 from ..callbacks.run import Logger
 from ..common.console import outlives_output_errors
 from ..common.errors import ConfigError, RunError, did_you_mean
+from ..common.other_trainers import ATTRIBUTES_OF_LIGHTNING
 from ..common.storage import home_of
 from .module.data_module import DataModule
 from .module.train_module import TrainModule
@@ -61,7 +63,23 @@ def refuse(method: Callable[..., Any], others: Mapping[str, object]) -> None:
         )
 
 
-class TrainerAttributes:
+class _Names(ABCMeta):  # so that subclasses can be abstract
+    """The class of the Trainer's class, which answers for class methods that Lightning's Trainer had."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(cls, name: str) -> Any:
+            raise _lacking(f"type object {cls.__name__!r}", name)
+
+
+def _lacking(owner: str, name: str) -> AttributeError:
+    """Return the error for an attribute that a Trainer does not have."""
+    remedy = ATTRIBUTES_OF_LIGHTNING.get(name)
+    hint = f", which was Lightning's; {remedy}" if remedy is not None else ""
+    return AttributeError(f"{owner} has no attribute {name!r}{hint}", name=name)
+
+
+class TrainerAttributes(metaclass=_Names):
     """Lightning's names for the state, the parts and the processes of a run; read-only unless noted."""
 
     _runner: Runner
@@ -83,6 +101,12 @@ class TrainerAttributes:
         if near:
             warnings.warn(f"trainer.{name} was set, which nothing reads. Did you mean {near[0]!r}?", stacklevel=2)
         super().__setattr__(name, value)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise an `AttributeError` that says what to use instead of one of Lightning's attributes."""
+            raise _lacking(f"{type(self).__name__!r} object", name)
 
     @property
     def settings(self) -> Settings:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..callbacks.accumulation import GradientAccumulationScheduler
 from ..callbacks.batch_size_finder import BatchSizeFinder
@@ -111,6 +112,21 @@ def _refuse_hidden_methods(module: TrainModule) -> None:
             raise ModuleError(
                 f"{type(module).__name__}.{name} is {value!r:.60}, but {name} is a method of every TrainModule; give "
                 "the attribute another name."
+            )
+
+
+def refuse_wrapped(module: nn.Module) -> None:
+    """Refuse layers that were wrapped for several processes by hand.
+
+    Raises:
+        ModuleError: if there is one.
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, DistributedDataParallel):
+            raise ModuleError(
+                f"{type(module).__name__}.{name} must be a plain module, got a DistributedDataParallel: the strategy "
+                f"makes gradients equal on all ranks itself; keep the {type(part.module).__name__} inside it, and "
+                "choose Trainer(strategy='ddp')."
             )
 
 

@@ -30,7 +30,7 @@ from ..strategies.module.blocks import repeated_blocks
 from ..strategies.module.compiled_calls import compile_calls
 from ..strategies.module.traces import KeptObjects
 from ..strategies.state.optimizer_state import needs_closure
-from .checks import check_callbacks, check_loaders
+from .checks import check_callbacks, check_loaders, refuse_wrapped
 from .data.index_stream import DataRanks
 from .data.sample_checks import gather_numbers
 from .data.stream import Cut
@@ -344,6 +344,7 @@ def set_up(session: Session) -> None:
 
 def set_up_module(session: Session) -> None:
     """Convert and compile the module as configured, and let the strategy place it."""
+    refuse_wrapped(session.module)
     sharers = session.strategy.ranks.loss
     if session.settings.sync_batchnorm and sharers.world_size > 1:
         nn.SyncBatchNorm.convert_sync_batchnorm(session.module, sharers.device_group)
@@ -382,4 +383,5 @@ def introduce(session: Session, *, is_resumed: bool) -> None:
             with outlives_disk_errors(logger):
                 logger.log_hyperparams(hparams)
     if example is not None:
-        tell(session.loggers, "log_graph", session.module, example)
+        wanting = [logger for logger in session.loggers if getattr(logger, "wants_graph", True)]
+        tell(wanting, "log_graph", session.module, example)

@@ -6,12 +6,13 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 
 from ...common.console import outlives_output_errors
 from ...common.errors import ConfigError, RunError
+from ...common.other_trainers import OF_OTHER_ENGINES
 from ...strategies import Precision, Strategy, place
 from ...strategies.launch.peer_failures import blame_peer
 from ..data.seed import capture_rng, restore_rng
@@ -47,6 +48,14 @@ class EngineProcesses:
             )
         self._gradients = StepGradients(self.strategy)
         self._is_connected = self._is_rank = False
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise an `AttributeError` that says what to use instead of what Fabric or an Accelerator has."""
+            remedy = OF_OTHER_ENGINES.get(name)
+            hint = f"; use {remedy}" if remedy is not None else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self)
 
     # --- processes ---------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import struct
 import time
@@ -23,6 +24,8 @@ from .dummy import DummyExperiment
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+
+_log = logging.getLogger(__name__)
 
 _ROWS_AT_ONCE: Final = 50
 _ROWS_BETWEEN_FLUSHES: Final = 1000
@@ -73,7 +76,7 @@ class TensorBoardLogger(FolderLogger):
                 "run `pip install tensorboard`, or give logger=CSVLogger(...)."
             )
         super().__init__(VersionFolder(save_dir, name, version, sub_dir), prefix)
-        self._wants_graph = log_graph
+        self.wants_graph = log_graph
         self._default_hp_metric = default_hp_metric
         self._writer: SummaryWriter | None = None
         self._rows: list[tuple[float, int, dict[str, float]]] = []
@@ -165,7 +168,14 @@ class TensorBoardLogger(FolderLogger):
 
         By default the example is the module's ``example_input_array``.
         """
-        if not self._wants_graph or self._is_silent:
+        if self._is_silent:
+            return
+        if not self.wants_graph:
+            _log.info(
+                "log_graph(%s) writes nothing, as the logger was made with log_graph=False; give it log_graph=True, or "
+                "call self.logger.experiment.add_graph(self, example).",
+                type(module).__name__,
+            )
             return
         if example_input is None:
             example_input = getattr(module, "example_input_array", None)

@@ -55,6 +55,45 @@ def _uses_mode(kind: type) -> bool:
     )
 
 
+class EvalInSteps:
+    """Warns, after the first step, of submodules that a step has put into eval mode and left there."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        parts = session.module.named_modules() if session.strategy.rank == 0 else ()
+        self._training = [(name, part) for name, part in parts if part.training and _asks_for_mode(part)]
+
+    def look(self) -> None:
+        """Warn if it is due."""
+        left = [name or "itself" for name, part in self._training if not part.training]
+        self._training = []
+        if left:
+            warnings.warn(
+                f"{left[0]} of {type(self._session.module).__name__} is in eval mode since the first step, as eval() "
+                "was called in it: dropout is off, and normalization uses stored averages; call train() afterwards, or "
+                "eval() in __init__ if it is meant to be so.",
+                stacklevel=2,
+            )
+
+
+def warn_of_overridden_train(session: Session) -> None:
+    """Warn of a ``train`` of the module's own that would set other modes: a fit leaves modes as they are."""
+    module = session.module
+    if type(module).train is nn.Module.train or session.strategy.rank:
+        return
+    modes = {part: part.training for part in module.modules()}
+    module.train()
+    others = [name for name, part in module.named_modules() if part.training != modes[part]]
+    for part, mode in modes.items():
+        part.training = mode
+    if others:
+        warnings.warn(
+            f"{type(module).__name__}.train sets another mode for {others[0] or 'the module'!s}, but training does not "
+            "call it, and leaves each submodule in its mode: call self.train() at the end of __init__.",
+            stacklevel=2,
+        )
+
+
 def warn_of_eval_mode(session: Session, names: Sequence[str]) -> None:
     """Warn, as the first epoch begins, of submodules that are still in the eval mode in which the fit found them."""
     parts = {name: session.module.get_submodule(name) for name in names}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from torch import Tensor, nn
 
+from ...callbacks.finetuning import BaseFinetuning
 from ..session.session import Session
+from .eval_mode import EvalInSteps, warn_of_eval_mode, warn_of_overridden_train
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +33,19 @@ class KeptResults:
         self._lengths: dict[str, list[int]] = {}
         self._counts: dict[str, int] = {}
         self._num_epochs = 0
+        self._modes: EvalInSteps | None = None
+        unfreezes = any(
+            isinstance(callback, BaseFinetuning) for callback in session.callbacks
+        )  # leaves out batch norms
+        is_watched = session.strategy.rank == 0 and not unfreezes
+        self._frozen = [name for name, p in session.module.named_parameters() if is_watched and not p.requires_grad]
         self._batches = 0
+
+    def begin(self, left_in_eval: Sequence[str]) -> None:
+        """Note the modes of submodules as the first epoch begins; these were in eval mode when the fit began."""
+        warn_of_eval_mode(self._session, left_in_eval)
+        warn_of_overridden_train(self._session)
+        self._modes = EvalInSteps(self._session)
 
     @property
     def looks(self) -> bool:
@@ -44,6 +58,8 @@ class KeptResults:
             return False
         if self._looks == _STEPS:
             _warn_of_hidden(self._session)
+            if self._modes is not None:
+                self._modes.look()
         self._looks -= 1
         state = self._session.state
         grown, self._batches = state.batches_in_epoch - self._batches, state.batches_in_epoch
@@ -66,6 +82,7 @@ class KeptResults:
         data = session.evaluation_data
         num_batches = 0 if data is None else sum(data.num_batches)
         self._num_epochs += 1
+        self._look_at_frozen()
         if self._num_epochs == 2:
             _look_at_manual_schedules(session)
         if session.strategy.rank or self._num_epochs > 2 or num_batches < 2:
@@ -90,6 +107,24 @@ class KeptResults:
                     "before: call its %s there, unless it is meant to grow.",
                     *(name, type(session.module).__name__, remedy),
                 )
+
+    def _look_at_frozen(self) -> None:
+        """Warn once of parameters that were frozen when training began, are not any more, and have no optimizer."""
+        if not self._frozen:
+            return
+        session = self._session
+        named = dict(session.module.named_parameters())
+        held = {p for optimizer in session.optimizers for group in optimizer.param_groups for p in group["params"]}
+        names = [name for name in self._frozen if name in named and named[name].requires_grad]
+        left = [name for name in names if named[name] not in held]
+        if left:
+            self._frozen = []
+            warnings.warn(
+                f"{len(left)} parameters that were frozen require gradients now, such as {left[0]!r}, but no optimizer "
+                "has them, and they are not trained: give configure_optimizers all parameters, or add them with "
+                "optimizer.add_param_group({'params': ...}) when they are unfrozen (BaseFinetuning does).",
+                stacklevel=2,
+            )
 
 
 def _warn_of_hidden(session: Session) -> None:

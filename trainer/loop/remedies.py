@@ -72,7 +72,7 @@ class Untrained:
         elif not (self.has_loss or self._began_at) and state.batches_in_epoch > 0 and session.optimizers:
             warnings.warn(
                 f"training_step returned None for all {state.batches_in_epoch} batches of epoch {state.epoch}, and "
-                "nothing was trained; return the loss (is `return` missing?).",
+                "nothing was trained; return the loss (is `return` missing, or has the model got no labels?).",
                 stacklevel=2,
             )
 

@@ -242,6 +242,7 @@ def step_schedulers(session: Session, interval: str, count: int, *, with_metric:
             is_watched = session.strategy.rank == 0
             if is_watched:
                 config.warn_if_stepped()
+                config.warn_if_stale(metric)
             session.module.lr_scheduler_step(config.scheduler, metric)
             if is_watched:
                 config.note_step(goes_on=count < _last(session, interval))

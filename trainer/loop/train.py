@@ -15,7 +15,6 @@ from ..data.sample_checks import compared
 from ..sequences.token_windows import counted, joined
 from ..session.session import Session
 from .document_check import check_documents
-from .eval_mode import warn_of_eval_mode
 from .evaluate import validate
 from .kept_results import KeptResults
 from .remedies import EndlessEpoch, Untrained, raise_if_single_sample, tell_of_other_size, warn_without_targets
@@ -69,7 +68,7 @@ def train(session: Session, step: Step, *, left_in_eval: Sequence[str] = (), aft
     interruption, is_alone = session.interruption, not session.meetings.is_needed
     watch, kept, untrained = EndlessEpoch(session), KeptResults(session), Untrained(session)
     looks, size = kept.looks, state.global_batch_size
-    firsts = [partial(warn_of_eval_mode, session, left_in_eval), partial(tell_of_other_size, session, size)]
+    firsts = [partial(kept.begin, left_in_eval), partial(tell_of_other_size, session, size)]
     checks = _checks_after_first(session, after_first)
     hooks.call("on_train_start")
     replicas.begin()
@@ -132,7 +131,13 @@ def train(session: Session, step: Step, *, left_in_eval: Sequence[str] = (), aft
         state.is_epoch_over = True
     writer.wait_for_copy()
     session.replicas.sync()  # under torchrun each rank keeps its own replica
-    hooks.call("on_train_end")
+    _end(session)
+
+
+def _end(session: Session) -> None:
+    """Call the last hook of training, and send what it has logged to the loggers."""
+    session.hooks.call("on_train_end")
+    session.log({line.reported: value for line, value in session.metrics.end_hooks()})
 
 
 def _begin_epoch(session: Session) -> None:

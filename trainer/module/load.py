@@ -58,6 +58,8 @@ else:
 
 
 _ALONE: Final = Collectives(None, torch.device("cpu"))
+_ARGUMENTS: Final = ("map_location", "hparams_file", "strict")
+"""Arguments of ``load_from_checkpoint`` that are not the constructor's."""
 _PARTS_OF_NAMES: Final = {"module.": "torch's DistributedDataParallel", "_orig_mod.": "torch.compile"}
 _LARGEST_HPARAMS: Final = 8 << 20
 """Bytes of an `hparams_file`."""
@@ -186,17 +188,26 @@ def _point_out_misspelt(cls: type, given: Mapping[str, Any]) -> None:
     taken = inspect.signature(cls).parameters
     if any(one.kind is one.VAR_KEYWORD for one in taken.values()):
         return
-    for name in given:
+    for name, value in given.items():
         near = difflib.get_close_matches(name, taken, n=1, cutoff=0.8)
-        if name not in taken and near:
+        near = near or difflib.get_close_matches(name, _ARGUMENTS, n=1, cutoff=0.65)
+        hint = f"Did you mean {near[0]!r}?" if near else ""
+        if "hparam" in name and isinstance(value, Mapping):
+            hint = f"Pass its items as arguments of their own: {', '.join(f'{key}=...' for key in value)}."
+        if name not in taken and hint:
             warnings.warn(
-                f"load_from_checkpoint got {name}={given[name]!r:.60}, which {cls.__name__}.__init__ does not take; it "
-                f"is left out. Did you mean {near[0]!r}?",
+                f"load_from_checkpoint got {name}={value!r:.60}, which {cls.__name__}.__init__ does not take; it is "
+                f"left out. {hint}",
                 stacklevel=5,
             )
 
 
 def _load(path: str | AnyPath) -> dict[str, Any]:
+    if isinstance(path, Mapping):
+        raise CheckpointError(
+            f"checkpoint_path must be the path of a checkpoint, got a dict with the keys {list(path)!r:.80}; give the "
+            "path it was read from, or make the module and call module.load_state_dict with the weights in it."
+        )
     folder = checkpoint.resolve(path)
     if folder is None:
         raise CheckpointError(f"checkpoint_path must be a checkpoint, got {str(path)!r}; give the path of one.")

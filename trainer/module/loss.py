@@ -95,7 +95,7 @@ def loss_of(output: Any, *, where: str = "training_step", module: nn.Module | No
         shown = "" if is_without_memory(value) else f" (value {value.item():.6g})"
         raise ModuleError(
             f"{where} returned a loss without gradient{shown}; compute it from the parameters, outside "
-            "torch.no_grad() and without .detach() or .item()."
+            "torch.no_grad() and without .detach() or .item(); argmax, round and comparisons have no gradient."
         )
     if value.grad_fn is None and not isinstance(value, nn.Parameter):
         raise ModuleError(

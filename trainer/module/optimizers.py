@@ -74,6 +74,8 @@ class LRSchedulerConfig:
             )
         self._left_at: int | None = None
         self._num_zeros, self._has_warned = 0, False
+        self._newest: Tensor | float | None = None
+        self._num_same = 0
 
     def warn_if_stepped(self) -> None:
         """Warn, before the trainer steps it, if it was stepped in between."""
@@ -84,6 +86,21 @@ class LRSchedulerConfig:
                 f"{type(self.scheduler).__name__} was stepped {now - self._left_at} times since the trainer stepped it "
                 f"last, which it does after each {self.interval}: remove scheduler.step() from the module, or set "
                 "self.automatic_optimization = False.",
+                stacklevel=2,
+            )
+
+    def warn_if_stale(self, metric: Tensor | float | None) -> None:
+        """Warn once if steps of the optimizer step it with the same value again and again: no value was logged anew."""
+        if metric is None or self.interval != "step":
+            return
+        before, self._newest = self._newest, metric
+        self._num_same = self._num_same + 1 if metric is before else 0  # a value that was logged anew is another object
+        if self._num_same == 2:
+            warnings.warn(
+                f"{type(self.scheduler).__name__} got {self.monitor}={float(metric):.6g} three times in a row, as it "
+                f"is stepped after every {self.frequency} steps and {self.monitor!r} is not logged as often: it "
+                "takes the same value for no improvement. Return {'scheduler': ..., 'interval': 'epoch'}, or a "
+                "frequency that is the number of steps between two values.",
                 stacklevel=2,
             )
 

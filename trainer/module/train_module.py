@@ -353,15 +353,18 @@ class TrainModule(Optimization, Exporting, ModuleHooks, DataHooks, Hyperparamete
 
     def freeze(self) -> Self:
         """Freeze all parameters, switch to eval mode, and return the module."""
-        for parameter in self.parameters():
-            parameter.requires_grad = False
-        return self.eval()
+        vars(self)["_frozen_before"] = {name for name, each in self.named_parameters() if not each.requires_grad}
+        return self.requires_grad_(False).eval()
 
     def unfreeze(self) -> Self:
         """Make all parameters require gradients, switch to train mode, and return the module."""
-        for parameter in self.parameters():
-            parameter.requires_grad = True
-        return self.train()
+        if before := vars(self).pop("_frozen_before", None):
+            warnings.warn(
+                f"unfreeze() also makes {len(before)} parameters trainable that were frozen before freeze(), such as "
+                f"{min(before)!r}; to evaluate inside a step, use torch.no_grad() and eval() instead of both.",
+                stacklevel=2,
+            )
+        return self.requires_grad_(True).train()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Copy parameters and buffers as torch does; an error says what a dict of other names holds."""

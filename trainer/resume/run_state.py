@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from traceback import walk_tb
@@ -70,7 +71,15 @@ def module_state(module: TrainModule, weights: dict[str, Any]) -> dict[str, Any]
 def shown_to_hooks(state: dict[str, Any], hooks: Hooks, counters: TrainState) -> dict[str, Any]:
     """Let ``on_save_checkpoint`` add to a state, and return it under the names of the files."""
     state.update(epoch=counters.epoch, global_step=counters.global_step)  # for the hooks; "loop" holds them
-    hooks.call("on_save_checkpoint", state)
+    for hook in hooks.on_save_checkpoint:
+        returned = hook(state)
+        if returned is not None and returned is not state:
+            name = getattr(getattr(hook, "func", hook), "__qualname__", "on_save_checkpoint")
+            warnings.warn(
+                f"{name} returned {type(returned).__name__} ({returned!r:.60}), which no checkpoint holds: write it "
+                "into the dict, as checkpoint['mine'] = ..., or return it from state_dict of the callback.",
+                stacklevel=2,
+            )
     del state["epoch"], state["global_step"]
     return {_PARTS.get(name, name): value for name, value in state.items()}
 

@@ -14,6 +14,8 @@ from ...callbacks.helpers.loggers import refuse_incomplete
 from ...callbacks.run import Logger
 from ...common.durations import Amount, parse_amount, parse_duration
 from ...common.errors import ConfigError, did_you_mean
+from ...common.other_trainers import OF_LIGHTNING_1 as OF_LIGHTNING_1
+from ...common.other_trainers import OF_OTHERS, WITHOUT_COUNTERPART
 from ...common.storage import StorePath, any_path
 from ...strategies import ActivationCheckpointing, Precision, Strategy, check_strategy
 from ..loggers import DummyLogger, check_name
@@ -24,43 +26,6 @@ from .setting_types import Defaulted, describe, fits
 _LIMITS: Final = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
 _AMOUNTS: Final = (*_LIMITS, "overfit_batches", "val_check_interval")
 """An int counts batches, and so does a float above 1.0; a float up to 1.0 is a fraction."""
-
-_WITHOUT_COUNTERPART: Final[Mapping[str, str]] = {
-    "plugins": (
-        "name the precision in precision=, pass strategy= an object such as DDPStrategy(), and leave the launcher's "
-        "settings to be detected; checkpoints have one format (docs/checkpoint-format.md)"
-    ),
-    "model_registry": "upload the checkpoint in a callback's on_fit_end",
-}
-"""Arguments of Lightning's Trainer that have no counterpart, and what to do instead."""
-
-OF_LIGHTNING_1: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("gpus", "num_gpus", "auto_select_gpus"), "accelerator='gpu' and devices=, the number of them"),
-    **dict.fromkeys(("tpu_cores", "ipus"), "accelerator='auto': CPUs, CUDA and MPS are supported"),
-    "num_processes": "devices=",
-    "distributed_backend": "strategy=",
-    **dict.fromkeys(("amp_backend", "amp_level"), "precision='bf16-mixed' or '16-mixed'"),
-    "resume_from_checkpoint": "fit(..., ckpt_path=)",
-    "checkpoint_callback": "enable_checkpointing=, or a ModelCheckpoint in callbacks=",
-    "weights_save_path": "default_root_dir=, or ModelCheckpoint(dirpath=)",
-    **dict.fromkeys(("progress_bar_refresh_rate", "process_position"), "TQDMProgressBar(refresh_rate=) in callbacks="),
-    **dict.fromkeys(("weights_summary",), "enable_model_summary=, or ModelSummary(max_depth=) in callbacks="),
-    **dict.fromkeys(
-        ("auto_lr_find", "auto_scale_batch_size"), "LearningRateFinder() or BatchSizeFinder() in callbacks="
-    ),
-    "stochastic_weight_avg": "StochasticWeightAveraging() in callbacks=",
-    "terminate_on_nan": "NaNGuard() in callbacks=",
-    "track_grad_norm": "self.log with torch.nn.utils.get_total_norm in on_before_optimizer_step",
-    "log_gpu_memory": "DeviceStatsMonitor() in callbacks=",
-    "reload_dataloaders_every_epoch": "reload_dataloaders_every_n_epochs=1",
-    "replace_sampler_ddp": "use_distributed_sampler=",
-    "flush_logs_every_n_steps": "CSVLogger(flush_logs_every_n_steps=)",
-    "multiple_trainloader_mode": "CombinedLoader(loaders, mode=) for train_dataloaders",
-    "truncated_bptt_steps": "manual optimization in training_step",
-    "prepare_data_per_node": "rank_zero_first(local=True) in setup",
-    "move_metrics_to_cpu": "nothing: metrics use no device memory",
-}
-"""Arguments of Lightning 1's Trainer, and their replacements."""
 
 _SWITCHED_OFF: Final = (
     *("logger", "log_every_n_steps", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"),
@@ -238,15 +203,17 @@ class Settings:
 
 
 def _unknown_argument(name: str, value: object, known: Sequence[str]) -> ConfigError:
-    if name in _WITHOUT_COUNTERPART:
+    if name in WITHOUT_COUNTERPART:
         return ConfigError(
-            f"{name} must be None, as Echelon has no {name}, got {value!r:.80}; {_WITHOUT_COUNTERPART[name]}."
+            f"{name} must be None, as Echelon has no {name}, got {value!r:.80}; {WITHOUT_COUNTERPART[name]}."
         )
     if name in OF_LIGHTNING_1:
         return ConfigError(
             f"Trainer has no argument {name!r} (given as {value!r:.80}), which was Lightning 1's; use "
             f"{OF_LIGHTNING_1[name]}."
         )
+    if name in OF_OTHERS:
+        return ConfigError(f"Trainer has no argument {name!r} (given as {value!r:.80}); use {OF_OTHERS[name]}.")
     return ConfigError(f"Trainer has no argument {name!r} (given as {value!r}).{did_you_mean(name, known)}")
 
 
@@ -258,7 +225,7 @@ def checked(args: Sequence[object], given: dict[str, Any]) -> Settings:
     """
     if args:
         raise ConfigError(f"Trainer takes keyword arguments only, got {args!r}; write Trainer(max_epochs=3).")
-    for name in _WITHOUT_COUNTERPART:
+    for name in WITHOUT_COUNTERPART:
         if name in given and not given[name]:  # None or an empty list requests nothing
             del given[name]
     known = [field.name for field in fields(Settings)]
@@ -280,6 +247,11 @@ def _check_types(settings: Settings) -> None:
         raise ConfigError(
             f"accumulate_grad_batches must be an int, got {settings.accumulate_grad_batches!r}; for a number that "
             "changes with the epoch, pass callbacks=GradientAccumulationScheduler(...) with this dict."
+        )
+    if isinstance(settings.accumulate_grad_batches, Callback):
+        raise ConfigError(
+            f"accumulate_grad_batches must be an int, got {type(settings.accumulate_grad_batches).__name__}(...), a "
+            "callback; pass it in callbacks=, and leave accumulate_grad_batches out."
         )
     if isinstance(settings.callbacks, Mapping):
         raise ConfigError(
