@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import ABC
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,11 @@ def test_the_command_line_of_lightning_1_is_pointed_out() -> None:
         with pytest.raises(AttributeError, match=rf"'Trainer' has no attribute '{name}'.*Trainer\(max_epochs="):
             getattr(Trainer, name)
     assert not hasattr(Trainer, "other")
+
+    class Mixed(Trainer, ABC):
+        """The class of a program that has abstract trainers of its own."""
+
+    assert Mixed(logger=False, enable_checkpointing=False).max_epochs is None
 
 
 def test_a_part_at_the_place_of_another_is_named() -> None:
