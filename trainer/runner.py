@@ -197,8 +197,8 @@ class Runner:
 
     def _find_checkpoint(self, request: Request) -> AnyPath | None:
         savers = [callback for callback in self.callbacks if isinstance(callback, ModelCheckpoint)]
-        is_fit, places = request.task == "fit", (self.loggers, savers, self.root)
-        return find_checkpoint(request.ckpt_path, *places, to_resume=is_fit, has_fitted=self._has_fitted)
+        how = {"to_resume": request.task == "fit", "takes_parts": self.hardware.environment.num_nodes > 1}
+        return find_checkpoint(request.ckpt_path, self.loggers, savers, self.root, **how, has_fitted=self._has_fitted)
 
     # --- in processes of its own -------------------------------------------------------------------------------------
 

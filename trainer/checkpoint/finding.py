@@ -50,11 +50,12 @@ def list_checkpoints(*folders: str | AnyPath) -> list[FoundCheckpoint]:
     return sorted(known, key=lambda checkpoint: (checkpoint.saved_at, checkpoint.path.name))
 
 
-def newest_valid(*folders: str | AnyPath, part: str | None = None) -> AnyPath | None:
+def newest_valid(*folders: str | AnyPath, part: str | None = None, takes_parts: bool = False) -> AnyPath | None:
     """Return the newest checkpoint (with this `part`) that verifies completely; None if there are no checkpoints.
 
     Each newer one that is damaged is reported to the logger ``echelon``. The returned one was just verified: load it
-    with ``verify=False``. In a store, only the sizes of its files are compared, and hashes when they are read.
+    with ``verify=False``. In a store, only the sizes of its files are compared, and hashes when they are read. With
+    `takes_parts`, one of which only the part of this node is here is valid, too.
 
     Raises:
         CheckpointError: if there are checkpoints, and all are damaged.
@@ -68,7 +69,7 @@ def newest_valid(*folders: str | AnyPath, part: str | None = None) -> AnyPath | 
                 raise CheckpointError(checkpoint.fault)
             if part is not None and part not in checkpoint.manifest.parts:
                 continue
-            check_complete(checkpoint.path)
+            check_complete(checkpoint.path, takes_part=takes_parts)
         except CheckpointError as error:
             if is_gone(checkpoint.path):  # deleted since, by a run that has saved a newer one
                 found, faults = list_checkpoints(*folders), []
@@ -85,8 +86,8 @@ def newest_valid(*folders: str | AnyPath, part: str | None = None) -> AnyPath | 
     return None
 
 
-def check_complete(path: AnyPath) -> None:
-    """Compare a checkpoint, or a node's part of one, with the hashes in its manifest; in a store, only sizes.
+def check_complete(path: AnyPath, *, takes_part: bool = False) -> None:
+    """Compare a checkpoint, or a part of one if that is taken, with the hashes in its manifest; in a store, only sizes.
 
     Raises:
         CheckpointError: with what is wrong.
@@ -94,7 +95,7 @@ def check_complete(path: AnyPath) -> None:
     if not isinstance(path, StorePath):
         from .loading import verify  # with torch, without which folders are listed
 
-        verify(path, takes_part=True)
+        verify(path, takes_part=takes_part)
         return
     manifest = read_manifest(path)
     if not path.is_file():
@@ -127,17 +128,19 @@ def is_gone(path: AnyPath) -> bool:
     return False
 
 
-def resolve(ckpt_path: str | AnyPath, *folders: str | AnyPath, part: str | None = None) -> AnyPath | None:
+def resolve(
+    ckpt_path: str | AnyPath, *folders: str | AnyPath, part: str | None = None, takes_parts: bool = False
+) -> AnyPath | None:
     """Return the checkpoint that the user names: a path, or ``last`` for the newest valid one in `folders`.
 
-    With `part`, ``last`` skips those without it. ``last`` returns None if there is no checkpoint yet, so that the same
-    command starts and restarts a run.
+    For ``last``, the other arguments are those of `newest_valid`. That is None if there is no checkpoint yet, so that
+    the same command starts and restarts a run.
 
     Raises:
         CheckpointError: if the path is missing, cannot be read or is not a checkpoint; the message says what is there.
     """
     if ckpt_path == "last":
-        return newest_valid(*folders, part=part)
+        return newest_valid(*folders, part=part, takes_parts=takes_parts)
     path = as_path(ckpt_path)
     try:
         return _in_store_at(path) if isinstance(path, StorePath) else _checkpoint_at(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from ...common.errors import CheckpointError
 from ...common.storage import AnyPath, as_path
 from ...strategies.state.schema import COUNT, check
 from .. import checkpoint
+from ..checkpoint.on_nodes.on_disk import is_part
 from ..loggers.base import continue_loggers
 from ..session.session import RestartableFit, Session
 
@@ -63,7 +64,8 @@ def go_on(session: Session) -> None:
 
         newest = newest_complete(known, strategy.ranks.all, may_start=least >= 0)
         known = [] if newest is None else known[known.index(newest) :]
-    notes = strategy.ranks.all.on_first_rank(partial(_recall, supervisor, recovery.fit, least, known))
+    verify = partial(checkpoint.check_complete, takes_part=strategy.ranks.all.spans_nodes)
+    notes = strategy.ranks.all.on_first_rank(partial(_recall, supervisor, recovery.fit, least, known, verify))
     if notes is None:
         supervisor.snapshots.clear()
         return
@@ -135,30 +137,39 @@ def _known(supervisor: Supervisor, fit: int) -> list[AnyPath]:
     return [as_path(name) for name in reversed(supervisor.notices.read(f"checkpoints/{fit}") or [])]
 
 
-def _recall(supervisor: Supervisor, fit: int, in_memory: int, paths: Sequence[AnyPath]) -> _Notes | None:
+def _recall(
+    supervisor: Supervisor, fit: int, in_memory: int, paths: Sequence[AnyPath], verify: Callable[[AnyPath], None]
+) -> _Notes | None:
     """Return the notes of earlier rounds about a fit, given the step of the snapshots in memory; None if none."""
     known = supervisor.notices.read(f"run/{fit}")
     if known is None:
         return None
     owns_snapshots = supervisor.notices.read("fit") == fit
-    step, path = _newest(paths, in_memory if owns_snapshots else -1)
+    step, path = _newest(paths, in_memory if owns_snapshots else -1, verify)
     return _Notes(known["seed"], known["data_size"], known["versions"], owns_snapshots, step, path)
 
 
-def _newest(paths: Sequence[AnyPath], least: int) -> tuple[int, AnyPath | None]:
-    """Return the newest valid one of these checkpoints, and its step; (-1, None) if there is none.
+def _newest(paths: Sequence[AnyPath], least: int, verify: Callable[[AnyPath], None]) -> tuple[int, AnyPath | None]:
+    """Return the newest one of these checkpoints that is valid, as `verify` says, and its step; (-1, None) for none.
 
     A checkpoint of a step before `least` is not read in full to verify it, since there is a better state.
+
+    Raises:
+        CheckpointError: if of one only a node's part is here, and there is no other state.
     """
+    fault: CheckpointError | None = None
     for path in paths:
         try:
             loop = checkpoint.load(path, parts=("loop",))["loop"]
             check(loop, {"global_step": COUNT}, f"The training state in {path}")
             step = int(loop["global_step"])
             if step > least:
-                checkpoint.check_complete(path)
+                verify(path)
         except CheckpointError as error:  # deleted since, or being written when its rank died
             _log.info("%s", error)
+            fault = fault or (error if is_part(path) else None)
         else:
             return step, path
+    if fault is not None and least < 0:
+        raise fault
     return -1, None

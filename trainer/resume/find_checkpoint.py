@@ -32,12 +32,14 @@ def find_checkpoint(
     *,
     to_resume: bool,
     has_fitted: bool = False,
+    takes_parts: bool = False,
 ) -> AnyPath | None:
     """Return the checkpoint that ``ckpt_path`` refers to; None without one, and for ``last`` if there is none yet.
 
     ``best`` is that of the first `ModelCheckpoint`; if the trainer has not fitted (`has_fitted`), that of the run that
     saved the last checkpoint. ``last`` is the newest valid one in their folders, and in those of all runs with the
-    loggers' names, or in `root_dir` without loggers; with `to_resume`, the newest that holds more than weights.
+    loggers' names, or in `root_dir` without loggers; with `to_resume`, the newest that holds more than weights; with
+    `takes_parts`, other nodes may have parts of it.
 
     Raises:
         ConfigError: for ``best`` if none was saved.
@@ -54,8 +56,8 @@ def find_checkpoint(
         raise _no_best([])
     folders = folders_of_runs(loggers, callbacks, root_dir)
     if ckpt_path == "best":
-        return _best_of_last_run(folders)
-    return checkpoint.resolve(ckpt_path, *folders, part="loop" if to_resume else None)
+        return _best_of_last_run(folders, takes_parts=takes_parts)
+    return checkpoint.resolve(ckpt_path, *folders, part="loop" if to_resume else None, takes_parts=takes_parts)
 
 
 def folders_of_runs(loggers: Sequence[Logger], callbacks: Sequence[ModelCheckpoint], root_dir: str | Path) -> list[str]:
@@ -89,13 +91,13 @@ def _unlisted(parent: StorePath, found: Sequence[str]) -> Iterator[str]:
         number += 1
 
 
-def _best_of_last_run(folders: Sequence[str]) -> AnyPath:
+def _best_of_last_run(folders: Sequence[str], *, takes_parts: bool) -> AnyPath:
     """Return the best checkpoint of the newest run, as its first `ModelCheckpoint` saved it in the last checkpoint.
 
     Raises:
         ConfigError: if there is none.
     """
-    last = checkpoint.newest_valid(*folders, part="callbacks")
+    last = checkpoint.newest_valid(*folders, part="callbacks", takes_parts=takes_parts)
     states = {} if last is None else checkpoint.load(last, parts=["callbacks"], verify=False)["callbacks"]
     for key, state in states.items():
         name = state.get("best") if key.startswith(ModelCheckpoint.__name__) and isinstance(state, dict) else None

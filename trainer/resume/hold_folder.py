@@ -70,7 +70,8 @@ def _hold_and_choose(session: Session) -> AnyPath | None:
         if link is None and found is not None and _is_newest(found, folders_of_runs(*where)):
             break
         before = found
-        found = link_target(link) if link else find_checkpoint("last", *where, to_resume=True)
+        is_spread = session.strategy.ranks.all.spans_nodes
+        found = link_target(link) if link else find_checkpoint("last", *where, to_resume=True, takes_parts=is_spread)
         if found == before:
             break
     return found

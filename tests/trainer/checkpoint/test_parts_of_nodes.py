@@ -94,9 +94,9 @@ def test_each_node_has_its_part_and_together_they_are_the_checkpoint(tmp_path: P
         "manifest.json", "state.json", "optimizers-00002-of-00004.safetensors",
     }  # fmt: skip
     for disk in disks:
-        check_complete(disk)
-        assert newest_valid(disk.parent) == disk
-        for read in (verify, load):
+        check_complete(disk, takes_part=True)
+        assert newest_valid(disk.parent, takes_parts=True) == disk
+        for read in (verify, load, check_complete, lambda path: newest_valid(path.parent)):
             with pytest.raises(CheckpointError, match=r"part of some nodes of a run .* or copy them here"):
                 read(disk)
     shutil.copytree(disks[1], disks[0], dirs_exist_ok=True)
@@ -198,7 +198,7 @@ def refused(tmp_path: Path, errors: Sequence[CheckpointError | None], text: str)
     assert any(text in str(error) for error in errors), errors
     for disk in tmp_path.iterdir():
         assert [one.path.name for one in list_checkpoints(disk)] == ["1.ckpt"]
-        check_complete(disk / "1.ckpt")
+        check_complete(disk / "1.ckpt", takes_part=True)
         assert unfinished(disk) == []
 
 
@@ -244,8 +244,10 @@ def test_a_part_that_is_damaged_is_skipped(tmp_path: Path) -> None:
     disk = tmp_path / "disk1"
     (disk / "2.ckpt" / "optimizers-00003-of-00004.safetensors").unlink()
     with pytest.raises(CheckpointError, match="optimizers-00003-of-00004.safetensors is missing"):
-        check_complete(disk / "2.ckpt")
-    assert newest_valid(disk) == disk / "1.ckpt"
+        check_complete(disk / "2.ckpt", takes_part=True)
+    assert newest_valid(disk, takes_parts=True) == disk / "1.ckpt"
+    save(disk / "0.ckpt", {"model": {}}, origin=origin(0))
+    assert newest_valid(disk) == disk / "0.ckpt"  # in one process, for which a part is none
 
 
 def test_a_part_is_a_checkpoint_that_can_be_named(tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from ....common.errors import CheckpointError
 from ....common.storage import AnyPath, StorePath
 from ..files import HASH_NAME
-from ..manifest import MANIFEST, Manifest, is_checkpoint_file, trailer
+from ..manifest import MANIFEST, Manifest, is_checkpoint_file, read_manifest, trailer
 from .parts import NodePart, files_elsewhere
 
 
@@ -48,3 +49,11 @@ def files_on_other_nodes(
     if manifest is None or not manifest.nodes or isinstance(path, StorePath):
         return {}
     return files_elsewhere(manifest.nodes, lambda name: any((path / f"{name}{ending}").exists() for ending in endings))
+
+
+def is_part(path: AnyPath) -> bool:
+    """Return whether a folder has only the part of some nodes."""
+    try:
+        return bool(files_on_other_nodes(path, read_manifest(path)))
+    except CheckpointError:
+        return False
