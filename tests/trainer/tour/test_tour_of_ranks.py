@@ -81,7 +81,7 @@ def a_barrier_of_one_rank_at_the_end() -> None:
 
 
 @tour.answered_by(
-    CollectiveError, "differ in the operation", "replica_guard.py", "fit.py", "Make the same call on all ranks"
+    CollectiveError, "differ in the operation", "replica_guard.py", "reduction.py", "Make the same call on all ranks"
 )
 def a_checkpoint_on_one_rank() -> None:
     class OneRank(Regression):
