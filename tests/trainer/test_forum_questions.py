@@ -82,7 +82,7 @@ def test_the_command_line_of_lightning_1_is_pointed_out() -> None:
     class Mixed(Trainer, ABC):
         """The class of a program that has abstract trainers of its own."""
 
-    assert Mixed(logger=False, enable_checkpointing=False).max_epochs is None
+    assert Mixed(max_epochs=2, logger=False, enable_checkpointing=False).max_epochs == 2
 
 
 def test_a_part_at_the_place_of_another_is_named() -> None:
