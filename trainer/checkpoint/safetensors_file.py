@@ -141,7 +141,7 @@ def _block_at(place: TensorPlace, file: MappedFile | FetchedFile, sharding: Mapp
         raise ValueError(f"shape {tuple(shape)!r:.80} at {offsets!r:.80}")
     if not place.size or file.whole_size != file.size:  # without the whole file, there are no elements
         return Block(torch.empty(shape, dtype=dtype, device="meta" if place.size else "cpu"), tuple(offsets))
-    content = _bytes_of(file, begin, place.size)
+    content = bytes_of(file, begin, place.size)
     if begin % dtype.itemsize:
         if isinstance(file, FetchedFile):
             file.want([(begin, begin + place.size)])
@@ -152,7 +152,7 @@ def _block_at(place: TensorPlace, file: MappedFile | FetchedFile, sharding: Mapp
     return Block(tensor, tuple(offsets))
 
 
-def _bytes_of(file: MappedFile | FetchedFile, start: int, size: int) -> Tensor:
+def bytes_of(file: MappedFile | FetchedFile, start: int, size: int) -> Tensor:
     """Return bytes of the mapped memory as a tensor whose storage contains only them.
 
     A view into a storage of the whole file would not work: ``Generator.set_state`` reads a storage from its beginning,

@@ -22,14 +22,13 @@ from ...strategies.snapshots.snapshots import Contribution, Draft, MemorySnapsho
 from ...strategies.state.lazy_tensor import Block
 from .files import FileRecord
 from .manifest import MANIFEST, NO_RUN, STATE, Origin, stems_of
+from .on_nodes.parts import READ_IN_PART
 from .safetensors_file import lay_out
 from .saving import EncodedState, encode_state, file_name, manifest_of, to_json
 from .staging import Copies, Marks, copy_all, mark
 
 _PATIENCE: Final = 0.5
 """Seconds that a failed run waits for a snapshot in progress, since the previous one can be used instead."""
-_HAS_OUTLINE: Final = ("model", "optimizers")
-"""The parts of which each rank reads only what it needs; the others are read as a whole."""
 
 _log = logging.getLogger("echelon")
 
@@ -174,7 +173,7 @@ class MemoryWriter:
         memory, header = self._snapshots.file(draft, name, layout.size), layout.header
         memory.bytes[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
         places = {key: _place(memory, start, blocks[key].tensor) for key, start in layout.places.items()}
-        outline = len(header) if writer is not None and part in _HAS_OUTLINE else 0
+        outline = len(header) if writer is not None and part in READ_IN_PART else 0
         return _SnapshotFile(name, part, writer, shapes, memory, outline, places)
 
     def _finish(self, draft: Draft, taken: _Taken, cost: SnapshotCost) -> None:

@@ -114,7 +114,7 @@ class KeptResults:
             return
         session = self._session
         named = dict(session.module.named_parameters())
-        held = {p for optimizer in session.optimizers for group in optimizer.param_groups for p in group["params"]}
+        held = _held_by_optimizers(session)
         names = [name for name in self._frozen if name in named and named[name].requires_grad]
         left = [name for name in names if named[name] not in held]
         if left:
@@ -127,10 +127,14 @@ class KeptResults:
             )
 
 
+def _held_by_optimizers(session: Session) -> set[Tensor]:
+    return {p for optimizer in session.optimizers for group in optimizer.param_groups for p in group["params"]}
+
+
 def _warn_of_hidden(session: Session) -> None:
     """Warn of parameters in plain lists and dicts, which have gradients, but are in no optimizer."""
     module = session.module
-    held = {p for optimizer in session.optimizers for group in optimizer.param_groups for p in group["params"]}
+    held = _held_by_optimizers(session)
     held.update(module.parameters())
     for path, part in module.named_modules():
         for name, value in vars(part).items():

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from ...callbacks.helpers.loggers import run_folder
 from ...callbacks.model_checkpoint import ModelCheckpoint
@@ -17,11 +17,9 @@ from ...strategies import Strategy
 from .. import checkpoint
 from ..checkpoint.files import explain
 from ..checkpoint.in_store.links import link_target
+from ..checkpoint.on_nodes.parts import READ_IN_PART
 from ..checkpoint.saved_state import check_saved
 from ..loggers.base import CLAIM
-
-_LARGE: Final = ("model", "optimizers")
-"""The entries of which a rank may need only a part."""
 
 
 def find_checkpoint(
@@ -122,7 +120,7 @@ def read_checkpoint(
     *,
     verify: bool = True,
     parts: Collection[str] | None = None,
-    large: Collection[str] = _LARGE,
+    large: Collection[str] = READ_IN_PART,
     checked: Callable[[dict[str, Any], str], None] = check_saved,
 ) -> dict[str, Any]:
     """Return the state in a checkpoint; each rank reads what it needs. Collective: every rank calls it.

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from ....common.errors import CheckpointError
@@ -24,6 +22,7 @@ from ....strategies.state.lazy_tensor import OUTLINE
 from ..atomic_folder import PreparedFolder, find_part, working_folder
 from ..files import MappedFile, explain
 from ..manifest import MANIFEST, Manifest, read_manifest
+from ..safetensors_file import bytes_of
 from .on_disk import manifest_digest
 from .parts import READ_IN_PART, NodePart
 
@@ -191,7 +190,7 @@ class SpreadCheckpoint:
 
     def bring_to_first(self) -> None:
         """Make the node of rank 0 have all of it under its name, if it has no part."""
-        if self._nodes[0] in self.holders.get(MANIFEST, self.holders.get("", [])):
+        if self._places[0] is not None:
             return
         self.check()
         with self._ranks.fail_together():
@@ -238,7 +237,8 @@ class SpreadCheckpoint:
                     content = MemoryFile(Path(target) / name, transfer.size).bytes
                 elif transfer.source == self._ranks.rank:
                     whole = transfer.name.removesuffix(OUTLINE)
-                    content = _bytes_of(Path(here) / whole if whole else Path(here))
+                    file = MappedFile(Path(here) / whole if whole else Path(here), is_private=False)
+                    content = bytes_of(file, 0, file.size)
                 pairs.append((transfer, content))
         self._exchange.send(pairs)
         self._ranks.barrier()
@@ -273,11 +273,3 @@ class FilesToRead:
         part = next(part for part in self.parts if sorted(part.ranks) == ranks)
         listed = {name for part in self.parts for name in part.files}
         return {name for name, file in self.files.items() if name in part.needs or name not in listed}
-
-
-def _bytes_of(file: Path) -> Tensor:
-    """Return the content of a file as a tensor, which is only read."""
-    mapped = MappedFile(file, is_private=False)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given buffer is not writable")
-        return torch.frombuffer(mapped.data, dtype=torch.uint8)[: mapped.size]
