@@ -1,11 +1,13 @@
-"""Filesystems of fsspec, one for each scheme in each process, imported when a URL is first used."""
+"""Filesystems of fsspec, one for each scheme and host in each process, imported when a URL is first used."""
 
 from __future__ import annotations
 
 import functools
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
+from urllib.parse import unquote
 
 from ..errors import ConfigError, MissingDependencyError, StoreError
 
@@ -34,6 +36,36 @@ _OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 """Arguments of the filesystem of a scheme, unless fsspec's config has its own."""
 
+READ_ONLY: Final = frozenset({"http", "https"})
+"""Schemes of which objects can only be read; folders are pages of links."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A filesystem of fsspec, and the paths that it has for the objects of a URL.
+
+    They are what fsspec makes of the URL: of S3's the bucket and the key, of HTTP's all of it; a host, as of HDFS, is
+    an argument of the filesystem, and no part of its paths.
+    """
+
+    fs: Any
+    head: str
+    """The first part of the keys below which it is: a bucket or a host."""
+    base: str
+    """What stands for `head` in its paths: ``bucket/``, ``/``, ``http://host/``."""
+
+    def path(self, key: str) -> str:
+        """Return the path of a key, such as ``bucket/folder/name``."""
+        rest = key[len(self.head) :].lstrip("/")
+        return f"{self.base}{rest}" if rest else self.base.rstrip("/") or self.base
+
+    def key(self, path: str) -> str:
+        """Return the key of a path."""
+        rest = path.removeprefix(self.base).strip("/")
+        if self.base.startswith("http"):
+            rest = unquote(rest)
+        return f"{self.head}/{rest}" if rest else self.head
+
 
 def known_schemes() -> Collection[str]:
     """Return the schemes that fsspec knows, those that a program has registered included.
@@ -50,8 +82,8 @@ def known_schemes() -> Collection[str]:
     return {*known_implementations, *registry}
 
 
-def filesystem(scheme: str) -> Any:
-    """Return the filesystem of this process for a scheme.
+def place_of(scheme: str, key: str) -> Place:
+    """Return the filesystem of this process for what a scheme has under a key, which begins with a bucket or a host.
 
     It keeps no listings, and is not that of the parent process: the client's connections do not survive a fork.
 
@@ -59,25 +91,31 @@ def filesystem(scheme: str) -> Any:
         MissingDependencyError: if the package for the scheme is not installed.
         StoreError: if the client cannot be made.
     """
-    return _of_process(scheme, os.getpid())
+    return _place_in_process(scheme, key.split("/", 1)[0], os.getpid())
 
 
 def forget_filesystem(scheme: str) -> None:
     """Make the next call connect anew, with credentials as they are then."""
+    _place_in_process.cache_clear()
     _of_process.cache_clear()
 
 
 @functools.cache
-def _of_process(scheme: str, pid: int) -> Any:
+def _place_in_process(scheme: str, head: str, pid: int) -> Place:
+    kind, url = _kind_of(scheme), f"{scheme}://{head}/x"
+    arguments = tuple(sorted(kind._get_kwargs_from_urls(url).items()))  # noqa: SLF001 - what fsspec.url_to_fs calls
+    return Place(_of_process(scheme, arguments, pid), head, str(kind._strip_protocol(url))[:-1])  # noqa: SLF001
+
+
+def _kind_of(scheme: str) -> Any:
     try:
-        from fsspec.config import conf
         from fsspec.registry import get_filesystem_class
     except ImportError as error:
         raise MissingDependencyError(
             f"{scheme}:// needs the package fsspec ({error}); run: pip install fsspec"
         ) from error
     try:
-        kind = get_filesystem_class(scheme)
+        return get_filesystem_class(scheme)
     except ImportError as error:
         package = _PACKAGES.get(scheme)
         install = f"run: pip install {package}" if package else "install the package that it names"
@@ -86,7 +124,14 @@ def _of_process(scheme: str, pid: int) -> Any:
         ) from None
     except ValueError as error:
         raise ConfigError(f"{scheme}:// is not known to fsspec ({error}); install what implements it.") from None
-    options = {**_OPTIONS.get(scheme.removesuffix("a"), {}), **conf.get(scheme, {})}
+
+
+@functools.cache
+def _of_process(scheme: str, arguments: tuple[tuple[str, Any], ...], pid: int) -> Any:
+    from fsspec.config import conf
+
+    kind = _kind_of(scheme)
+    options = {**_OPTIONS.get(scheme.removesuffix("a"), {}), **conf.get(scheme, {}), **dict(arguments)}
     try:
         made = kind(skip_instance_cache=True, use_listings_cache=False, **options)
     except Exception as error:

@@ -8,6 +8,7 @@ import threading
 from typing import Final
 
 from ..errors import ConfigError, EchelonError
+from .filesystem import READ_ONLY
 from .paths import StorePath
 from .retry import Retry
 from .store import Store
@@ -26,7 +27,12 @@ def check_store(folder: StorePath, name: str = "default_root_dir", *, writes: bo
         ConfigError: within 8 seconds, if the store does not answer, the bucket does not exist, or it is not permitted.
         MissingDependencyError: if the package for its scheme is not installed.
     """
-    folder.store.fs  # noqa: B018 - its errors name the package, and belong to the caller's thread
+    folder.store.place(folder)  # its errors name the package, and belong to the caller's thread
+    if writes and folder.scheme in READ_ONLY:
+        raise ConfigError(
+            f"{name}={str(folder)!r} can only be read; write to a local folder or a bucket (s3://, gs://, az://), and "
+            "give such a URL as ckpt_path."
+        )
     failures: list[BaseException] = []
     work = functools.partial(_probe, folder, failures, writes=writes)
     # a daemon, since a client that waits for a silent endpoint cannot be stopped

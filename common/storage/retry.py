@@ -86,8 +86,8 @@ def _is_refused(error: BaseException) -> bool:
 
 def _text(error: BaseException) -> str:
     """Return a client's error in one line, without what could be a secret."""
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return _SECRET.sub(r"\1...", " ".join(text.split()))[:300]
+    text = _SECRET.sub(r"\1...", " ".join(str(error).split()))
+    return (f"{type(error).__name__}: {text}" if text else type(error).__name__)[:300]
 
 
 def _refused(what: str, error: BaseException) -> StoreError:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from urllib.parse import unquote
 
-from .filesystem import filesystem, forget_filesystem
+from .filesystem import READ_ONLY, Place, forget_filesystem, place_of
 from .retry import Retry, default_retry
 
 T = TypeVar("T")
@@ -37,6 +39,16 @@ class Located(Protocol):
         """What follows the scheme, with the bucket first."""
 
 
+class _At(NamedTuple):
+    """What a store is asked for by its key."""
+
+    scheme: str
+    key: str
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.key}"
+
+
 @dataclass(frozen=True)
 class Listed:
     """What is directly in a folder of a store."""
@@ -56,21 +68,23 @@ class Store:
     scheme: str
     retry: Retry = field(default_factory=default_retry)
 
-    @property
-    def fs(self) -> Any:
-        """The filesystem of fsspec."""
-        return filesystem(self.scheme)
+    def place(self, path: Located) -> Place:
+        """Return the filesystem of fsspec that has an object."""
+        return place_of(self.scheme, path.key)
 
     def read(self, path: Located) -> bytes:
         """Return the content of an object."""
-        content: bytes = self._do("Reading", path, lambda fs: fs.cat_file(path.key))
+        content: bytes = self._do("Reading", path, lambda fs, at: fs.cat_file(at))
         return content
 
     def read_range(self, path: Located, begin: int, end: int) -> bytes:
         """Return the bytes of an object from `begin` up to `end`, all of them."""
 
-        def request(fs: Any) -> bytes:
-            content: bytes = fs.cat_file(path.key, start=begin, end=end)
+        def request(fs: Any, at: str) -> bytes:
+            content: bytes = fs.cat_file(at, start=begin, end=end)
+            if len(content) > end - begin and self.scheme in READ_ONLY:  # all of it, as from Python's http.server
+                _tell_of_ranges(at.rsplit("/", 1)[0])
+                content = content[begin:end]
             if len(content) != end - begin:  # a connection that was closed in the middle of a body
                 raise OSError(f"got {len(content)} bytes instead of {end - begin}")
             return content
@@ -80,13 +94,16 @@ class Store:
     def copy_to(self, path: Located, file: Path, size: int) -> None:
         """Write the first `size` bytes of an object to a local file, which is made with its folders, or replaced."""
         file.parent.mkdir(parents=True, exist_ok=True)
+        if self.scheme in READ_ONLY:  # in one request: the server may ignore ranges
+            self._do("Reading", path, lambda fs, at: fs.get_file(at, str(file)))
+            return
         with file.open("wb") as target:
             for begin in range(0, size, PART):
                 target.write(self.read_range(path, begin, min(begin + PART, size)))
 
     def write(self, path: Located, data: bytes) -> None:
         """Write an object, which appears whole and replaces an older one."""
-        self._do("Writing", path, lambda fs: fs.pipe_file(path.key, bytes(data)))
+        self._do("Writing", path, lambda fs, at: fs.pipe_file(at, bytes(data)))
 
     def write_if_absent(self, path: Located, data: bytes) -> bool:
         """Write an object if there is none of this name; return whether it was written.
@@ -95,34 +112,35 @@ class Store:
         first whether there is one, and read afterwards: two that write in the same instant could both be told True.
         """
 
-        def request(fs: Any) -> bool:
-            if fs.exists(path.key):
-                return self._holds(fs, path, data)  # a lost answer: the try before has written it
+        def request(fs: Any, at: str) -> bool:
+            if fs.exists(at):
+                return self._holds(fs, at, data)  # a lost answer: the try before has written it
             try:
-                fs.pipe_file(path.key, bytes(data), mode="create")
+                fs.pipe_file(at, bytes(data), mode="create")
             except FileExistsError:
-                return self._holds(fs, path, data)
+                return self._holds(fs, at, data)
             except OSError as error:
                 if "PreconditionFailed" in str(error) or "ConditionNotMet" in str(error):
-                    return self._holds(fs, path, data)
+                    return self._holds(fs, at, data)
                 raise
-            return self._holds(fs, path, data)
+            return self._holds(fs, at, data)
 
         return self._do("Writing", path, request)
 
     @staticmethod
-    def _holds(fs: Any, path: Located, data: bytes) -> bool:
+    def _holds(fs: Any, at: str, data: bytes) -> bool:
         try:
-            return bool(fs.cat_file(path.key) == bytes(data))
+            return bool(fs.cat_file(at) == bytes(data))
         except FileNotFoundError:
             return False
 
     def size(self, path: Located) -> int | None:
         """Return the bytes of an object; None if there is none of this name."""
 
-        def request(fs: Any) -> int | None:
-            info = fs.info(path.key)
-            return int(info["size"] or 0) if info.get("type") == "file" else None
+        def request(fs: Any, at: str) -> int | None:
+            info = fs.info(at)
+            is_folder = self.scheme in READ_ONLY and str(info.get("url", "")).endswith("/")  # redirected to its page
+            return int(info["size"] or 0) if info.get("type") == "file" and not is_folder else None
 
         try:
             return self._do("Looking for", path, request)
@@ -136,14 +154,21 @@ class Store:
     def list(self, folder: Located, limit: int | None = None) -> Sequence[Listed]:
         """Return what is directly in a folder, sorted by name; nothing if it does not exist."""
 
-        def request(fs: Any) -> list[Listed]:
-            found = fs.ls(folder.key, detail=True)
-            return sorted((_entry(info) for info in found if _is_inside(info, folder)), key=lambda one: one.name)
+        def request(fs: Any, at: str) -> list[Listed]:
+            found = fs.ls(at, detail=True)
+            return sorted((_entry(info) for info in found if self._is_inside(info, at)), key=lambda one: one.name)
 
         try:
             return self._do("Listing", folder, request)[:limit]
         except (FileNotFoundError, NotADirectoryError):
             return []
+
+    def _is_inside(self, info: dict[str, Any], folder: str) -> bool:
+        """Return whether an entry of a listing is below a folder: an object's is the object, and pages have links."""
+        name = str(info["name"])
+        if self.scheme in READ_ONLY:
+            return unquote(name).startswith(f"{unquote(folder).rstrip('/')}/") and not set("?#") & set(name)
+        return name.strip("/") != folder.strip("/")
 
     def check_bucket(self, folder: Located) -> None:
         """Check that the bucket of a folder is there, where a scheme has buckets.
@@ -152,34 +177,43 @@ class Store:
             FileNotFoundError: if it is not.
         """
         if self.scheme in _WITH_BUCKETS:
-            self._call(f"Looking for {folder}", lambda fs: fs.info(folder.key.split("/", 1)[0]))
+            bucket = _At(self.scheme, folder.key.split("/", 1)[0])
+            self._do("Looking for", bucket, lambda fs, at: fs.info(at))
 
     def find(self, folder: Located) -> dict[str, int]:
         """Return the keys of all objects below a folder, at any depth, with their bytes."""
-
-        def request(fs: Any) -> dict[str, int]:
-            found = fs.find(folder.key, detail=True)
-            return {name: int(info["size"] or 0) for name, info in found.items() if name != folder.key}
-
-        try:
-            return self._do("Listing", folder, request)
-        except FileNotFoundError:
-            return {}
+        return {key: int(info["size"] or 0) for key, info in self._infos(folder).items()}
 
     def versions(self, folder: Located) -> dict[str, str]:
         """Return what a store says of the content of all objects below a folder: their sizes and tags or times.
 
         The text is empty for an object of which nothing but the size is known.
         """
+        return {key: _version(info) for key, info in self._infos(folder).items()}
 
-        def request(fs: Any) -> dict[str, str]:
-            found = fs.find(folder.key, detail=True)
-            return {name: _version(info) for name, info in found.items() if name != folder.key}
+    def _infos(self, folder: Located) -> dict[str, Mapping[str, Any]]:
+        if self.scheme in READ_ONLY:
+            return self._infos_of_pages(folder.key)
+
+        def request(fs: Any, at: str) -> dict[str, Mapping[str, Any]]:
+            found = fs.find(at, detail=True)
+            return {self.place(folder).key(name): info for name, info in found.items() if name != at}
 
         try:
             return self._do("Listing", folder, request)
         except FileNotFoundError:
             return {}
+
+    def _infos_of_pages(self, key: str) -> dict[str, Mapping[str, Any]]:
+        """Return what `_infos` does: fsspec's own search follows links to the folder above, and has no sizes."""
+        found: dict[str, Mapping[str, Any]] = {}
+        for entry in self.list(_At(self.scheme, key)):
+            below = _At(self.scheme, f"{key}/{entry.name}")
+            if entry.is_folder:
+                found.update(self._infos_of_pages(below.key))
+            else:
+                found[below.key] = self._do("Looking for", below, lambda fs, at: fs.info(at))
+        return found
 
     def delete(self, paths: Iterable[Located]) -> None:
         """Delete objects; those that are not there do not matter."""
@@ -190,8 +224,10 @@ class Store:
         self._delete(list(self.find(folder)))
 
     def _delete(self, keys: Sequence[str]) -> None:
-        def request(fs: Any, some: Sequence[str]) -> None:
-            fs.rm(list(some) if len(some) > 1 else some[0])
+        def request(some: Sequence[str]) -> None:
+            place = place_of(self.scheme, some[0])
+            found = [place.path(key) for key in some]
+            place.fs.rm(found if len(found) > 1 else found[0])
 
         for begin in range(0, len(keys), _DELETED_AT_ONCE):
             some = keys[begin : begin + _DELETED_AT_ONCE]
@@ -203,11 +239,15 @@ class Store:
                     with suppress(FileNotFoundError):
                         self._call(what, functools.partial(request, some=[key]))
 
-    def _do(self, verb: str, path: Located, request: Callable[[Any], T]) -> T:
-        return self._call(f"{verb} {path}", request)
+    def _do(self, verb: str, path: Located, request: Callable[[Any, str], T]) -> T:
+        def call() -> T:
+            place = self.place(path)
+            return request(place.fs, place.path(path.key))
 
-    def _call(self, what: str, request: Callable[[Any], T]) -> T:
-        return self.retry.call(what, lambda: request(self.fs), lambda: forget_filesystem(self.scheme))
+        return self._call(f"{verb} {path}", call)
+
+    def _call(self, what: str, request: Callable[[], T]) -> T:
+        return self.retry.call(what, request, lambda: forget_filesystem(self.scheme))
 
 
 def in_parallel(work: Callable[[T], object], items: Sequence[T], threads: int = IN_FLIGHT) -> list[Any]:
@@ -229,11 +269,17 @@ def _version(info: Mapping[str, Any]) -> str:
     return " ".join([str(info.get("size")), *known]) if known else ""
 
 
-def _is_inside(info: dict[str, Any], folder: Located) -> bool:
-    """Return whether an entry of a listing is below a folder: that of an object has the object itself."""
-    return str(info["name"]).strip("/") != folder.key.strip("/")
-
-
 def _entry(info: dict[str, Any]) -> Listed:
     name = str(info["name"]).rstrip("/").rpartition("/")[2]
+    if str(info["name"]).startswith(("http://", "https://")):
+        name = unquote(name)
     return Listed(name, info.get("type") == "directory", int(info.get("size") or 0))
+
+
+@functools.cache
+def _tell_of_ranges(folder: str) -> None:
+    warnings.warn(
+        f"{folder} ignores the range of bytes that a request asks for, so all of a file comes for each part of it; use "
+        "a server that answers ranges (nginx, Apache, a bucket), or download the files first.",
+        stacklevel=2,
+    )

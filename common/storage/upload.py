@@ -90,10 +90,11 @@ class Upload:
     def _send(self) -> None:
         content, self._filling = bytes(self._filling), bytearray()
         if self._parts is None and self._file is None:
-            if hasattr(self._store.fs, "call_s3"):
+            place = self._store.place(self._path)
+            if hasattr(place.fs, "call_s3"):
                 self._parts = _Parts(self._store, self._path, self._count)
             else:
-                self._file = self._store.fs.open(self._path.key, "wb", block_size=self._part)
+                self._file = place.fs.open(place.path(self._path.key), "wb", block_size=self._part)
         if self._parts is not None:
             self._parts.send(content)
         else:
@@ -112,6 +113,10 @@ class _Parts:
         self._running: deque[Future[None]] = deque()
         self._tags: dict[int, str] = {}
         self._count = 0
+
+    @property
+    def _client(self) -> Any:
+        return self._store.place(self._path).fs  # another one once credentials were renewed
 
     def send(self, content: bytes) -> None:
         while len(self._running) >= IN_FLIGHT:
@@ -133,7 +138,7 @@ class _Parts:
         self._pool.shutdown(cancel_futures=is_aborted)
         if is_aborted:
             with suppress(Exception):  # the store's own rule for uploads that were begun removes it otherwise
-                self._store.fs.call_s3("abort_multipart_upload", UploadId=self._id, **self._where)
+                self._client.call_s3("abort_multipart_upload", UploadId=self._id, **self._where)
 
     def _send(self, number: int, content: bytes) -> None:
         answer = self._call("upload_part", PartNumber=number, UploadId=self._id, Body=content)
@@ -143,6 +148,6 @@ class _Parts:
     def _call(self, method: str, **arguments: Any) -> Any:
         return self._store.retry.call(
             f"Writing {self._path}",
-            lambda: self._store.fs.call_s3(method, **self._where, **arguments),
+            lambda: self._client.call_s3(method, **self._where, **arguments),
             lambda: forget_filesystem(self._store.scheme),
         )

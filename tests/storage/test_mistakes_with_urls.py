@@ -14,6 +14,7 @@ from proxy import Fault
 from echelon import CSVLogger, Trainer, TrainModule
 from echelon.callbacks import ModelCheckpoint
 from echelon.common.errors import CheckpointError, ConfigError, EchelonError, MissingDependencyError
+from echelon.common.storage.filesystem import forget_filesystem
 
 pytestmark = pytest.mark.slow
 
@@ -89,6 +90,9 @@ def test_credentials_that_are_wrong_or_missing(bucket, proxy, monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     proxy.heal()
+    forget_filesystem("s3")
+    with answered(ConfigError, f"{bucket}/runs", "Unable to locate credentials", "check the credentials"):
+        fit(f"{bucket}/runs")
 
 
 def test_a_url_with_a_query():
@@ -120,6 +124,11 @@ def test_a_folder_without_a_checkpoint(bucket):
         fit(f"{bucket}/runs", ckpt_path=f"{bucket}/runs/nothing")
 
 
+def test_an_empty_bucket_as_a_checkpoint(bucket, tmp_path):
+    with answered(CheckpointError, f"ckpt_path={bucket!r} has no objects; give the path of a checkpoint."):
+        fit(str(tmp_path), ckpt_path=bucket)
+
+
 def test_a_checkpoint_in_a_bucket_that_does_not_exist(bucket, tmp_path):
     with answered(EchelonError, "no-such-bucket"):
         fit(tmp_path, ckpt_path="s3://no-such-bucket/runs/last.ckpt")
@@ -141,5 +150,5 @@ def test_an_endpoint_that_never_answers(bucket, monkeypatch):
 
 
 def test_a_place_that_can_only_be_read(s3_server, bucket):
-    with answered(ConfigError, f"default_root_dir='{s3_server}/bucket/runs'"):
+    with answered(ConfigError, f"default_root_dir='{s3_server}/bucket/runs' can only be read", "as ckpt_path"):
         fit(f"{s3_server}/bucket/runs")

@@ -157,6 +157,8 @@ def _in_store_at(path: StorePath) -> StorePath:
     if target is not None or is_checkpoint(path) or path.is_file():
         return path
     if not path.is_dir():
+        if path.parent == path:
+            raise CheckpointError(f"ckpt_path={str(path)!r} has no objects; give the path of a checkpoint.")
         raise CheckpointError(f"ckpt_path={str(path)!r} does not exist; give another path.{_nearest(path)}")
     inside = [checkpoint.path.name for checkpoint in list_checkpoints(path)]
     hint = f"a folder of checkpoints; give one of them: {', '.join(inside)}" if inside else "no complete checkpoint"
