@@ -152,6 +152,12 @@ class ProcessGroup:
             dist.all_gather_object(nodes, self.node_rank, group)
             self.nodes = nodes
 
+    @property
+    def is_first_on_node(self) -> bool:
+        """Whether this is the first rank of the run on its node, which does what is done there once."""
+        rank = self.ranks[self.rank]
+        return self.nodes.index(self.nodes[rank]) == rank
+
     def among(self, partition: Sequence[Sequence[int]]) -> Self:
         """Return the group for the part of a partition that contains this rank. Collective: every rank calls it."""
         from torch import distributed as dist

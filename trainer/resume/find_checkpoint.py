@@ -198,11 +198,10 @@ def last_across_nodes(
     group = ranks.process_group
     assert group is not None
     places = [place for place in ranks.on_first_rank(folders) if not is_url(place)]
-    is_first = group.nodes.index(group.nodes[ranks.rank]) == ranks.rank
     with ranks.fail_together():
         own = {
             str(one.path.absolute()): one.saved_at
-            for one in (checkpoint.list_checkpoints(*places) if is_first else ())
+            for one in (checkpoint.list_checkpoints(*places) if group.is_first_on_node else ())
             if one.manifest is not None and (part is None or part in one.manifest.parts)
         }
     of_ranks = ranks.all_gather_object(own)

@@ -76,7 +76,7 @@ class SpreadCheckpoint:
         assert group is not None
         self.path, self._ranks, self._nodes, self._node = path.absolute(), ranks, group.nodes, group.nodes[ranks.rank]
         self._exchange = SnapshotExchange(group)
-        self._is_first = self._nodes.index(self._node) == ranks.rank
+        self._is_first = group.is_first_on_node
         digests = ranks.all_gather_object(manifest_digest(self.path) if self._is_first else "")
         self.exists = any(digests)
         """Whether any node has a part of it, which need not be complete."""
