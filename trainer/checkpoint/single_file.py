@@ -293,7 +293,9 @@ def _torch_state(values: Mapping[str, Any], references: _References) -> dict[str
         state["optimizer_states"] = [_by_position(one) for one in state["optimizer_states"]]
     if isinstance(states := state.get("callbacks"), dict):
         # Lightning has classes of the same names, which save other things
-        is_ours = {key: hasattr(_CALLBACKS, str(key).partition("(")[0]) for key in states}
+        classes = {key: str(key).partition("(")[0] for key in states}
+        # a class of a function has dots in its name
+        is_ours = {key: name.isidentifier() and hasattr(_CALLBACKS, name) for key, name in classes.items()}
         state["callbacks"] = {key: one for key, one in states.items() if not is_ours[key]}
     for prefix in ("", "datamodule_"):
         if state.get(f"{prefix}hyper_parameters_argument") is not None:
