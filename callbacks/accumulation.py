@@ -32,9 +32,12 @@ class GradientAccumulationScheduler(Callback):
             )
         for epoch, count in scheduling.items():
             if not _is_at_least(epoch, 0):
-                raise ConfigError(f"scheduling must map epochs from 0, got the epoch {epoch!r}; give whole numbers.")
+                raise ConfigError(f"scheduling: Epoch should be an int from 0 on, got {epoch!r}; give whole numbers.")
             if not _is_at_least(count, 1):
-                raise ConfigError(f"scheduling[{epoch}] must be 1 or more micro-batches, got {count!r}.")
+                raise ConfigError(
+                    f"scheduling[{epoch}]: Accumulation factor should be an int, got {count!r}; give 1 or more "
+                    "micro-batches."
+                )
         self.scheduling = {0: 1, **scheduling}
 
     def going_to_accumulate_grad_batches(self) -> bool:
@@ -49,8 +52,9 @@ class GradientAccumulationScheduler(Callback):
         """Refuse a trainer that also sets the number."""
         if trainer.accumulate_grad_batches != 1:
             raise ConfigError(
-                "GradientAccumulationScheduler sets accumulate_grad_batches, but the trainer sets it too, got "
-                f"accumulate_grad_batches={trainer.accumulate_grad_batches}; remove it from one of them."
+                "You have set `accumulate_grad_batches` and are using the `GradientAccumulationScheduler`, which "
+                f"sets it too, got accumulate_grad_batches={trainer.accumulate_grad_batches}; remove it from one of "
+                "them."
             )
 
     def on_train_epoch_start(self, trainer: Run, module: nn.Module) -> None:

@@ -80,7 +80,9 @@ class BatchSizeFinder(Callback):
         max_val: int = 8192,
     ) -> None:
         if mode not in self.SUPPORTED_MODES:
-            raise ConfigError(f"BatchSizeFinder: mode must be one of {', '.join(self.SUPPORTED_MODES)}, got {mode!r}.")
+            raise ConfigError(
+                f"BatchSizeFinder: mode should be either of {', '.join(self.SUPPORTED_MODES)}, got {mode!r}."
+            )
         counts = {
             "steps_per_trial": steps_per_trial,
             "init_val": init_val,
@@ -144,9 +146,9 @@ class BatchSizeFinder(Callback):
         num_processes = strategy.environment.world_size
         if num_processes > 1:
             raise ConfigError(
-                f"BatchSizeFinder needs one process, got {num_processes}: the others would wait for the one whose "
-                "memory runs out; run it with devices=1 and give that batch_size, or see what fits with `echelon "
-                "plan`."
+                f"BatchSizeFinder is not supported with distributed strategies, got {num_processes} processes: the "
+                "others would wait for the one whose memory runs out; run it with devices=1 and give that "
+                "batch_size, or see what fits with `echelon plan`."
             )
         refuse_trials("BatchSizeFinder", module, strategy)
         name = self._batch_arg_name

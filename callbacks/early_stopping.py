@@ -197,10 +197,16 @@ class EarlyStopping(Callback):
             )
         limit = self.stopping_threshold
         if limit is not None and is_better(value, limit):
-            return EarlyStoppingReason.STOPPING_THRESHOLD, f"Stopping: {name}={value:.6g} {better_sign} {limit}."
+            return (
+                EarlyStoppingReason.STOPPING_THRESHOLD,
+                f"Stopping threshold reached: {name}={value:.6g} {better_sign} {limit}.",
+            )
         limit = self.divergence_threshold
         if limit is not None and is_better(limit, value):
-            return EarlyStoppingReason.DIVERGENCE_THRESHOLD, f"Stopping: {name}={value:.6g} {worse_sign} {limit}."
+            return (
+                EarlyStoppingReason.DIVERGENCE_THRESHOLD,
+                f"Divergence threshold reached: {name}={value:.6g} {worse_sign} {limit}.",
+            )
         needed = self._best - self.min_delta if self.mode == "min" else self._best + self.min_delta
         if is_better(value, needed):
             message = f"{name} improved from {self._best:.6g} to {value:.6g}."
@@ -211,5 +217,5 @@ class EarlyStopping(Callback):
             return EarlyStoppingReason.NOT_STOPPED, ""
         return (
             EarlyStoppingReason.PATIENCE_EXHAUSTED,
-            f"Stopping: {name} has not improved on {self._best:.6g} in {self.wait_count} checks.",
+            f"Stopping: {name} did not improve on {self._best:.6g} in {self.wait_count} checks.",
         )

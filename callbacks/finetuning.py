@@ -164,8 +164,8 @@ class BaseFinetuning(Callback):
         if len(new) < len(params):
             warnings.warn(
                 f"{len(params) - len(new)} of {len(params)} unfrozen parameters are already in "
-                f"{type(optimizer).__name__}, and are not added again; in configure_optimizers, give it only "
-                "parameters with requires_grad=True.",
+                f"{type(optimizer).__name__}, and are not added again. Did you init your optimizer in "
+                "configure_optimizers with all parameters? Give it only those with requires_grad=True.",
                 stacklevel=2,
             )
         return new

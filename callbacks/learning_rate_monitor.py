@@ -78,15 +78,16 @@ class LearningRateMonitor(Callback):
         """Find all parameter groups and name them."""
         if not trainer.loggers:
             raise ConfigError(
-                "LearningRateMonitor needs a logger, got a Trainer with logger=False; remove the callback, or pass a "
-                "logger."
+                "LearningRateMonitor cannot be used with a `Trainer` that has no logger, got logger=False; remove the "
+                "callback, or pass a logger."
             )
         groups = [group._replace(name=f"{self.log_key_prefix}{group.name}") for group in _groups_of(trainer)]
         for name, count in Counter(group.name for group in groups).items():
             if count > 1:
                 raise ConfigError(
-                    f"LearningRateMonitor: {count} parameter groups would be logged as {name!r}; give each group, or "
-                    "each scheduler's config, its own name."
+                    f"LearningRateMonitor: {count} parameter groups would be logged as {name!r}. A single "
+                    "`Optimizer` cannot have multiple parameter groups with identical names, nor two schedulers: "
+                    "give each group, or each scheduler's config, its own name."
                 )
         self.lrs = {group.name: [] for group in groups}
         self.last_momentum_values = {f"{group.name}-momentum": None for group in groups}

@@ -238,7 +238,10 @@ def human(number: int) -> str:
 
 def _check_depth(max_depth: int) -> None:
     if not isinstance(max_depth, int) or max_depth < -1:
-        raise ConfigError(f"max_depth must be a number of levels, 0 for the totals or -1 for all, got {max_depth!r}.")
+        raise ConfigError(
+            f"`max_depth` can be -1, 0 or > 0, got {max_depth}; give the levels to show, 0 for the totals or -1 for "
+            "all."
+        )
 
 
 def _parts(module: nn.Module, max_depth: int) -> dict[str, nn.Module]:

@@ -40,7 +40,7 @@ class BasePredictionWriter(Callback):
     def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None:
         if write_interval not in _INTERVALS:
             raise ConfigError(
-                f"write_interval must be one of {_INTERVALS}, got {write_interval!r}."
+                f"`write_interval` should be one of {list(_INTERVALS)}, got {write_interval!r}."
                 f"{did_you_mean(str(write_interval), _INTERVALS)}"
             )
         self.interval = write_interval

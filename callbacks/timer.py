@@ -51,7 +51,9 @@ class Timer(Callback):
     ) -> None:
         if interval not in _INTERVALS:
             known = did_you_mean(str(interval), _INTERVALS)
-            raise ConfigError(f"interval must be 'step' or 'epoch', got {interval!r}.{known}")
+            raise ConfigError(
+                f"Unsupported parameter value interval={interval!r}; it must be 'step' or 'epoch'.{known}"
+            )
         parsed = parse_duration("duration", duration)
         self._duration = math.inf if parsed is None else parsed.total_seconds()
         self._interval = interval
@@ -183,7 +185,7 @@ class Timer(Callback):
         trainer.should_stop = True
         if self._verbose:
             elapsed = timedelta(seconds=int(self.time_elapsed("train")))
-            say(f"Timer: training has lasted {elapsed} of {timedelta(seconds=self._duration)}; it ends here.")
+            say(f"Timer: Time limit reached. Training has lasted {elapsed} of {timedelta(seconds=self._duration)}.")
 
 
 def _known(stage: str) -> str:

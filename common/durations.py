@@ -58,6 +58,6 @@ def parse_duration(name: str, value: str | timedelta | Mapping[str, int] | None)
             raise ValueError
     except (TypeError, ValueError):
         raise ConfigError(
-            f"{name} must be a timedelta, its arguments as a dict, or 'DD:HH:MM:SS', got {value!r}."
+            f"{name} must be a timedelta, its arguments as a dict, or text in the format DD:HH:MM:SS, got {value!r}."
         ) from None
     return duration

@@ -39,7 +39,7 @@ class RecordingProfiler(SimpleProfiler):
             ConfigError: if it runs already.
         """
         if action_name in self.current_actions:
-            raise ConfigError(f"action_name must be an action that does not run, got {action_name!r}; stop it first.")
+            raise ConfigError(f"Attempted to start {action_name} which has already started; call stop first.")
         self.current_actions[action_name] = perf_counter()
         super().start(action_name)
 

@@ -94,7 +94,8 @@ def check_module(module: object, datamodule: object, task: Task) -> None:
         check_called_methods(datamodule, DataModule)
     if task == "fit" and not overrides(module, "configure_optimizers", TrainModule):
         raise ModuleError(
-            f"{type(module).__name__} defines no configure_optimizers{_near(module, 'configure_optimizers')}; "
+            "No `configure_optimizers()` method defined in "
+            f"{type(module).__name__}{_near(module, 'configure_optimizers')}; "
             "define it to return an optimizer, such as torch.optim.Adam(self.parameters())."
         )
     _refuse_removed(module, task)
@@ -173,9 +174,9 @@ def _check_step(module: TrainModule, step: str, task: Task) -> None:
         return
     if task == "predict" and module.predict_step is not None and overrides(module, "forward", nn.Module):
         return
-    alternative = " or forward" if task == "predict" else ""
+    alternative = ", nor forward" if task == "predict" else ""
     raise ModuleError(
-        f"{type(module).__name__} defines no {step}{alternative}{_near(module, step)}; "
+        f"No `{step}()` method defined in {type(module).__name__}{alternative}{_near(module, step)}; "
         f"define {step}(self, batch, batch_idx) to call trainer.{task}()."
     )
 
@@ -290,7 +291,10 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
         point_out_misspelt(callback, Callback)
     num_bars = sum(isinstance(callback, ProgressDisplay) for callback in callbacks)
     if num_bars > 1:
-        raise ConfigError(f"callbacks must hold at most 1 progress bar, got {num_bars}; remove all but one.")
+        raise ConfigError(
+            f"You added multiple progress bar callbacks, but a run shows at most 1 progress bar, got {num_bars}; "
+            "remove all but one."
+        )
 
 
 def check_callbacks_of_fit(

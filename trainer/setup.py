@@ -94,8 +94,8 @@ def make_callbacks(settings: Settings) -> list[Callback]:
         own = next((callback for callback in mine if isinstance(callback, kind)), None)
         if own is not None and not getattr(settings, name) and not settings.fast_dev_run:
             raise ConfigError(
-                f"{name}=False (or barebones=True) switches {type(own).__name__} off, but callbacks holds one; drop "
-                "one of them."
+                f"Trainer was configured with `{name}=False` but found `{type(own).__name__}` in callbacks; drop one "
+                "of them (barebones=True sets it, too)."
             )
         if own is None and getattr(settings, name):
             mine.append(default())
@@ -252,8 +252,9 @@ def check_interval(session: Session) -> None:
         )
     if isinstance(interval, int) and interval > data.planned_batches:
         raise ConfigError(
-            f"val_check_interval={interval} is never reached in an epoch of {data.planned_batches} batches; give at "
-            "most that, or check_val_every_n_epoch=None to count batches across epochs."
+            f"val_check_interval={interval} must be less than or equal to the number of the training batches, "
+            f"{data.planned_batches}, or it is never reached in an epoch; lower it, or give "
+            "check_val_every_n_epoch=None to count batches across epochs."
         )
 
 
@@ -275,8 +276,8 @@ def build_optimizers(session: Session) -> None:
         raise
     if returned is None and module.automatic_optimization and any(p.requires_grad for p in module.parameters()):
         warnings.warn(
-            f"{type(module).__name__}.configure_optimizers returned None, and nothing is trained; return an optimizer "
-            "(is `return` missing?), or [] to train without one.",
+            f"{type(module).__name__}.configure_optimizers returned None, and this fit will run with no optimizer: "
+            "nothing is trained; return an optimizer (is `return` missing?), or [] to train without one.",
             stacklevel=2,
         )
     frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]

@@ -81,9 +81,9 @@ class LearningRateCurve:
         """
         index = self._steepest(skip_begin, skip_end)
         if index is None:
-            _log.warning(
-                "No learning rate is suggested: fewer than 2 of %d losses are left without %d at the beginning and %d "
-                "at the end; raise num_training_steps or early_stop_threshold, or lower max_lr.",
+            _log.error(
+                "Failed to compute suggestion for learning rate: fewer than 2 of %d losses are left without %d at "
+                "the beginning and %d at the end; raise num_training_steps or early_stop_threshold, or lower max_lr.",
                 *(len(self.results["loss"]), skip_begin, skip_end),
             )
             return None

@@ -75,11 +75,13 @@ def check_kept(save_top_k: int, monitor: str | None, save_last: object, frozen: 
         ConfigError: for an invalid one.
     """
     if save_top_k < -1:
-        raise ConfigError(f"save_top_k must be a number >= 1, 0 for none or -1 for all, got {save_top_k}.")
+        raise ConfigError(
+            f"save_top_k={save_top_k} is not a number of checkpoints. Must be >= -1: 0 for none, -1 for all."
+        )
     if monitor is None and save_top_k > 1:
         raise ConfigError(
-            f"save_top_k={save_top_k} needs a metric to rank checkpoints by, got monitor=None; set monitor, or "
-            "keep the newest with monitor='step', mode='max'."
+            f"ModelCheckpoint(save_top_k={save_top_k}, monitor=None) is not a valid combination: the top "
+            f"{save_top_k} are ranked by a metric; set monitor, or keep the newest with monitor='step', mode='max'."
         )
     if save_last not in (None, True, False, "link"):
         raise ConfigError(f"save_last must be True, False or 'link', got {save_last!r}.")

@@ -42,6 +42,11 @@ class MonitoredMetric:
         self._is_of_steps = True
         self._has_warned = False
 
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and vars(other) == vars(self)
+
+    __hash__ = None  # type: ignore[assignment]  # it changes
+
     def start(self, *, is_pending: bool = False) -> None:
         """Reset when training starts; a resumed run may have a decision pending."""
         self.is_pending = is_pending
@@ -145,7 +150,7 @@ def chosen_mode(owner: str, monitor: str | None, mode: Mode | None) -> Mode:
 def check_mode(owner: str, mode: str) -> None:
     """Raise `ConfigError` unless `mode` is ``min`` or ``max``."""
     if mode not in _MODES:
-        raise ConfigError(f"mode of {owner} must be 'min' or 'max', got {mode!r}.")
+        raise ConfigError(f"{owner}: `mode` can be 'min' or 'max', but got {mode}; choose one.")
 
 
 def describe_logged(metrics: Mapping[str, object], wanted: str) -> str:

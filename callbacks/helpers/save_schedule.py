@@ -39,10 +39,10 @@ class SaveSchedule:
         }
         for name in ("every_n_train_steps", "every_n_epochs"):
             if (count := given[name]) is not None and (not isinstance(count, int) or count < 0):
-                raise ConfigError(f"{name} must be a number >= 1, or 0 for never, got {count!r}.")
+                raise ConfigError(f"{name}={count!r} is not an interval. Must be >= 0: a number, or 0 for never.")
         if sum(bool(value) or isinstance(value, timedelta) for value in given.values()) > 1:
             values = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
-            raise ConfigError(f"{values} cannot be combined; give each its own ModelCheckpoint.")
+            raise ConfigError(f"Combination of parameters {values} is not possible; give each its own ModelCheckpoint.")
         self.is_default = all(value is None for value in given.values())
         """Whether no schedule was chosen."""
         if self.is_default:

@@ -193,8 +193,8 @@ class LightningCLI:
         """Read the arguments into ``self.config``."""
         if args is not None and len(sys.argv) > 1:
             warnings.warn(
-                f"LightningCLI reads args={args!r:.80}, and not the command line {sys.argv[1:]}; leave one of them "
-                "out.",
+                f"LightningCLI's args parameter is set, so it reads args={args!r:.80}, and not the command line "
+                f"{sys.argv[1:]}; leave one of them out.",
                 stacklevel=3,
             )
         is_object = args is not None and not isinstance(args, list)
@@ -233,8 +233,8 @@ class LightningCLI:
         settings = {**dict(self._get(self.config_init, "trainer", {})), **kwargs}
         if "callbacks" not in settings:
             warnings.warn(
-                f"{getattr(self.trainer_class, '__qualname__', self.trainer_class)} has no argument callbacks, so the "
-                "callbacks of the config are left out; add it.",
+                f"The `{getattr(self.trainer_class, '__qualname__', self.trainer_class)}` class does not expose the "
+                "`callbacks` argument, so the callbacks of the config are left out; add it.",
                 stacklevel=2,
             )
             return self.trainer_class(**settings)

@@ -40,8 +40,8 @@ class SaveConfigCallback(Callback):
     ) -> None:
         if not save_to_log_dir and not overrides(self, "save_config", SaveConfigCallback):
             raise ConfigError(
-                f"save_to_log_dir=False needs a save_config that saves the config elsewhere, got {type(self).__name__} "
-                "without one; override it, or leave save_to_log_dir out."
+                f"`save_to_log_dir=False` only makes sense with a save_config that saves the config elsewhere, got "
+                f"{type(self).__name__} without one; override it, or leave save_to_log_dir out."
             )
         self.parser, self.config = parser, config
         self.config_filename, self.overwrite, self.multifile = config_filename, overwrite, multifile
@@ -63,8 +63,10 @@ class SaveConfigCallback(Callback):
             exists = trainer.strategy.ranks.all.broadcast(path.is_file() and not self.overwrite)
             if exists:
                 raise RunError(
-                    f"SaveConfigCallback needs a new file, but {path} exists, of an earlier run; delete it, set "
-                    'save_config_kwargs={"overwrite": True} to replace it, or save_config_callback=None to save none.'
+                    f"SaveConfigCallback expected {path} to NOT exist. Aborting to avoid overwriting results of a "
+                    "previous "
+                    'run: delete it, set save_config_kwargs={"overwrite": True} to replace it, or '
+                    "save_config_callback=None to save none."
                 )
             if trainer.is_global_zero:
                 path.parent.mkdir(parents=True, exist_ok=True)

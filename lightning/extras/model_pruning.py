@@ -84,21 +84,26 @@ class ModelPruning(Callback):
         self._parameter_names = tuple(parameter_names or self.PARAMETER_NAMES)
         unknown = [name for name in self._parameter_names if name not in self.PARAMETER_NAMES]
         if unknown:
-            raise ConfigError(f"parameter_names must be of {self.PARAMETER_NAMES}, got {unknown}; give one or both.")
+            raise ConfigError(
+                f"parameter_names: {unknown[0]} isn't in {self.PARAMETER_NAMES}, got {parameter_names}; give one or "
+                "both."
+            )
         method, options = _method_of(pruning_fn, pruning_dim, pruning_norm)
         if use_global_unstructured and getattr(method, "PRUNING_TYPE", "") != "unstructured":
             raise ConfigError(
-                f"use_global_unstructured=True needs an unstructured method, got {pruning_fn!r}; set it to False."
+                "Only an unstructured method is supported with `use_global_unstructured=True`, got "
+                f"{pruning_fn!r}; set it to False."
             )
         if not use_global_unstructured and not isinstance(pruning_fn, str):
             raise ConfigError(
-                f"A pruning method of your own ({method.__name__}) needs use_global_unstructured=True, got False; set "
-                "it, and list one parameter in parameters_to_prune to prune that alone."
+                f"A pruning method of your own ({method.__name__}) is currently only supported with "
+                "use_global_unstructured=True, got False; set it, and list one parameter in parameters_to_prune to "
+                "prune that alone."
             )
         if not isinstance(amount, int | float) and not callable(amount):
             raise ConfigError(f"amount must be a number or a function of the epoch, got {amount!r}; give 0.5, say.")
         if verbose not in (0, 1, 2):
-            raise ConfigError(f"verbose must be 0, 1 or 2, got {verbose!r}; give one of them.")
+            raise ConfigError(f"verbose must be any of (0, 1, 2), got {verbose!r}; give one of them.")
         self.pruning_fn, self.amount = method, amount
         self._options, self._is_global, self._verbose = options, use_global_unstructured, verbose
         self._given, self._apply_pruning, self._is_permanent = (
@@ -321,8 +326,8 @@ def _method_of(
     name = pruning_fn.lower() if isinstance(pruning_fn, str) else pruning_fn
     if not isinstance(name, str) or name not in _METHODS:
         raise ConfigError(
-            f"pruning_fn must be one of {', '.join(_METHODS)}, or a subclass of BasePruningMethod (the class), got "
-            f"{pruning_fn!r}.{did_you_mean(name, _METHODS) if isinstance(name, str) else ''}"
+            f"pruning_fn is expected to be a str in {list(_METHODS)} or a subclass of BasePruningMethod (the class), "
+            f"got {pruning_fn!r}.{did_you_mean(name, _METHODS) if isinstance(name, str) else ''}"
         )
     options: dict[str, Any] = {}
     if name == "ln_structured":
@@ -331,7 +336,9 @@ def _method_of(
         options["dim"] = dim
     for argument, value in (("pruning_dim", options.get("dim", 0)), ("pruning_norm", options.get("n", 0))):
         if value is None:
-            raise ConfigError(f"{name} needs {argument}, got None; give an int.")
+            raise ConfigError(
+                f"When requesting `{name}` pruning, the `{argument}` should be provided, got None; give an int."
+            )
     return _METHODS[name], options
 
 

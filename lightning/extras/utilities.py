@@ -185,7 +185,9 @@ def save_hparams_to_yaml(config_yaml: str | Path, hparams: Any, use_omegaconf: b
         try:
             yaml.safe_dump({name: plain})
         except yaml.YAMLError:
-            warnings.warn(f"{name!r} is left out of {path.name}: YAML has no form for {value!r:.80}.", stacklevel=2)
+            warnings.warn(
+                f"Skipping {name!r} parameter in {path.name}: YAML has no form for {value!r:.80}.", stacklevel=2
+            )
         else:
             kept[name] = plain
     path.write_text(yaml.safe_dump(kept), encoding="utf-8")
@@ -259,7 +261,10 @@ def lightning_setattr(model: Any, attribute: str, value: Any) -> None:
 def _last_holder(model: Any, attribute: str) -> Any:
     holders = _holders(model, attribute)
     if not holders:
-        raise AttributeError(f"Neither the module nor its hyper-parameters nor the data module have {attribute!r}.")
+        raise AttributeError(
+            f"{attribute!r} is neither stored in the model namespace nor the `hparams` namespace/dict, nor the "
+            "datamodule."
+        )
     return holders[-1]
 
 

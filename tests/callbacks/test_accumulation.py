@@ -36,10 +36,10 @@ def test_the_factor_of_an_epoch_is_that_of_the_last_start_before_it() -> None:
     ("scheduling", "message"),
     [
         ({}, "scheduling must name an epoch, got scheduling={}"),
-        ({-1: 2}, "scheduling must map epochs from 0, got the epoch -1"),
-        ({"0": 2}, "scheduling must map epochs from 0, got the epoch '0'"),
-        ({1: 0}, r"scheduling\[1\] must be 1 or more micro-batches, got 0"),
-        ({1: 2.0}, r"scheduling\[1\] must be 1 or more micro-batches, got 2.0"),
+        ({-1: 2}, "Epoch should be an int from 0 on, got -1"),
+        ({"0": 2}, "Epoch should be an int from 0 on, got '0'"),
+        ({1: 0}, r"scheduling\[1\]: Accumulation factor should be an int, got 0; give 1 or more"),
+        ({1: 2.0}, r"scheduling\[1\]: Accumulation factor should be an int, got 2.0; give 1 or more"),
     ],
 )
 def test_what_is_no_schedule_is_refused_at_once(scheduling: Any, message: str) -> None:
@@ -49,7 +49,7 @@ def test_what_is_no_schedule_is_refused_at_once(scheduling: Any, message: str) -
 
 def test_a_second_source_of_the_same_number_is_refused(tmp_path: Path) -> None:
     trainer = trainer_in(tmp_path, GradientAccumulationScheduler({0: 2}), accumulate_grad_batches=2)
-    with pytest.raises(ConfigError, match="the trainer sets it too, got accumulate_grad_batches=2; remove"):
+    with pytest.raises(ConfigError, match="which sets it too, got accumulate_grad_batches=2; remove"):
         trainer.fit(Scripted(), batches())
 
 

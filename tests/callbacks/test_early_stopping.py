@@ -25,7 +25,7 @@ def test_training_ends_when_patience_is_exhausted(tmp_path: Path) -> None:
     assert stopping.best_score.item() == pytest.approx(0.4)
     assert stopping.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED
     assert stopping.stopping_reason_message is not None
-    assert "val_loss has not improved on 0.4" in stopping.stopping_reason_message
+    assert "val_loss did not improve on 0.4" in stopping.stopping_reason_message
 
 
 def test_training_goes_on_while_the_metric_improves(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_resumed_run_counts_on(tmp_path: Path) -> None:
 
 
 def test_arguments_that_cannot_be_are_refused_at_once() -> None:
-    with pytest.raises(ConfigError, match="mode of EarlyStopping must be 'min' or 'max', got 'up'"):
+    with pytest.raises(ConfigError, match="EarlyStopping: `mode` can be 'min' or 'max', but got up"):
         EarlyStopping("val_loss", mode="up")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="patience must be 0 or more checks, got -1"):
         EarlyStopping("val_loss", patience=-1)

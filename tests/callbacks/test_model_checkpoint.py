@@ -368,17 +368,17 @@ def test_two_callbacks_in_one_folder_take_two_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"mode": "least"}, "mode of ModelCheckpoint must be 'min' or 'max', got 'least'"),
-        ({"save_top_k": -2}, "save_top_k must be a number >= 1, 0 for none or -1 for all, got -2"),
+        ({"mode": "least"}, "ModelCheckpoint: `mode` can be 'min' or 'max', but got least"),
+        ({"save_top_k": -2}, "save_top_k=-2 is not a number of checkpoints. Must be >= -1"),
         ({"save_last": "yes"}, "save_last must be True, False or 'link', got 'yes'"),
-        ({"save_top_k": 3}, "save_top_k=3 needs a metric to rank checkpoints by, got monitor=None; set monitor"),
+        ({"save_top_k": 3}, r"ModelCheckpoint\(save_top_k=3, monitor=None\) is not a valid combination.*; set monitor"),
         ({"dirpath": "s3://bucket/run#1"}, "dirpath='s3://bucket/run' is followed by a fragment"),
         ({"filename": "{epoch"}, r"filename='\{epoch' is not a valid template"),
         (
             {"every_n_train_steps": 10, "every_n_epochs": 1},
-            "every_n_train_steps=10, every_n_epochs=1 cannot be combined",
+            "Combination of parameters every_n_train_steps=10, every_n_epochs=1 is not",
         ),
-        ({"every_n_epochs": -1}, "every_n_epochs must be a number >= 1, or 0 for never, got -1"),
+        ({"every_n_epochs": -1}, "every_n_epochs=-1 is not an interval. Must be >= 0"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:

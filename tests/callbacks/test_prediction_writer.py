@@ -107,7 +107,7 @@ def test_rank_0_writes_the_indices_of_all_ranks(tmp_path: Path) -> None:
 
 
 def test_an_unknown_interval_is_refused_at_once() -> None:
-    with pytest.raises(ConfigError, match="write_interval must be one of .*, got 'batches'. Did you mean 'batch'"):
+    with pytest.raises(ConfigError, match="`write_interval` should be one of .*, got 'batches'. Did you mean 'batch'"):
         Writer("batches")
 
 

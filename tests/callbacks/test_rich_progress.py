@@ -118,7 +118,7 @@ def test_mistakes_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         RichProgressBar(-1)
     with pytest.raises(ConfigError, match="at most 1 progress bar, got 2"):
         trainer_in(tmp_path, RichProgressBar(), TQDMProgressBar(), enable_progress_bar=True)
-    with pytest.raises(ConfigError, match="switches RichProgressBar off"):
+    with pytest.raises(ConfigError, match="`enable_progress_bar=False` but found `RichProgressBar`"):
         trainer_in(tmp_path, RichProgressBar(), enable_progress_bar=False)
     assert trainer_in(tmp_path, RichProgressBar(0), enable_progress_bar=True).progress_bar_callback.is_disabled
     monkeypatch.setattr("sys.path", [])

@@ -20,7 +20,7 @@ def test_training_ends_at_the_next_step_when_the_time_is_up(tmp_path: Path, caps
     trainer = trainer_in(tmp_path, Timer(timedelta(seconds=0.1)), wait, max_epochs=5)
     trainer.fit(Scripted(), batches())
     assert 1 <= trainer.global_step <= 2
-    assert "Timer: training has lasted 0:00:00 of 0:00:00.100000; it ends here." in capsys.readouterr().out
+    assert "Timer: Time limit reached. Training has lasted 0:00:00 of 0:00:00.100000." in capsys.readouterr().out
 
 
 def test_training_ends_after_the_epoch_if_the_interval_is_one(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_what_is_no_duration_is_refused(duration: Any) -> None:
 
 
 def test_an_unknown_interval_or_stage_is_pointed_out() -> None:
-    with pytest.raises(ConfigError, match="interval must be 'step' or 'epoch', got 'steps'. Did you mean 'step'?"):
+    with pytest.raises(ConfigError, match="interval='steps'; it must be 'step' or 'epoch'. Did you mean 'step'?"):
         Timer(interval="steps")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="stage must be one of .*, got 'training'. Did you mean 'train'?"):
         Timer().time_elapsed("training")  # type: ignore[arg-type]

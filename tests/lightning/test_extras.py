@@ -160,16 +160,25 @@ def test_pruning_that_cannot_be_done_says_so() -> None:
     other = nn.Linear(1, 1)
     for arguments, text in (
         ({"pruning_fn": "l1_unstructred"}, "got 'l1_unstructred'. Did you mean 'l1_unstructured'"),
-        ({"pruning_fn": {}}, "pruning_fn must be one of .*, got {}"),
-        ({"pruning_fn": "random_structured", "use_global_unstructured": False}, "random_structured needs pruning_dim"),
-        ({"pruning_fn": "ln_structured", "pruning_dim": 0}, "ln_structured needs pruning_norm, got None"),
+        ({"pruning_fn": {}}, "expected to be a str in .*, got {}"),
+        (
+            {"pruning_fn": "random_structured", "use_global_unstructured": False},
+            "`random_structured` pruning, the `pruning_dim` should be",
+        ),
+        (
+            {"pruning_fn": "ln_structured", "pruning_dim": 0},
+            "`ln_structured` pruning, the `pruning_norm` should be provided, got None",
+        ),
         (
             {"pruning_fn": "random_structured", "pruning_dim": 0},
-            "an unstructured method, got 'random_structured'",
+            "an unstructured method is supported with .*, got 'random_structured'",
         ),
-        ({"pruning_fn": Own, "use_global_unstructured": False}, "of your own .Own. needs use_global_unstructured=True"),
-        ({"pruning_fn": "l1_unstructured", "parameter_names": ["x"]}, r"must be of .*, got \['x'\]"),
-        ({"pruning_fn": "l1_unstructured", "verbose": 3}, "verbose must be 0, 1 or 2, got 3"),
+        (
+            {"pruning_fn": Own, "use_global_unstructured": False},
+            "of your own .Own. is currently only supported with use_global_unstructured=True",
+        ),
+        ({"pruning_fn": "l1_unstructured", "parameter_names": ["x"]}, r"x isn't in .*, got \['x'\]"),
+        ({"pruning_fn": "l1_unstructured", "verbose": 3}, "verbose must be any of \\(0, 1, 2\\), got 3"),
         ({"pruning_fn": "l1_unstructured", "amount": "all"}, "amount must be a number or .*, got 'all'"),
         ({"pruning_fn": "l1_unstructured", "parameters_to_prune": [(other, "weight")]}, "which it lacks; take them"),
         ({"pruning_fn": "l1_unstructured", "parameters_to_prune": [other]}, "must be a list of .module, name"),

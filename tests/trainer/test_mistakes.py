@@ -85,10 +85,14 @@ class Lookalike:
 @pytest.mark.parametrize(
     ("module", "error", "parts"),
     [
-        (NoStep(), ModuleError, ["NoStep defines no training_step", "define training_step(self, batch, batch_idx)"]),
-        (MisspeltStep(), ModuleError, ["MisspeltStep defines no training_step", "'train_step' meant"]),
-        (NoOptimizer(), ModuleError, ["NoOptimizer defines no configure_optimizers", "torch.optim.Adam"]),
-        (MisspeltOptimizer(), ModuleError, ["no configure_optimizers", "'configure_optimizer' meant"]),
+        (
+            NoStep(),
+            ModuleError,
+            ["No `training_step()` method defined in NoStep", "define training_step(self, batch, batch_idx)"],
+        ),
+        (MisspeltStep(), ModuleError, ["No `training_step()` method defined in MisspeltStep", "'train_step' meant"]),
+        (NoOptimizer(), ModuleError, ["No `configure_optimizers()` method defined in NoOptimizer", "torch.optim.Adam"]),
+        (MisspeltOptimizer(), ModuleError, ["No `configure_optimizers()`", "'configure_optimizer' meant"]),
         (nn.Linear(2, 1), ConfigError, ["Trainer.fit got a Linear", "derive its class from echelon.TrainModule"]),
         (Lookalike(), ConfigError, ["Trainer.fit got a Lookalike", "pass a TrainModule"]),
         (Regression, ConfigError, ["Trainer.fit got a type", "Regression", "pass a TrainModule"]),
@@ -125,12 +129,15 @@ def with_scheduler(module: TrainModule, **config: Any) -> Any:
         (lambda m: SGD([PARAMETER], lr=1.0), ["SGD holds 1 parameters, none of which", "self.parameters()"]),
         (lambda m: {"optimiser": sgd(m)}, ["the keys ['optimiser']", "under the key 'optimizer'"]),
         (lambda m: {"lr_scheduler": None}, ["the keys ['lr_scheduler']", "give the optimizer under"]),
-        (lambda m: with_scheduler(m, interval="batch"), ["interval must be 'epoch' or 'step', got 'batch'"]),
+        (lambda m: with_scheduler(m, interval="batch"), ['must be "step" or "epoch", got \'batch\'']),
         (lambda m: with_scheduler(m, frequency=0), ["frequency must be an int of at least 1, got 0"]),
         (lambda m: ([o := sgd(m)], [ReduceLROnPlateau(o)]), ["ReduceLROnPlateau", "monitor=None", "'monitor'"]),
-        (lambda m: ([sgd(m)], [StepLR(sgd(m), 1)]), ["StepLR belongs to an optimizer (SGD)", "return both"]),
-        (lambda m: ([sgd(m)], ["StepLR"]), ["'StepLR'", "without a step()", "torch scheduler"]),
-        (lambda m: ([sgd(m)], [{"interval": "step"}]), ["['interval']", "add the key 'scheduler'"]),
+        (
+            lambda m: ([sgd(m)], [StepLR(sgd(m), 1)]),
+            ["StepLR is attached with an optimizer that wasn't returned", "return both"],
+        ),
+        (lambda m: ([sgd(m)], ["StepLR"]), ["'StepLR'", "it has no step()", "torch scheduler"]),
+        (lambda m: ([sgd(m)], [{"interval": "step"}]), ["['interval']", "add it"]),
     ],
 )
 def test_what_configure_optimizers_may_not_return_is_refused_unread(configured: Any, parts: list[str]) -> None:
@@ -169,7 +176,7 @@ def mean(module: Any, batch: Any) -> Tensor:
         (lambda m, b: m.net(b[0]), ["loss of shape (2, 1)", "loss.mean()"]),
         (lambda m, b: mean(m, b).item(), ["returned float", "scalar tensor"]),
         (lambda m, b: (mean(m, b), 1), ["returned tuple", "scalar tensor"]),
-        (lambda m, b: {"los": mean(m, b)}, ["mapping without 'loss'", "['los']", "under the key 'loss'"]),
+        (lambda m, b: {"los": mean(m, b)}, ["a dict with the keys", "['los']", "the 'loss' key"]),
         (lambda m, b: Loss(m.net(b[0]), 2), ["loss of shape (2, 1)"]),
     ],
 )
@@ -227,7 +234,7 @@ def test_a_fraction_that_leaves_no_batch_is_refused() -> None:
 
 
 def test_a_fraction_of_data_without_a_length_is_refused() -> None:
-    with raises(ConfigError, "limit_train_batches=0.5 is a fraction", "has no length", "batches as an int"):
+    with raises(ConfigError, "has no length", "Trainer(limit_train_batches)", "got 0.5", "batches as an int"):
         quiet(limit_train_batches=0.5).fit(Regression(), iter([[torch.ones(1, 2), torch.ones(1, 1)]]))
 
 
@@ -277,7 +284,7 @@ def test_a_metric_that_a_scheduler_lacks_is_named_with_those_there_are() -> None
                 "lr_scheduler": {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "val_loss"},
             }
 
-    with raises(ConfigError, "'val_loss', which was not logged", "['loss']", "strict=False"):
+    with raises(ConfigError, "conditioned on metric val_loss, which is not available", "['loss']", "strict=False"):
         quiet(max_epochs=1).fit(Plateau(), loader())
 
 
@@ -313,9 +320,9 @@ class NoForward(NoStep):
 @pytest.mark.parametrize(
     ("task", "parts"),
     [
-        ("validate", ["NoForward defines no validation_step", "trainer.validate()"]),
-        ("test", ["NoForward defines no test_step", "trainer.test()"]),
-        ("predict", ["NoForward defines no predict_step or forward", "trainer.predict()"]),
+        ("validate", ["No `validation_step()` method defined in NoForward", "trainer.validate()"]),
+        ("test", ["No `test_step()` method defined in NoForward", "trainer.test()"]),
+        ("predict", ["No `predict_step()` method defined in NoForward, nor forward", "trainer.predict()"]),
     ],
 )
 def test_a_task_whose_step_is_missing_is_refused_unread(task: str, parts: list[str]) -> None:
@@ -347,9 +354,9 @@ def test_a_fit_inside_a_fit_is_refused_and_the_outer_one_can_go_on() -> None:
 def test_what_only_a_run_has_is_refused_before_one() -> None:
     with raises(RunError, "must be a run, found None", "call fit"):
         quiet().save_checkpoint("x.ckpt")
-    with raises(RunError, "Regression.trainer is None", "trainer.fit(module)"):
+    with raises(RunError, "Regression is not attached to a `Trainer`", "trainer.fit(module)"):
         _ = Regression().trainer
-    with pytest.warns(UserWarning, match=r"self\.log\('x', \.\.\.\) without a trainer does nothing"):
+    with pytest.warns(UserWarning, match=r"self\.log\('x', \.\.\.\): the `self.trainer` reference is not"):
         Regression().log("x", 1.0)
 
 
@@ -408,9 +415,9 @@ def test_methods_that_are_none_on_the_instance_are_not_there() -> None:
     module: Any = Regression()
     module.val_dataloader = module.validation_step = module.predict_step = None
     quiet(max_epochs=1).fit(module, loader())
-    with raises(ModuleError, "no validation_step"):
+    with raises(ModuleError, "No `validation_step()`"):
         quiet().validate(module, loader())
-    with raises(ModuleError, "no predict_step"):
+    with raises(ModuleError, "No `predict_step()`"):
         quiet().predict(module, loader())
 
 

@@ -50,7 +50,7 @@ def test_a_fit_says_where_it_starts_and_what_it_leaves(tmp_path: Path, capsys: p
     assert lines() == ["Training on cpu.", "Trained to step 4"]
     fit(tmp_path, EarlyStopping("loss", patience=1, mode="max"), logger=False, max_epochs=9)
     end = lines()[1]
-    assert re.fullmatch(r"Trained to step \d+; stopping: loss has not improved on [\d.e-]+ in 1 checks", end), end
+    assert re.fullmatch(r"Trained to step \d+; stopping: loss did not improve on [\d.e-]+ in 1 checks", end), end
 
 
 class Adapted(TrainModule):

@@ -46,9 +46,7 @@ class CombinedLoader:
 
     def __init__(self, iterables: Any, mode: Mode = "min_size") -> None:
         if mode not in _LENGTHS:
-            raise ConfigError(
-                f"mode={mode!r} is not a known mode of CombinedLoader.{did_you_mean(str(mode), _LENGTHS)}"
-            )
+            raise ConfigError(f"Unsupported mode {mode!r} of CombinedLoader.{did_you_mean(str(mode), _LENGTHS)}")
         self.mode: Mode = mode
         self._iterables = iterables
         self._limits: list[int | float] | None = None
@@ -70,7 +68,8 @@ class CombinedLoader:
         new = list(iterables)
         if len(new) != len(self.flattened):
             raise ConfigError(
-                f"flattened was set to {len(new)} loaders, but must have {len(self.flattened)}: give one for each."
+                f"Mismatch in flattened length ({len(new)}) and existing length ({len(self.flattened)}): give one "
+                "loader for each."
             )
         self._iterables = _refill(self._iterables, new)
 

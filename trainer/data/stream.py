@@ -146,7 +146,8 @@ def limited(limit: int | float, length: int | None, name: str, what: str) -> Cou
     if length is None:
         if isinstance(limit, float) and limit not in (0.0, 1.0):
             raise ConfigError(
-                f"{name}={limit} is a fraction, but the {what} loader has no length; give batches as an int."
+                f"The {what} loader has no length, as one of an `IterableDataset`, so that `Trainer({name})` must be "
+                f"`1.0` or an int, got {limit}; give batches as an int."
             )
         return math.inf if isinstance(limit, float) and limit else limit
     if isinstance(limit, int):

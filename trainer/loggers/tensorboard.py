@@ -180,7 +180,11 @@ class TensorBoardLogger(FolderLogger):
         if example_input is None:
             example_input = getattr(module, "example_input_array", None)
         if example_input is None:
-            warnings.warn("log_graph=True, but example_input_array is None; set it in the module.", stacklevel=2)
+            warnings.warn(
+                "Could not log computational graph to TensorBoard: The `model.example_input_array` or `input_array` "
+                "was not given; set it in the module.",
+                stacklevel=2,
+            )
             return
         parameter = next(module.parameters(), None)
         if parameter is not None:

@@ -83,8 +83,8 @@ class WandbLogger(TrackerLogger):
             )
         if offline and log_model:
             raise ConfigError(
-                f"log_model must be False with offline=True, got {log_model!r}: an offline run uploads no checkpoints; "
-                "drop one of the two."
+                f"log_model must be False with offline=True, got {log_model!r}: checkpoints cannot be uploaded in "
+                "offline mode; drop one of the two."
             )
         super().__init__(version or id or (experiment.id if experiment is not None else None), prefix, log_model)
         from wandb import env

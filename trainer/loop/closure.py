@@ -110,8 +110,9 @@ def update_in_closure(step: ClosedStep, window: Window) -> tuple[bool, bool]:
         step.is_updating = False
     if not closure.has_run:
         raise ModuleError(
-            f"{type(step.module).__name__}.optimizer_step did not call optimizer_closure in batch {batch_idx}, so "
-            "training_step has not run; call optimizer.step(closure=optimizer_closure), or optimizer_closure() alone "
+            f"The closure hasn't been executed: {type(step.module).__name__}.optimizer_step did not call "
+            f"optimizer_closure in batch {batch_idx}, so training_step has not run; call "
+            "optimizer.step(closure=optimizer_closure), or optimizer_closure() alone "
             "to leave the update out."
         )
     return step.placed.end_step(), closure.goes_on

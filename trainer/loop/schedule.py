@@ -235,8 +235,8 @@ def step_schedulers(session: Session, interval: str, count: int, *, with_metric:
         if with_metric and metric is None and config.strict and not may_come:
             known = sorted(session.metrics.callback_metrics())
             raise ConfigError(
-                f"A scheduler monitors {config.monitor!r}, which was not logged; {known} were logged. "
-                "Log it, choose one of those, or set strict=False."
+                f"{type(config.scheduler).__name__} conditioned on metric {config.monitor}, which is not available. "
+                f"Available metrics are: {known}. Log it, choose one of those, or set strict=False."
             )
         if metric is not None or not with_metric:
             is_watched = session.strategy.rank == 0

@@ -86,7 +86,9 @@ class Entry:
         if not in_batch and on_step:
             raise ModuleError(f"self.log({name!r}, on_step=True) outside a batch has no step; leave on_step out.")
         if not (on_step or on_epoch):
-            raise ModuleError(f"self.log({name!r}, on_step=False, on_epoch=False) goes nowhere; set one of them.")
+            raise ModuleError(
+                f"self.log({name!r}, on_step=False, on_epoch=False) is not useful: it goes nowhere; set one of them."
+            )
         reduce_fx = _reduction_of(name, scope.reduce_fx)
         self.scope, self.in_batch = scope, in_batch
         self.step = Accumulator(reduce_fx) if on_step and is_heard else None

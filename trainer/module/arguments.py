@@ -67,7 +67,8 @@ def check_step_arguments(module: nn.Module, step_name: str, names: tuple[str, ..
             continue
         return
     hint = (
-        "; with several optimizers set automatic_optimization = False"
+        ". Remove the `optimizer_idx` argument from `training_step`, and with several optimizers set "
+        "automatic_optimization = False"
         if "optimizer_idx" in signature.parameters
         else ""
     )

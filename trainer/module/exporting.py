@@ -131,7 +131,10 @@ class Exporting:
             RunError: if this rank holds only parts of the parameters.
         """
         if method not in ("script", "trace"):
-            raise ModuleError(f"to_torchscript: method must be 'script' or 'trace', got {method!r}; give one of them.")
+            raise ModuleError(
+                "to_torchscript: the `method` parameter only supports 'script' or 'trace', but value given was: "
+                f"{method}; give one of them."
+            )
         warnings.warn(
             "TorchScript is deprecated in torch; call to_exported_program() for torch.export, or to_onnx().",
             DeprecationWarning,
@@ -167,8 +170,8 @@ def _arguments(module: nn.Module, method: str, name: str, sample: Sample) -> tup
         sample = module.example_input_array
     if sample is None:
         raise ModuleError(
-            f"{method} needs an input of {type(module).__name__}.forward, got {name}=None and "
-            f"example_input_array=None; pass {name}=..., or set self.example_input_array in __init__."
+            f"{method} of {type(module).__name__} requires either `{name}` or `model.example_input_array` to be "
+            f"defined, got None for both; pass {name}=..., or set self.example_input_array in __init__."
         )
     parameter = next(module.parameters(), None)
     sample = to_device(sample, torch.device("cpu") if parameter is None else parameter.device)

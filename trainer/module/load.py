@@ -115,8 +115,7 @@ def module_from(
     is_set = not own or "strict_loading" in vars(module)
     if is_set and strict is not None and strict != own:
         raise ConfigError(
-            f"strict must agree with {cls.__name__}.strict_loading={own}, got strict={strict}; set both to the same "
-            "value."
+            f"strict={strict} is in conflict with {cls.__name__}.strict_loading={own}; set both to the same value."
         )
     getattr(module, "configure_model", lambda: None)()
     read = set(state["state_dict"])

@@ -68,8 +68,8 @@ def loss_of(output: Any, *, where: str = "training_step", module: nn.Module | No
     if isinstance(output, Mapping):
         if "loss" not in output:
             raise ModuleError(
-                f"{where} returned a mapping without 'loss', with the keys {sorted(map(str, output))}; "
-                "return the loss under the key 'loss', a tensor, a Loss, or None to skip the batch."
+                f"{where} returned a dict with the keys {sorted(map(str, output))}, in which the 'loss' key needs to "
+                "be present; return the loss under it, a tensor, a Loss, or None to skip the batch."
             )
         _point_out_unread(output, where, module)
         output = output["loss"]
@@ -78,8 +78,9 @@ def loss_of(output: Any, *, where: str = "training_step", module: nn.Module | No
     value = output.total if isinstance(output, Loss) else output
     if not isinstance(value, Tensor):
         raise ModuleError(
-            f"{where} returned {type(output).__name__} ({output!r:.80}); "
-            "return a scalar tensor, a mapping with 'loss', a Loss, or None to skip the batch."
+            f"{where} returned {type(output).__name__} ({output!r:.80}), but must return a Tensor, a dict, or None; "
+            "return "
+            "a scalar tensor, a mapping with 'loss', a Loss, or None to skip the batch."
         )
     if value.numel() != 1:
         raise ModuleError(

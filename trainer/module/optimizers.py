@@ -56,19 +56,21 @@ class LRSchedulerConfig:
             )
         if not isinstance(self.scheduler, LRScheduler) and not callable(getattr(self.scheduler, "step", None)):
             raise ModuleError(
-                f"configure_optimizers returned the scheduler {self.scheduler!r:.80} without a step(); return a "
-                "torch scheduler."
+                f"The provided lr scheduler {self.scheduler!r:.80} doesn't follow PyTorch's LRScheduler API: it has no "
+                "step(); return a torch scheduler."
             )
         if self.interval not in ("epoch", "step"):
-            raise ModuleError(f"The scheduler's interval must be 'epoch' or 'step', got {self.interval!r}; give one.")
+            raise ModuleError(
+                f'The "interval" key in lr scheduler dict must be "step" or "epoch", got {self.interval!r}; give one.'
+            )
         if not isinstance(self.frequency, int) or self.frequency < 1:
             raise ModuleError(
                 f"The scheduler's frequency must be an int of at least 1, got {self.frequency!r}; give one."
             )
         if isinstance(self.scheduler, OneCycleLR) and self.interval == "epoch":
             warnings.warn(
-                "OneCycleLR has interval='epoch', the default, and counts steps; return "
-                "{'scheduler': ..., 'interval': 'step'}.",
+                "OneCycleLR has interval='epoch', the default, and counts steps. Are you sure you didn't mean "
+                "'interval': 'step'? Return {'scheduler': ..., 'interval': 'step'}.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -134,9 +136,9 @@ class ManagedOptimizer:
     It passes as an instance of its optimizer's class, also for torch's schedulers.
     """
 
-    def __init__(self, optimizer: Optimizer, step: Callable[[Callable[[], Any] | None], None]) -> None:
+    def __init__(self, optimizer: Optimizer, step: Callable[[Callable[[], Any] | None], object] | None = None) -> None:
         self.optimizer = optimizer
-        self._step, self._drop_gradients = step, zero_grad_of(optimizer)
+        self._step, self._drop_gradients = step or optimizer.step, zero_grad_of(optimizer)
         self._looks = 3
         self._kept: tuple[nn.Parameter, weakref.ref[Tensor], int] | None = None
 
@@ -250,10 +252,10 @@ def _parse_dicts(dicts: Sequence[Mapping[str, Any]]) -> Optimizers:
     for each in dicts:
         if "optimizer" not in each:
             raise ModuleError(
-                f"configure_optimizers returned a dict with the keys {sorted(each)}; give the optimizer under the key "
-                "'optimizer'."
+                f"Unknown configuration for model optimizers: a dict with the keys {sorted(each)}; give the "
+                "optimizer under the key 'optimizer'."
             )
-        _warn_of_unknown(each, _KEYS)
+        _warn_of_unknown(each, _KEYS, "optimizer configuration")
         parsed.optimizers.append(each["optimizer"])
         if each.get("lr_scheduler") is not None:
             parsed.schedulers.append(_scheduler(each["lr_scheduler"], each.get("monitor")))
@@ -265,23 +267,21 @@ def _scheduler(given: Any, monitor: str | None = None) -> LRSchedulerConfig:
     if not isinstance(given, Mapping):
         return LRSchedulerConfig(given, monitor=monitor if isinstance(given, ReduceLROnPlateau) else None)
     if "scheduler" not in given:
-        raise ModuleError(
-            f"configure_optimizers returned a scheduler dict with {sorted(given)}; add the key 'scheduler'."
-        )
+        raise ModuleError(f'The lr scheduler dict must have the key "scheduler", got {sorted(given)}; add it.')
     known = [field.name for field in fields(LRSchedulerConfig)]
-    _warn_of_unknown(given, known)
+    _warn_of_unknown(given, known, "lr scheduler dict")
     return LRSchedulerConfig(**{key: value for key, value in given.items() if key in known})
 
 
-def _warn_of_unknown(given: Mapping[str, Any], known: Sequence[str]) -> None:
-    for key in given:
-        if key not in known:
-            warnings.warn(
-                f"configure_optimizers returned a dict with the key {key!r}, which is ignored."
-                f"{did_you_mean(key, known)}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+def _warn_of_unknown(given: Mapping[str, Any], known: Sequence[str], what: str) -> None:
+    unknown = [key for key in given if key not in known]
+    if unknown:
+        warnings.warn(
+            f"Found unsupported keys in the {what}: {set(unknown)}, which are "
+            f"ignored.{did_you_mean(unknown[0], known)}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _checked(parsed: Optimizers) -> Optimizers:
@@ -292,8 +292,8 @@ def _checked(parsed: Optimizers) -> Optimizers:
         owner = getattr(config.scheduler, "optimizer", None)
         if owner is not None and owner not in parsed.optimizers:
             raise ModuleError(
-                f"The scheduler {type(config.scheduler).__name__} belongs to an optimizer ({type(owner).__name__}) "
-                "that configure_optimizers did not return; return both."
+                f"The scheduler {type(config.scheduler).__name__} is attached with an optimizer that wasn't returned "
+                f"by configure_optimizers ({type(owner).__name__}); return both."
             )
     return parsed
 
@@ -304,8 +304,9 @@ def _wrong(value: object) -> ModuleError:
             f"configure_optimizers returned the class {value.__name__}; return {value.__name__}(self.parameters())."
         )
     return ModuleError(
-        f"configure_optimizers returned {type(value).__name__} ({value!r:.80}); return a torch optimizer, a list of "
-        "them, ([optimizers], [schedulers]), or a dict with 'optimizer' and 'lr_scheduler'."
+        f"Unknown configuration for model optimizers: configure_optimizers returned {type(value).__name__} "
+        f"({value!r:.80}); return a torch optimizer, a list of them, ([optimizers], [schedulers]), or a dict with "
+        "'optimizer' and 'lr_scheduler'."
     )
 
 
@@ -388,6 +389,7 @@ def check_monitors(schedulers: Sequence[LRSchedulerConfig]) -> None:
     for config in schedulers:
         if config.reduce_on_plateau and config.monitor is None:
             raise ModuleError(
-                f"{type(config.scheduler).__name__} needs a metric, but monitor=None; return "
+                f"`configure_optimizers` must include a monitor when a `{type(config.scheduler).__name__}` is used, "
+                "got monitor=None; return "
                 "{'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}}."
             )

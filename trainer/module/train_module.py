@@ -216,9 +216,8 @@ class TrainModule(Optimization, Exporting, ModuleHooks, DataHooks, Hyperparamete
         metrics = self._metrics
         if metrics is None:
             if self._trainer is None:
-                warnings.warn(
-                    f"self.log({name!r}, ...) without a trainer does nothing; fit the module first.", stacklevel=2
-                )
+                told = f"self.log({name!r}, ...): the `self.trainer` reference is not registered; fit the module first."
+                warnings.warn(told, stacklevel=2)
             return
         scope = (
             on_step,
@@ -283,7 +282,7 @@ class TrainModule(Optimization, Exporting, ModuleHooks, DataHooks, Hyperparamete
             RunError: if there is none.
         """
         if self._trainer is None:
-            raise RunError(f"{type(self).__name__}.trainer is None outside a run; call trainer.fit(module) first.")
+            raise RunError(f"{type(self).__name__} is not attached to a `Trainer`; call trainer.fit(module) first.")
         return self._trainer
 
     @trainer.setter
@@ -310,12 +309,12 @@ class TrainModule(Optimization, Exporting, ModuleHooks, DataHooks, Hyperparamete
     @property
     def global_rank(self) -> int:
         """The rank of this process; 0 without a trainer."""
-        return self._trainer.strategy.rank if self._trainer is not None else 0
+        return self._trainer.global_rank if self._trainer is not None else 0
 
     @property
     def local_rank(self) -> int:
         """The rank of this process on its node; 0 without a trainer."""
-        return self._trainer.strategy.local_rank if self._trainer is not None else 0
+        return self._trainer.local_rank if self._trainer is not None else 0
 
     @property
     def device(self) -> torch.device:

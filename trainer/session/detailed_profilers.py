@@ -58,7 +58,10 @@ class AdvancedProfiler(Profiler):
             ConfigError: if it is not the one that was started last.
         """
         if not self._running or self._running[-1] != action_name:
-            raise ConfigError(f"action_name must be the action that was started last, got {action_name!r}; start it.")
+            raise ConfigError(
+                f"Attempting to stop recording an action ({action_name}) that was not started last, got "
+                f"{self._running[-1:]}; start it."
+            )
         self._profiles[self._running.pop()].disable()
         if self._running:
             self._profiles[self._running[-1]].enable()
@@ -216,5 +219,8 @@ def profiler_by_name(profiler: str | Profiler | None) -> Profiler:
     if isinstance(profiler, Profiler):
         return profiler
     if profiler.lower() not in _BY_NAME:
-        raise ConfigError(f"profiler={profiler!r} is not a known profiler.{did_you_mean(str(profiler), _BY_NAME)}")
+        raise ConfigError(
+            "When passing string value for the `profiler` parameter of `Trainer`, it can only be one of "
+            f"{', '.join(_BY_NAME)}, got {profiler!r}.{did_you_mean(str(profiler), _BY_NAME)}"
+        )
     return _BY_NAME[profiler.lower()]()

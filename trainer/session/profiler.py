@@ -187,7 +187,9 @@ class SimpleProfiler(Profiler):
         """
         timer = self._timers.get(action_name)
         if timer is None or not timer.is_running:
-            raise ConfigError(f"action_name must be an action that was started, got {action_name!r}; start it first.")
+            raise ConfigError(
+                f"Attempting to stop recording an action ({action_name}) that was never started; start it first."
+            )
         timer.__exit__()
 
     def summary(self) -> str:

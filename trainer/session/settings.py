@@ -300,8 +300,8 @@ def _check_amounts(settings: Settings) -> None:
         value = getattr(settings, name)
         if isinstance(value, int | float) and not (0 <= value <= 1 or (value > 1 and value % 1 == 0)):
             raise ConfigError(
-                f"{name}={value} is neither a fraction nor a number of batches; give a fraction from 0.0 to 1.0, or a "
-                "number of batches as an int."
+                f"{name} was passed invalid value {value}, neither a fraction nor a number of batches; give a "
+                "fraction from 0.0 to 1.0, or a number of batches as an int."
             )
     if isinstance(settings.log_every_n_steps, str) and settings.log_amount is None:
         raise ConfigError(
@@ -319,12 +319,13 @@ def _check_amounts(settings: Settings) -> None:
         )
     if settings.check_val_every_n_epoch is None and isinstance(interval, float) and interval < 1.0:
         raise ConfigError(
-            f"check_val_every_n_epoch=None counts batches across epochs, but val_check_interval={interval} is a "
-            "fraction; give val_check_interval as an int or a duration."
+            "`val_check_interval` should be an integer or a time-based duration (str 'DD:HH:MM:SS', "
+            "datetime.timedelta, or dict kwargs for timedelta) when `check_val_every_n_epoch=None`. That counts "
+            f"batches across epochs, and val_check_interval={interval} is a fraction: give an int."
         )
     if not isinstance(settings.fast_dev_run, bool) and settings.fast_dev_run < 0:
         raise ConfigError(
-            f"fast_dev_run must not be negative, got {settings.fast_dev_run}; give True, False or a number of batches."
+            f"fast_dev_run should be >= 0, got {settings.fast_dev_run}; give True, False or a number of batches."
         )
 
 
@@ -369,4 +370,7 @@ def _check_combinations(settings: Settings) -> None:
 def _check_barebones(given: Mapping[str, object]) -> None:
     for name in _SWITCHED_OFF:
         if given.get(name):
-            raise ConfigError(f"barebones=True switches {name} off, but {name}={given[name]!r}; drop one of them.")
+            raise ConfigError(
+                f"`Trainer(barebones=True)` is configured, which switches {name} off, but "
+                f"`Trainer({name}={given[name]!r})` was passed; drop one of them."
+            )

@@ -238,7 +238,7 @@ def test_the_graph_is_written_on_request_and_the_trace_leaves_no_mark(tmp_path: 
 
 @pytest.mark.parametrize(
     ("example", "message"),
-    [(None, "example_input_array is None; set it"), (torch.ones(4, 7), "The graph of _Net is not logged")],
+    [(None, "was not given; set it"), (torch.ones(4, 7), "The graph of _Net is not logged")],
 )
 def test_a_graph_that_cannot_be_traced_is_a_warning(tmp_path: Path, example: Tensor | None, message: str) -> None:
     logger = TensorBoardLogger(tmp_path, log_graph=True)

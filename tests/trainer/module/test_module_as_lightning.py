@@ -56,7 +56,7 @@ def test_a_trainer_can_be_set_and_reaches_modules_inside():
     outer.trainer = trainer
     assert outer.trainer is outer.inner.trainer is trainer
     outer.trainer = None
-    with pytest.raises(RunError, match="trainer is None outside a run"):
+    with pytest.raises(RunError, match="is not attached to a `Trainer`"):
         outer.inner.trainer  # noqa: B018
 
 
@@ -243,8 +243,12 @@ def test_one_scheduler_needs_no_list():
 @pytest.mark.parametrize(
     ("extra", "scheduler_extra", "message"),
     [
-        ({"foo": 1}, {}, r"the key 'foo', which is ignored"),
-        ({}, {"intervall": "step"}, r"the key 'intervall', which is ignored. Did you mean 'interval'\?"),
+        ({"foo": 1}, {}, r"in the optimizer configuration: \{'foo'\}, which are ignored"),
+        (
+            {},
+            {"intervall": "step"},
+            r"in the lr scheduler dict: \{'intervall'\}, which are ignored. Did you mean 'interval'\?",
+        ),
     ],
 )
 def test_unknown_keys_are_warned_of(extra, scheduler_extra, message):
@@ -271,7 +275,9 @@ def test_a_module_without_an_optimizer_runs_untrained():
     module = configured(lambda module: None)
     before = module.net.weight.clone()
     trainer = quiet(max_epochs=1)
-    with pytest.warns(UserWarning, match=r"returned None, and nothing is trained.*is `return` missing\?"):
+    with pytest.warns(
+        UserWarning, match=r"returned None, and this fit will run with no optimizer.*is `return` missing\?"
+    ):
         trainer.fit(module, loader(8, 2))
     assert torch.equal(module.net.weight, before)
     assert trainer.global_step == 4

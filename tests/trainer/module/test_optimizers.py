@@ -255,7 +255,7 @@ def test_a_plateau_scheduler_goes_on_after_a_resume_before_the_first_validation(
 def test_a_metric_that_no_validation_logs_is_an_error_after_the_first():
     module = configured(plateau(monitor="val_los"), Plateau)
     trainer = quiet(max_epochs=5, check_val_every_n_epoch=2)
-    with pytest.raises(ConfigError, match=r"'val_los', which was not logged; \['val_loss'\] were logged"):
+    with pytest.raises(ConfigError, match=r"val_los, which is not available. Available metrics are: \['val_loss'\]"):
         trainer.fit(module, loader(4, 2), loader(2, 2))
     assert trainer.counters.epoch == 1
 

@@ -63,10 +63,10 @@ from echelon import (
         ({"accumulate_grad_batches": {0: 2}}, ["got {0: 2}", "GradientAccumulationScheduler"]),
         (
             {"check_val_every_n_epoch": None, "val_check_interval": 0.5},
-            ["check_val_every_n_epoch=None", "val_check_interval=0.5", "as an int or a duration"],
+            ["check_val_every_n_epoch=None", "val_check_interval=0.5", "an integer or a time-based duration"],
         ),
         ({"check_val_every_n_epoch": 0}, ["check_val_every_n_epoch must be >= 1", "got 0"]),
-        ({"fast_dev_run": -1}, ["fast_dev_run must not be negative, got -1", "number of batches"]),
+        ({"fast_dev_run": -1}, ["fast_dev_run should be >= 0, got -1", "number of batches"]),
         ({"global_batch_size": 0}, ["global_batch_size must be >= 1", "got 0"]),
         (
             {"global_batch_size": 8, "accumulate_grad_batches": 2},
@@ -76,7 +76,7 @@ from echelon import (
         ({"barebones": True, "enable_progress_bar": True}, ["barebones=True", "enable_progress_bar=True", "drop"]),
         ({"barebones": True, "num_sanity_val_steps": 2}, ["barebones=True", "num_sanity_val_steps=2", "drop one"]),
         ({"profiler": "simpel"}, ["'simpel'", "Did you mean 'simple'?"]),
-        ({"max_time": "1 hour"}, ["max_time", "'DD:HH:MM:SS', got '1 hour'"]),
+        ({"max_time": "1 hour"}, ["max_time", "format DD:HH:MM:SS, got '1 hour'"]),
         ({"callbacks": [EarlyStopping]}, ["EarlyStopping", "pass instances of echelon.Callback"]),
         ({"logger": "tensorbord"}, ["logger='tensorbord' is no logger's name", "Did you mean 'tensorboard'?"]),
         ({"callbacks": ModelCheckpoint()}, ["enable_checkpointing=False", "ModelCheckpoint", "drop one"]),

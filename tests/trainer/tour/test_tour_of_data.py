@@ -109,7 +109,7 @@ def an_endless_stream_without_a_limit() -> None:
     quiet().fit(Stops(), DataLoader(Endless(), 2))
 
 
-@tour.answered_by(ConfigError, "limit_train_batches=0.5 is a fraction", "has no length", "as an int")
+@tour.answered_by(ConfigError, "has no length", "Trainer(limit_train_batches)", "got 0.5")
 def a_fraction_of_a_stream() -> None:
     fit(DataLoader(Endless(), 2), limit_train_batches=0.5)
 

@@ -186,7 +186,7 @@ def a_negative_batch_size_of_log() -> None:
     fit(Negative())
 
 
-@tour.answered_by(UserWarning, "self.log('x', ...)", "without a trainer", "fit the module first")
+@tour.answered_by(UserWarning, "self.log('x', ...)", "not registered", "fit the module first")
 def a_metric_outside_of_a_run() -> None:
     Regression().log("x", 1.0)
 
@@ -200,7 +200,7 @@ def a_metric_in_predict() -> None:
     quiet().predict(Predicts(), loader())
 
 
-@tour.answered_by(RunError, "Regression.trainer is None", "trainer.fit(module)")
+@tour.answered_by(RunError, "Regression is not attached to a `Trainer`", "trainer.fit(module)")
 def the_trainer_before_a_run() -> None:
     _ = Regression().trainer
 

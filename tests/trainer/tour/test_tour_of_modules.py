@@ -291,7 +291,7 @@ def an_optimizer_over_another_module() -> None:
     fit(Other())
 
 
-@tour.answered_by(ModuleError, "belongs to an optimizer", "return both")
+@tour.answered_by(ModuleError, "attached with an optimizer", "return both")
 def a_scheduler_of_another_optimizer() -> None:
     class Other(Regression):
         def configure_optimizers(self) -> Any:
@@ -321,7 +321,7 @@ def a_misspelt_key_of_the_optimizers() -> None:
     fit(Misspelt())
 
 
-@tour.answered_by(ModuleError, "'epoch' or 'step', got 'steps'", "give one")
+@tour.answered_by(ModuleError, "must be", "got 'steps'", "give one")
 def a_misspelt_interval_of_a_scheduler() -> None:
     class Misspelt(Regression):
         def configure_optimizers(self) -> Any:
@@ -342,7 +342,7 @@ def a_plateau_scheduler_without_a_metric() -> None:
     fit(Plateau())
 
 
-@tour.answered_by(ValueError, "'val_los'", "['val_loss']", "strict=False")
+@tour.answered_by(ValueError, "metric val_los,", "['val_loss']", "strict=False")
 def a_plateau_scheduler_with_a_misspelt_metric() -> None:
     class Plateau(Regression):
         def validation_step(self, batch: Any, batch_idx: int) -> None:

@@ -58,7 +58,7 @@ def epochs_as_a_string() -> None:
     Trainer(max_epochs="3")  # type: ignore[arg-type]
 
 
-@tour.answered_by(ConfigError, "max_time", "'DD:HH:MM:SS', got '1 hour'")
+@tour.answered_by(ConfigError, "max_time", "DD:HH:MM:SS, got '1 hour'")
 def a_time_in_words() -> None:
     Trainer(max_time="1 hour")
 
@@ -284,7 +284,7 @@ def two_checkpoints_into_one_folder() -> None:
     fit(callbacks=both, enable_checkpointing=True)
 
 
-@tour.answered_by(ConfigError, "duration", "'DD:HH:MM:SS', got 'a day'")
+@tour.answered_by(ConfigError, "duration", "DD:HH:MM:SS, got 'a day'")
 def a_timer_in_words() -> None:
     Timer("a day")
 
@@ -363,7 +363,7 @@ def a_data_module_class() -> None:
     quiet().fit(Regression(), datamodule=Data)  # type: ignore[arg-type]
 
 
-@tour.answered_by(ModuleError, "defines no test_step", "trainer.test()")
+@tour.answered_by(ModuleError, "No `test_step()` method defined", "trainer.test()")
 def a_test_without_its_step() -> None:
     quiet().test(Regression(), loader())
 
