@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..trainer.attributes import TrainerAttributes
+from ..trainer.session.session import Task
 
 
 class FitLoop:
@@ -75,6 +76,16 @@ class FitLoop:
         """The index of the current or last batch in the run; -1 before the first fit."""
         return self.epoch_loop.total_batch_idx
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters, for reading: a trainer resumes from a checkpoint."""
+        loop = self.epoch_loop
+        return {
+            "epoch_progress": _plain(self.epoch_progress),
+            "epoch_loop.batch_progress": _plain(loop.batch_progress),
+            "epoch_loop.val_loop.batch_progress": _plain(loop.val_loop.batch_progress),
+            "epoch_loop.global_step": loop.global_step,
+        }
+
     @property
     def epoch_progress(self) -> Any:
         """The number of epochs, under ``current`` and ``total``."""
@@ -134,15 +145,57 @@ class EpochLoop:
         return _progress(self.batch_idx + 1, counters.batches_in_epoch, self.total_batch_idx + 1, counters.batches_seen)
 
     @property
-    def val_loop(self) -> Any:
-        """Whether there are validation loaders, as gluonts asks: ``val_loop._data_source.is_defined()``."""
-        return SimpleNamespace(
-            _data_source=SimpleNamespace(is_defined=lambda: self._trainer.val_dataloaders is not None)
-        )
+    def val_loop(self) -> EvaluationLoop:
+        """The counters of the validations in a fit."""
+        return EvaluationLoop(self._trainer, "fit")
 
     @property
     def _batches_that_stepped(self) -> int:
         return self.global_step
+
+
+class EvaluationLoop:
+    """The counters of the current or last evaluation, as programs read them from ``trainer.validate_loop``.
+
+    Args:
+        trainer: the trainer.
+        task: the method of the trainer that runs it.
+    """
+
+    def __init__(self, trainer: TrainerAttributes, task: Task) -> None:
+        self._trainer: Any = trainer
+        self._task = task
+
+    @property
+    def restarting(self) -> bool:
+        """False: an evaluation always begins with its first batch."""
+        return False
+
+    @property
+    def max_batches(self) -> list[int | float]:
+        """The batches of each loader."""
+        name = {"fit": "val", "validate": "val"}.get(self._task, self._task)
+        return list(getattr(self._trainer, f"num_{name}_batches"))
+
+    @property
+    def batch_progress(self) -> Any:
+        """The number of batches, under ``current`` and ``total``."""
+        runner = self._trainer._runner  # noqa: SLF001 - this is a part of the trainer
+        if runner.current is None or runner.current.task != self._task:
+            return _progress(0, 0, 0, 0)
+        progress = runner.current.progress
+        is_running = progress.stage not in ("train", None)
+        done = progress.batch_idx + 1 if is_running else int(sum(self.max_batches))
+        return _progress(done, done, done, done)
+
+    @property
+    def _data_source(self) -> Any:
+        """Whether there are loaders, as gluonts asks: ``val_loop._data_source.is_defined()``."""
+        return SimpleNamespace(is_defined=lambda: self._trainer.val_dataloaders is not None)
+
+
+def _plain(progress: Any) -> dict[str, dict[str, int]]:
+    return {name: dict(vars(counts)) for name, counts in vars(progress).items()}
 
 
 def _progress(ready: int, completed: int, total_ready: int, total_completed: int) -> Any:

@@ -21,10 +21,11 @@ from ..trainer.module.load import (
 )
 from ..trainer.module.train_module import TrainModule
 from .checkpoint_files import Source, hyper_parameters, is_own_path, read_checkpoint
+from .in_fabric import InFabric
 from .kept_out import give_back, keep_out
 
 
-class LightningModule(TrainModule):
+class LightningModule(InFabric):
     """A `TrainModule` that may add objects to a checkpoint: those that it cannot hold are left out, with a warning.
 
     Lightning pickles them. Here `on_load_checkpoint` gets what the module, built again from its hyper-parameters, would

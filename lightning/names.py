@@ -24,6 +24,7 @@ _SHELVES: Final = (
     "trainer.session.detailed_profilers",
     "lightning.parts",
     "lightning.extras.utilities",
+    "lightning.extras.parsing",
     "lightning.checkpoint_files",
     "lightning.extras.plugins",
     "lightning.demos.boring",
@@ -82,13 +83,29 @@ _ELSEWHERE: Final[Mapping[str, str]] = {
     "measure_flops": "lightning.own_loops.throughput:measure_flops",
     "get_available_flops": "lightning.own_loops.throughput:get_available_flops",
     "_load_from_checkpoint": "lightning.module:load_from_checkpoint",
+    "summarize": "lightning.extras.summary:summary_of",
+    "LEFTOVER_PARAMS_NAME": "lightning.extras.summary:LEFTOVER_PARAMS_NAME",
+    "NOT_APPLICABLE": "lightning.extras.summary:NOT_APPLICABLE",
+    "get_human_readable_count": "lightning.extras.summary:get_human_readable_count",
+    "WeightAveraging": "lightning.extras.weight_averaging:AverageShown",
+    "EMAWeightAveraging": "lightning.extras.weight_averaging:ExponentialAverageShown",
+    **{
+        name: f"lightning.extras.deprecated_plugins:{name}"
+        for name in (
+            *("DoublePrecisionPlugin", "HalfPrecisionPlugin", "MixedPrecisionPlugin", "FSDPPrecisionPlugin"),
+            "FSDPMixedPrecisionPlugin",
+        )
+    },
+    "PrecisionPlugin": "lightning.extras.deprecated_plugins:OldPrecisionPlugin",
+    "LightningDoublePrecisionModule": "lightning.extras.deprecated_plugins:uncalled_wrapper",
+    "_Stateful": "lightning.extras.parsing:Stateful",
     "_unwrap_objects": "lightning.extras.utilities:unwrap_objects",
 }
 """Names that are elsewhere, or have a different name there."""
 
 _IN_ONE_MODULE: Final[Mapping[tuple[str, str], str]] = {
-    ("utilities.model_summary", "ModelSummary"): "lightning.parts:SummaryOf",
-    ("utilities.model_summary.model_summary", "ModelSummary"): "lightning.parts:SummaryOf",
+    ("utilities.model_summary", "ModelSummary"): "lightning.extras.summary:SummaryOf",
+    ("utilities.model_summary.model_summary", "ModelSummary"): "lightning.extras.summary:SummaryOf",
     **{
         ("cli", name): f"lightning.command_line.types:{name}"
         for name in ("LRSchedulerType", "LRSchedulerTypeTuple", "LRSchedulerTypeUnion", "ReduceLROnPlateau")
@@ -116,6 +133,7 @@ _OF_OTHERS: Final[Mapping[str, str]] = {
     "LightningEnum": "enum:StrEnum",
     "PossibleUserWarning": "builtins:UserWarning",
     "LightningDeprecationWarning": "builtins:DeprecationWarning",
+    "SIGTERMException": "builtins:SystemExit",
     "Optimizable": "torch.optim:Optimizer",
     "LRScheduler": "torch.optim.lr_scheduler:LRScheduler",
 }
@@ -151,11 +169,9 @@ WITHOUT_COUNTERPART: Final[Mapping[str, str]] = {
     "XLAProfiler": "SimpleProfiler",
     "ServableModule": "a server of your own; docs/what_echelon_does_not_do.md",
     "ServableModuleValidator": "a server of your own; docs/what_echelon_does_not_do.md",
-    "is_picklable": "pickle.dumps",
     "find_usable_cuda_devices": "devices=, a number",
     "suggested_max_num_workers": "os.process_cpu_count or a number",
     "disable_possible_user_warnings": "warnings.filterwarnings",
-    "SIGTERMException": "on_exception: SIGTERM ends fit with SystemExit",
 }
 """Names that raise when they are used."""
 

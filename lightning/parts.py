@@ -11,9 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-
-from ..callbacks import Callback, ModelSummary, ProgressDisplay, Summary, summarize
+from ..callbacks import Callback, ModelSummary, ProgressDisplay
 from ..callbacks.dispatch import overrides
 from ..callbacks.run import Run
 from ..strategies.devices.kinds import device_type_of, is_available, num_devices
@@ -147,9 +145,11 @@ class ProgressBar(Callback, ABC):
 
     @property
     def total_val_batches(self) -> int | float:
-        """Batches per validation."""
-        counts: Sequence[int | float] = self.trainer.num_val_batches
-        return sum(counts)
+        """Batches per validation; 0 in an epoch of a fit that ends without one."""
+        trainer = self.trainer
+        every = trainer.check_val_every_n_epoch if trainer.training else None
+        counts: Sequence[int | float] = trainer.num_val_batches
+        return sum(counts) if every is None or (trainer.current_epoch + 1) % every == 0 else 0
 
     @property
     def total_val_batches_current_dataloader(self) -> int | float:
@@ -182,25 +182,6 @@ class RichModelSummary(ModelSummary):
 
     def __init__(self, max_depth: int = 1, **options: Any) -> None:
         super().__init__(max_depth)
-
-
-class SummaryOf(Summary):
-    """The summary of a module, made from the module itself."""
-
-    def __init__(self, model: torch.nn.Module, max_depth: int = 1) -> None:
-        super().__init__(**vars(summarize(model, max_depth)))
-        object.__setattr__(self, "_of", (model, max_depth))
-
-    def summarize(self) -> Summary:
-        """Return the summary of the module as it is now."""
-        model, max_depth = self.__dict__["_of"]
-        return summarize(model, max_depth)
-
-    @property
-    def max_depth(self) -> int:
-        """The levels of submodules that are shown."""
-        depth: int = self.__dict__["_of"][1]
-        return depth
 
 
 class CheckpointIO:
@@ -386,6 +367,12 @@ def rank_prefixed_message(message: str, rank: int | None) -> str:
 
 def is_overridden(method: str, instance: object, parent: type | None = None) -> bool:
     """Return whether an object's class defines a method other than its base's."""
+    if instance is None:
+        return False
     if parent is None:
         parent = next((kind for kind in (TrainModule, DataModule, Callback) if isinstance(instance, kind)), None)
-    return parent is not None and hasattr(parent, method) and overrides(instance, method, parent)
+    if parent is None:
+        raise ValueError(
+            f"Expected a parent: give the base of {type(instance).__name__}, which is not one of Lightning's."
+        )
+    return hasattr(parent, method) and overrides(instance, method, parent)

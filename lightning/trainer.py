@@ -6,18 +6,18 @@ import inspect
 import logging
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from ..callbacks import Callback, ProgressDisplay
+from ..callbacks import Callback, ProgressDisplay, Timer
 from ..trainer.loggers import LoggersByName
 from ..trainer.module.data_module import DataModule
 from ..trainer.session.train_state import TrainerState
 from ..trainer.trainer import Trainer
 from .extras.loggers import BY_NAME
 from .extras.plugins import settings_of
-from .fit_loop import FitLoop
+from .fit_loop import EvaluationLoop, FitLoop
 from .parts import (
     Accelerator,
     AsyncCheckpointIO,
@@ -66,8 +66,12 @@ class LightningTrainer(Trainer):
             settings["enable_progress_bar"] = False  # the callback's bar is enough
         elif not any(isinstance(callback, ProgressDisplay) for callback in _as_list(settings.get("callbacks"))):
             settings["callbacks"] = _with_kept_bar(settings)
-        if settings.get("profiler") in PROFILERS:
-            settings["profiler"] = PROFILERS[settings["profiler"]]()
+        profiler = settings.get("profiler")
+        if isinstance(profiler, str) and profiler.lower() in PROFILERS:
+            settings["profiler"] = PROFILERS[profiler.lower()]()
+        if settings.get("max_time") is not None:  # also seen by programs that look for it among the callbacks
+            settings["callbacks"] = [*_as_list(settings.get("callbacks")), Timer(settings["max_time"], verbose=False)]
+        _tell_of_limits(settings)
         given = settings.get("accelerator")
         if isinstance(given, Accelerator):
             settings["accelerator"] = given.name()
@@ -112,6 +116,21 @@ class LightningTrainer(Trainer):
         return FitLoop(self)
 
     @property
+    def validate_loop(self) -> EvaluationLoop:
+        """The counters of ``validate``, under Lightning's names."""
+        return EvaluationLoop(self, "validate")
+
+    @property
+    def test_loop(self) -> EvaluationLoop:
+        """The counters of ``test``."""
+        return EvaluationLoop(self, "test")
+
+    @property
+    def predict_loop(self) -> EvaluationLoop:
+        """The counters of ``predict``."""
+        return EvaluationLoop(self, "predict")
+
+    @property
     def state(self) -> TrainerState:
         """The current or last method, what is running in it, and how it ended, as Lightning's enums."""
         state = super().state
@@ -151,6 +170,19 @@ def _tell_of_files(plugins: Iterable[CheckpointIO]) -> None:
             f"{name} is left out: Echelon reads and writes its checkpoints itself, without pickled objects.",
             stacklevel=3,
         )
+
+
+def _tell_of_limits(settings: Mapping[str, Any]) -> None:
+    """Log what a limit of 1 means, one batch, and what 1.0 does, all of them: they are easily taken for each other."""
+    stages = {"train": "epoch", "val": "validation", "test": "test", "predict": "prediction"}
+    words = {**{f"limit_{stage}_batches": f"per {name}" for stage, name in stages.items()}, "overfit_batches": "in all"}
+    for name, where in words.items():
+        value = settings.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and value == 1:
+            used = f"1 batch {where}" if isinstance(value, int) else "100% of the batches"
+            _log.info("`Trainer(%s=%s)` was configured so %s will be used.", name, value, used)
+    if settings.get("barebones"):
+        _log.info("You are running in `Trainer(barebones=True)` mode: what costs time beside the steps is off.")
 
 
 def _as_list(value: Any) -> list[Any]:

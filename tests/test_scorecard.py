@@ -27,6 +27,7 @@ ALLOWED = {
         "strategies/distributed/pickling.py",
         "strategies/resilience/torch_rendezvous.py",
         "trainer/checkpoint/single_file.py",  # it writes the member that torch.load reads, and unpickles nothing
+        "lightning/extras/parsing.py",  # it asks whether an object could be pickled
         "lightning/checkpoint_files.py",  # in memory, of what a checkpoint holds, for a library that calls torch.load
     ),
     # what Lightning's users derive from: classes like those of a program, below the bases that programs have
@@ -35,7 +36,7 @@ ALLOWED = {
         r"Strategy is 3 steps",
         "^(ManualOptim)?Boring(Model|DataModule) ",
         "^(Demo|MNIST|Lightning)[DMT]",
-        "^KeptProgressBar ",
+        "^(KeptProgressBar|ExponentialAverageShown) ",
     ),
     # it hands on the caller's variables as they are
     scorecard.readers_of_the_environment: ("strategies/launch/worker.py",),

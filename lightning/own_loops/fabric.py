@@ -28,6 +28,7 @@ from ...trainer.module.all_gather import all_gather
 from ...trainer.module.train_module import TrainModule
 from ..checkpoint_files import is_own_path, read_torch_file
 from ..extras.plugins import settings_of
+from ..in_fabric import InFabric
 from ..parts import Accelerator, accelerator_for
 from .building import EmptyInit
 from .files import load_file
@@ -165,6 +166,8 @@ class Fabric(Engine):
         for name in _STEPS:
             if getattr(kind, name, None) not in (None, getattr(TrainModule, name, None)):
                 module.mark_forward_method(name)  # type: ignore[operator]
+        if isinstance(module, InFabric):
+            module.set_up_in(self, prepared[1:] if isinstance(prepared, tuple) else ())
         if isinstance(module, TrainModule) and module not in self._callbacks:
             self._callbacks.append(module)
         self.call("on_after_setup", fabric=self, module=module)
@@ -333,7 +336,7 @@ class Fabric(Engine):
             return
         values = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
         for logger in self._loggers:
-            logger.log_metrics(values, step)
+            logger.log_metrics(metrics=values, step=step)
 
 
 def _launching(run: Callable[..., Any]) -> Callable[..., Any]:

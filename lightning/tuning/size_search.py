@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -19,6 +20,8 @@ from ...trainer.request import Request
 from ...trainer.session.session import Session
 from ...trainer.setup import load_evaluation_data, set_up_module
 from ...trainer.tuning.attribute import set_attribute
+
+_log = logging.getLogger(__name__)
 
 Try = Callable[[int], None]
 """Runs some steps with this batch size."""
@@ -44,9 +47,13 @@ class LoaderSizes(BatchSizeFinder):
                 f"scale_batch_size found no size that fits: {size} samples did not fit into memory after "
                 f"{len(self.trials)} trials; raise max_trials, or lower init_val."
             )
+        if num_samples is not None and best >= num_samples:
+            _log.info("The batch size %d is greater or equal than the length of your dataset.", best)
         return max(1, int(best * (1 - self._margin))) if self._mode == "binsearch" else best
 
     def _takes(self, try_size: Try, size: int) -> bool:
+        if self.trials and self.trials[-1]["fits"]:
+            _log.info("Batch size %d succeeded, trying batch size %d", self.trials[-1]["size"], size)
         try:
             try_size(size)
         except (RuntimeError, MemoryError) as error:

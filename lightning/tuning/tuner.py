@@ -127,10 +127,10 @@ class Tuner:
             given, datamodule = None, given
         if given is not None or val_dataloaders is not None:
             raise ConfigError(
-                f"scale_batch_size builds the loaders again with each size, which it cannot do with the loaders passed "
-                f"({type(given if given is not None else val_dataloaders).__name__}); return them from a "
-                f"*_dataloader of the module or data module that uses self.{batch_arg_name}, or put BatchSizeFinder() "
-                "into callbacks."
+                "Batch size finder cannot be used with dataloaders passed directly: it builds them again with each "
+                f"size, got {type(given if given is not None else val_dataloaders).__name__}; return them from a "
+                f"*_dataloader of the module or data module that uses self.{batch_arg_name}, or put "
+                "BatchSizeFinder() into callbacks."
             )
         if self._trainer.settings.fast_dev_run:
             return None
@@ -165,8 +165,8 @@ class Tuner:
     def _refuse_second(self, kind: type[Callback]) -> None:
         if any(isinstance(callback, kind) for callback in self._trainer.callbacks):
             raise ConfigError(
-                f"Tuner brings its own {kind.__name__}, but callbacks holds one, too; remove one of them: the callback "
-                "searches when fit begins."
+                f"Trainer is already configured with a `{kind.__name__}`, and Tuner brings its own; remove one of "
+                "them: the callback searches when fit begins."
             )
 
 
@@ -186,9 +186,11 @@ def _prepares(callback: Callback) -> bool:
 
 def _check_method(method: str, train: Any, val: Any, evaluated: Any) -> None:
     if method not in _METHODS:
-        raise ConfigError(f"method must be one of {', '.join(_METHODS)}, got {method!r}.")
+        raise ConfigError(f"method {method!r} is invalid. Choose one of {', '.join(_METHODS)}.")
     is_fit = method == "fit"
     if (evaluated is not None) if is_fit else (train is not None or val is not None):
-        wrong, right = "dataloaders", "train_dataloaders and val_dataloaders"
+        wrong, right = "`dataloaders`", "`train_dataloaders` and `val_dataloaders`"
         wrong, right = (wrong, right) if is_fit else (right, wrong)
-        raise ConfigError(f"With method={method!r} {wrong} must be None, got loaders; pass {right}.")
+        raise ConfigError(
+            f"With method={method!r} {wrong} must be None, got loaders; please consider setting {right} instead."
+        )

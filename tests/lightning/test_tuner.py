@@ -152,7 +152,7 @@ def test_the_datamodule_gets_what_was_found_also_from_other_processes() -> None:
     processes = trainer(L, devices=2, strategy="ddp_fork")
     finder = Tuner(processes).lr_find(model, num_training=15, datamodule=data, early_stop_threshold=None)
     assert len(finder.results["loss"]) == 15 and model.hparams.lr == finder.suggestion() and processes.global_step == 0
-    with pytest.raises(echelon.ConfigError, match="needs one process, got 2"):
+    with pytest.raises(echelon.ConfigError, match="not supported with distributed strategies, got 2 processes"):
         Tuner(processes).scale_batch_size(model)
 
 
@@ -179,11 +179,17 @@ def test_what_cannot_be_searched_says_so() -> None:
     tuner = Tuner(own)
     for call, text in (
         (lambda: tuner.lr_find(model, method="test"), "lr_find needs method='fit', got 'test'"),
-        (lambda: tuner.lr_find(model, method="tune"), "method must be one of fit, .*, got 'tune'"),
-        (lambda: tuner.lr_find(model, dataloaders=loader), "dataloaders must be None, got loaders; pass train_data"),
-        (lambda: tuner.scale_batch_size(model, loader), r"cannot do with the loaders passed \(DataLoader\)"),
-        (lambda: tuner.scale_batch_size(model, loader, method="test"), "train_dataloaders and .* must be None"),
-        (lambda: tuner.scale_batch_size(model, mode="x"), "mode must be one of power, binsearch, got 'x'"),
+        (lambda: tuner.lr_find(model, method="tune"), "method 'tune' is invalid. Choose one of fit, "),
+        (
+            lambda: tuner.lr_find(model, dataloaders=loader),
+            "`dataloaders` must be None, got loaders; please consider setting `train_data",
+        ),
+        (
+            lambda: tuner.scale_batch_size(model, loader),
+            r"cannot be used with dataloaders passed directly.*got DataLoader",
+        ),
+        (lambda: tuner.scale_batch_size(model, loader, method="test"), "`train_dataloaders` and .* must be None"),
+        (lambda: tuner.scale_batch_size(model, mode="x"), "mode should be either of power, binsearch, got 'x'"),
         (lambda: tuner.scale_batch_size(model, batch_arg_name="bs"), "'bs'.* found none"),
         (lambda: tuner.lr_find(model, attr_name="rate"), "sets rate in Net"),
     ):
@@ -191,7 +197,7 @@ def test_what_cannot_be_searched_says_so() -> None:
             call()
     second = trainer(L, callbacks=[echelon.LearningRateFinder(), echelon.BatchSizeFinder()])
     for search in (Tuner(second).lr_find, Tuner(second).scale_batch_size):
-        with pytest.raises(echelon.ConfigError, match="Tuner brings its own .*Finder, but callbacks holds one"):
+        with pytest.raises(echelon.ConfigError, match="already configured with a `.*Finder`, and Tuner brings its own"):
             search(model)
     quick = Tuner(trainer(L, fast_dev_run=True))
     assert quick.lr_find(model) is None and quick.scale_batch_size(model) is None
