@@ -59,9 +59,19 @@ class InFabric(TrainModule):
         self.attach(trainer, None)
 
     @property
+    def global_rank(self) -> int:
+        """The rank of this process; 0 without a trainer or Fabric."""
+        return 0 if self._trainer is None and self._fabric is None else self.trainer.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """The rank of this process on its node; 0 without either."""
+        return 0 if self._trainer is None and self._fabric is None else self.trainer.local_rank
+
+    @property
     def loggers(self) -> Sequence[Logger]:
         """All loggers; none without a trainer or Fabric."""
-        return super().loggers if self._fabric is None else self._fabric.loggers  # type: ignore[no-any-return]
+        return super().loggers if self._fabric is None else self._fabric.loggers
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Return the optimizer, or a list of several, as `TrainModule.optimizers` does."""
@@ -75,7 +85,7 @@ class InFabric(TrainModule):
     ) -> None:
         """Clip the gradients of an optimizer, as `TrainModule.clip_gradients` does."""
         if self._fabric is None:
-            super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)  # type: ignore[arg-type]
+            super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
             return
         is_value = gradient_clip_algorithm == "value"
         limits = {"clip_val": gradient_clip_val if is_value else None}

@@ -3,6 +3,7 @@
 import logging
 import pickle
 import warnings
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -235,3 +236,10 @@ def test_fabric_reaches_modules_inside_and_can_be_taken_away():
     assert outer.part.fabric is None
     with warnings.catch_warnings(), pytest.raises(echelon.RunError, match="not attached to a `Trainer`"):
         outer.trainer  # noqa: B018 - the read raises
+
+
+def test_a_module_asks_its_trainer_for_its_ranks():
+    module = BoringModel()
+    assert (module.global_rank, module.local_rank) == (0, 0)
+    module.trainer = SimpleNamespace(global_rank=3, local_rank=1)
+    assert (module.global_rank, module.local_rank) == (3, 1)

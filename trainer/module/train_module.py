@@ -309,12 +309,12 @@ class TrainModule(Optimization, Exporting, ModuleHooks, DataHooks, Hyperparamete
     @property
     def global_rank(self) -> int:
         """The rank of this process; 0 without a trainer."""
-        return self._trainer.global_rank if self._trainer is not None else 0
+        return self._trainer.strategy.rank if self._trainer is not None else 0
 
     @property
     def local_rank(self) -> int:
         """The rank of this process on its node; 0 without a trainer."""
-        return self._trainer.local_rank if self._trainer is not None else 0
+        return self._trainer.strategy.local_rank if self._trainer is not None else 0
 
     @property
     def device(self) -> torch.device:
