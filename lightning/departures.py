@@ -229,6 +229,7 @@ UNSEEN: Final = frozenset(
         "The module's argument in Callback's own hooks",
         "log_dict(MetricCollection)",
         "max_time shown as a Timer in trainer.callbacks",
+        "RichProgressBar.progress, PyTorchProfiler.function_events",
         "CombinedLoader.reset",
         "fsspec paths",
         "the words of warnings, reprs and tables",

@@ -109,8 +109,8 @@ def _best_of_last_run(folders: Sequence[str], *, takes_parts: bool) -> AnyPath:
 
 def _no_best(folders: Sequence[str]) -> ConfigError:
     return ConfigError(
-        f"ckpt_path='best' needs a checkpoint of a ModelCheckpoint, got none in {list(folders)}; fit with one, or pass "
-        "a path."
+        f"ckpt_path='best' needs a checkpoint of a ModelCheckpoint, got none in {list(folders)}: "
+        "`ModelCheckpoint` is not configured, or is not configured to save the best; fit with one, or pass a path."
     )
 
 

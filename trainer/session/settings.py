@@ -286,8 +286,8 @@ def _check_counts(settings: Settings) -> None:
     for name, smallest in at_least.items():
         value = getattr(settings, name)
         if isinstance(value, int) and value < smallest:
-            meaning = " (-1 means no limit)" if smallest == -1 else ""
-            raise ConfigError(f"{name} must be >= {smallest}{meaning}, got {value}.")
+            wanted = f"`{name}` must be a non-negative integer or -1 (no limit)"
+            raise ConfigError(f"{wanted if smallest == -1 else f'{name} must be >= {smallest}'}, got {value}.")
     if settings.gradient_clip_val is not None and not settings.gradient_clip_val >= 0:
         raise ConfigError(
             f"gradient_clip_val must be above 0, got {settings.gradient_clip_val}; give such a number, or None for no "
