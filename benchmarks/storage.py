@@ -86,7 +86,7 @@ def plain_upload(content: bytes, repeats: int) -> float:
     seconds = []
     for _ in range(repeats):
         began = time.monotonic()
-        path.store.fs.pipe_file(path.key, content, chunksize=PART, max_concurrency=IN_FLIGHT)
+        path.store.mount(path).fs.pipe_file(path.key, content, chunksize=PART, max_concurrency=IN_FLIGHT)
         seconds.append(time.monotonic() - began)
         path.unlink()
     return len(content) / min(seconds)
@@ -189,7 +189,7 @@ def resume(megabytes: float, server: str) -> float:
     size = sum(folder.find().values())
     with faulty_proxy(server) as proxy:
         os.environ.update(environment(proxy.address))
-        StorePath.parse(BUCKET).store.fs  # noqa: B018 - a client of its own for this process, at the same address as the ranks'
+        StorePath.parse(BUCKET).exists()  # a client of its own for this process, at the same address as the ranks'
         run(1, str(checkpoint.newest_valid(folder)))  # nothing is left to train, and so nothing is saved
         read = sum(request.received for request in proxy.requests if request.method == "GET")
     os.environ.update(environment(server))

@@ -41,7 +41,7 @@ READ_ONLY: Final = frozenset({"http", "https"})
 
 
 @dataclass(frozen=True)
-class Place:
+class Mount:
     """A filesystem of fsspec, and the paths that it has for the objects of a URL.
 
     They are what fsspec makes of the URL: of S3's the bucket and the key, of HTTP's all of it; a host, as of HDFS, is
@@ -82,7 +82,7 @@ def known_schemes() -> Collection[str]:
     return {*known_implementations, *registry}
 
 
-def place_of(scheme: str, key: str) -> Place:
+def mount_of(scheme: str, key: str) -> Mount:
     """Return the filesystem of this process for what a scheme has under a key, which begins with a bucket or a host.
 
     It keeps no listings, and is not that of the parent process: the client's connections do not survive a fork.
@@ -91,31 +91,38 @@ def place_of(scheme: str, key: str) -> Place:
         MissingDependencyError: if the package for the scheme is not installed.
         StoreError: if the client cannot be made.
     """
-    return _place_in_process(scheme, key.split("/", 1)[0], os.getpid())
+    return _mount_in_process(scheme, key.split("/", 1)[0], os.getpid())
 
 
 def forget_filesystem(scheme: str) -> None:
     """Make the next call connect anew, with credentials as they are then."""
-    _place_in_process.cache_clear()
-    _of_process.cache_clear()
+    _mount_in_process.cache_clear()
+    _clients.clear()
+
+
+_clients: Final[dict[tuple[int, str, str], Any]] = {}
+"""Those of this process, by scheme and options: all buckets share one, and each host has its own."""
 
 
 @functools.cache
-def _place_in_process(scheme: str, head: str, pid: int) -> Place:
-    kind, url = _kind_of(scheme), f"{scheme}://{head}/x"
-    arguments = tuple(sorted(kind._get_kwargs_from_urls(url).items()))  # noqa: SLF001 - what fsspec.url_to_fs calls
-    return Place(_of_process(scheme, arguments, pid), head, str(kind._strip_protocol(url))[:-1])  # noqa: SLF001
+def _mount_in_process(scheme: str, head: str, pid: int) -> Mount:
+    made, path = _connect(scheme, f"{scheme}://{head}/x")
+    client = _clients.setdefault((pid, scheme, repr(sorted(made.storage_options.items()))), made)
+    return Mount(client, head, path[:-1])
 
 
-def _kind_of(scheme: str) -> Any:
+def _connect(scheme: str, url: str) -> tuple[Any, str]:
+    """Return a new filesystem for a URL, and the path that it has for it."""
     try:
+        from fsspec.config import conf
+        from fsspec.core import url_to_fs
         from fsspec.registry import get_filesystem_class
     except ImportError as error:
         raise MissingDependencyError(
             f"{scheme}:// needs the package fsspec ({error}); run: pip install fsspec"
         ) from error
     try:
-        return get_filesystem_class(scheme)
+        get_filesystem_class(scheme)
     except ImportError as error:
         package = _PACKAGES.get(scheme)
         install = f"run: pip install {package}" if package else "install the package that it names"
@@ -124,16 +131,9 @@ def _kind_of(scheme: str) -> Any:
         ) from None
     except ValueError as error:
         raise ConfigError(f"{scheme}:// is not known to fsspec ({error}); install what implements it.") from None
-
-
-@functools.cache
-def _of_process(scheme: str, arguments: tuple[tuple[str, Any], ...], pid: int) -> Any:
-    from fsspec.config import conf
-
-    kind = _kind_of(scheme)
-    options = {**_OPTIONS.get(scheme.removesuffix("a"), {}), **conf.get(scheme, {}), **dict(arguments)}
+    options = {**_OPTIONS.get(scheme.removesuffix("a"), {}), **conf.get(scheme, {})}
     try:
-        made = kind(skip_instance_cache=True, use_listings_cache=False, **options)
+        made, path = url_to_fs(url, skip_instance_cache=True, use_listings_cache=False, **options)
     except Exception as error:
         raise StoreError(
             f"The client of {scheme}:// could not be made ({type(error).__name__}: {error}); check its settings in "
@@ -141,4 +141,4 @@ def _of_process(scheme: str, arguments: tuple[tuple[str, Any], ...], pid: int) -
         ) from error
     if hasattr(made, "retries"):
         made.retries = 1  # s3fs repeats each request five times: one that is never answered would take 300 s
-    return made
+    return made, path

@@ -27,7 +27,7 @@ def check_store(folder: StorePath, name: str = "default_root_dir", *, writes: bo
         ConfigError: within 8 seconds, if the store does not answer, the bucket does not exist, or it is not permitted.
         MissingDependencyError: if the package for its scheme is not installed.
     """
-    folder.store.place(folder)  # its errors name the package, and belong to the caller's thread
+    folder.store.mount(folder)  # its errors name the package, and belong to the caller's thread
     if writes and folder.scheme in READ_ONLY:
         raise ConfigError(
             f"{name}={str(folder)!r} can only be read; write to a local folder or a bucket (s3://, gs://, az://), and "

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 from urllib.parse import unquote
 
-from .filesystem import READ_ONLY, Place, forget_filesystem, place_of
+from .filesystem import READ_ONLY, Mount, forget_filesystem, mount_of
 from .retry import Retry, default_retry
 
 T = TypeVar("T")
@@ -68,9 +68,9 @@ class Store:
     scheme: str
     retry: Retry = field(default_factory=default_retry)
 
-    def place(self, path: Located) -> Place:
+    def mount(self, path: Located) -> Mount:
         """Return the filesystem of fsspec that has an object."""
-        return place_of(self.scheme, path.key)
+        return mount_of(self.scheme, path.key)
 
     def read(self, path: Located) -> bytes:
         """Return the content of an object."""
@@ -197,7 +197,7 @@ class Store:
 
         def request(fs: Any, at: str) -> dict[str, Mapping[str, Any]]:
             found = fs.find(at, detail=True)
-            return {self.place(folder).key(name): info for name, info in found.items() if name != at}
+            return {self.mount(folder).key(name): info for name, info in found.items() if name != at}
 
         try:
             return self._do("Listing", folder, request)
@@ -225,9 +225,9 @@ class Store:
 
     def _delete(self, keys: Sequence[str]) -> None:
         def request(some: Sequence[str]) -> None:
-            place = place_of(self.scheme, some[0])
-            found = [place.path(key) for key in some]
-            place.fs.rm(found if len(found) > 1 else found[0])
+            mount = mount_of(self.scheme, some[0])
+            found = [mount.path(key) for key in some]
+            mount.fs.rm(found if len(found) > 1 else found[0])
 
         for begin in range(0, len(keys), _DELETED_AT_ONCE):
             some = keys[begin : begin + _DELETED_AT_ONCE]
@@ -241,8 +241,8 @@ class Store:
 
     def _do(self, verb: str, path: Located, request: Callable[[Any, str], T]) -> T:
         def call() -> T:
-            place = self.place(path)
-            return request(place.fs, place.path(path.key))
+            mount = self.mount(path)
+            return request(mount.fs, mount.path(path.key))
 
         return self._call(f"{verb} {path}", call)
 

@@ -90,11 +90,11 @@ class Upload:
     def _send(self) -> None:
         content, self._filling = bytes(self._filling), bytearray()
         if self._parts is None and self._file is None:
-            place = self._store.place(self._path)
-            if hasattr(place.fs, "call_s3"):
+            mount = self._store.mount(self._path)
+            if hasattr(mount.fs, "call_s3"):
                 self._parts = _Parts(self._store, self._path, self._count)
             else:
-                self._file = place.fs.open(place.path(self._path.key), "wb", block_size=self._part)
+                self._file = mount.fs.open(mount.path(self._path.key), "wb", block_size=self._part)
         if self._parts is not None:
             self._parts.send(content)
         else:
@@ -116,7 +116,7 @@ class _Parts:
 
     @property
     def _client(self) -> Any:
-        return self._store.place(self._path).fs  # another one once credentials were renewed
+        return self._store.mount(self._path).fs  # another one once credentials were renewed
 
     def send(self, content: bytes) -> None:
         while len(self._running) >= IN_FLIGHT:

@@ -64,8 +64,7 @@ class SaveConfigCallback(Callback):
             if exists:
                 raise RunError(
                     f"SaveConfigCallback expected {path} to NOT exist. Aborting to avoid overwriting results of a "
-                    "previous "
-                    'run: delete it, set save_config_kwargs={"overwrite": True} to replace it, or '
+                    'previous run: delete it, set save_config_kwargs={"overwrite": True} to replace it, or '
                     "save_config_callback=None to save none."
                 )
             if trainer.is_global_zero:

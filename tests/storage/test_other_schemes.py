@@ -108,7 +108,7 @@ def test_a_server_that_ignores_ranges_is_told_of_once(tmp_path):
 
 def test_a_checkpoint_of_a_public_bucket_is_read_without_its_listing(bucket, s3_server):
     checkpoint.save(as_path(bucket) / "a.ckpt", STATE)
-    client = as_path(bucket).store.place(as_path(bucket)).fs
+    client = as_path(bucket).store.mount(as_path(bucket)).fs
     for path in as_path(bucket).find():
         name, key = path.key.split("/", 1)
         client.call_s3("put_object_acl", Bucket=name, Key=key, ACL="public-read")

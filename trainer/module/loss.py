@@ -79,8 +79,7 @@ def loss_of(output: Any, *, where: str = "training_step", module: nn.Module | No
     if not isinstance(value, Tensor):
         raise ModuleError(
             f"{where} returned {type(output).__name__} ({output!r:.80}), but must return a Tensor, a dict, or None; "
-            "return "
-            "a scalar tensor, a mapping with 'loss', a Loss, or None to skip the batch."
+            "return a scalar tensor, a mapping with 'loss', a Loss, or None to skip the batch."
         )
     if value.numel() != 1:
         raise ModuleError(

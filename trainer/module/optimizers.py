@@ -277,8 +277,8 @@ def _warn_of_unknown(given: Mapping[str, Any], known: Sequence[str], what: str) 
     unknown = [key for key in given if key not in known]
     if unknown:
         warnings.warn(
-            f"Found unsupported keys in the {what}: {set(unknown)}, which are "
-            f"ignored.{did_you_mean(unknown[0], known)}",
+            f"Found unsupported keys in the {what}: {{{', '.join(map(repr, unknown))}}}, which are ignored."
+            f"{did_you_mean(unknown[0], known)}",
             RuntimeWarning,
             stacklevel=2,
         )
