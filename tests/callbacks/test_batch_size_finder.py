@@ -217,7 +217,7 @@ class Stream(IterableDataset[Any]):
             [BatchSizeFinder()],
             {"strategy": "ddp", "devices": 2},
             ConfigError,
-            ("one process, got 2", "devices=1"),
+            ("got 2 processes", "devices=1"),
         ),
         (Wide, [BatchSizeFinder(batch_arg_name="bs")], {}, ModuleError, ("batch_arg_name='bs'", "found none")),
         (Wide, [BatchSizeFinder()], {"reload_dataloaders_every_n_epochs": 1}, ConfigError, ("one loader", "=1")),

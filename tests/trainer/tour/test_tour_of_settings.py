@@ -93,7 +93,7 @@ def a_fraction_of_no_batch() -> None:
     fit(limit_train_batches=0.1)
 
 
-@tour.answered_by(ConfigError, "val_check_interval=100", "4 batches", "check_val_every_n_epoch=None")
+@tour.answered_by(ConfigError, "val_check_interval=100", "training batches, 4", "check_val_every_n_epoch=None")
 def a_validation_that_never_comes() -> None:
     fit(val_check_interval=100)
 
@@ -197,7 +197,7 @@ def a_folder_that_cannot_be_written() -> None:
     quiet(Path("/proc/nowhere"), enable_checkpointing=True).fit(Validated(), loader())
 
 
-@tour.answered_by(ConfigError, "profiler='slow'", "simple")
+@tour.answered_by(ConfigError, "`profiler`", "got 'slow'", "simple")
 def an_unknown_profiler() -> None:
     Trainer(profiler="slow")
 
@@ -263,7 +263,7 @@ def a_misspelt_metric_of_the_checkpoint() -> None:
     fit(callbacks=ModelCheckpoint("runs", monitor="val_los"), enable_checkpointing=True)
 
 
-@tour.answered_by(ConfigError, "mode of EarlyStopping must be", "'min' or 'max', got 'lowest'")
+@tour.answered_by(ConfigError, "EarlyStopping: `mode` can be 'min' or 'max'", "got lowest")
 def an_unknown_mode() -> None:
     EarlyStopping("val_loss", mode="lowest")  # type: ignore[arg-type]
 
@@ -273,7 +273,7 @@ def the_best_three_of_no_metric() -> None:
     ModelCheckpoint("runs", save_top_k=3)
 
 
-@tour.answered_by(ConfigError, "every_n_train_steps=10, every_n_epochs=1 cannot be combined", "its own ModelCheckpoint")
+@tour.answered_by(ConfigError, "every_n_train_steps=10, every_n_epochs=1 is not possible", "its own ModelCheckpoint")
 def two_schedules_of_one_checkpoint() -> None:
     ModelCheckpoint("runs", every_n_epochs=1, every_n_train_steps=10)
 
@@ -321,7 +321,7 @@ def logs_in_a_store_that_nobody_knows() -> None:
     CSVLogger("s4://bucket/logs")
 
 
-@tour.answered_by(ConfigError, "LearningRateMonitor needs a logger", "logger=False", "remove the callback")
+@tour.answered_by(ConfigError, "LearningRateMonitor cannot be used", "no logger", "logger=False", "remove the callback")
 def learning_rates_without_a_logger() -> None:
     fit(callbacks=LearningRateMonitor())
 
