@@ -99,6 +99,7 @@ _ELSEWHERE: Final[Mapping[str, str]] = {
     "PrecisionPlugin": "lightning.extras.deprecated_plugins:OldPrecisionPlugin",
     "LightningDoublePrecisionModule": "lightning.extras.deprecated_plugins:uncalled_wrapper",
     "_Stateful": "lightning.extras.parsing:Stateful",
+    "is_picklable": "strategies.distributed.pickling:is_picklable",
     "_unwrap_objects": "lightning.extras.utilities:unwrap_objects",
 }
 """Names that are elsewhere, or have a different name there."""

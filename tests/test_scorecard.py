@@ -27,7 +27,6 @@ ALLOWED = {
         "strategies/distributed/pickling.py",
         "strategies/resilience/torch_rendezvous.py",
         "trainer/checkpoint/single_file.py",  # it writes the member that torch.load reads, and unpickles nothing
-        "lightning/extras/parsing.py",  # it asks whether an object could be pickled
         "lightning/checkpoint_files.py",  # in memory, of what a checkpoint holds, for a library that calls torch.load
     ),
     # what Lightning's users derive from: classes like those of a program, below the bases that programs have

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import pickle
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from ...strategies.distributed.pickling import is_picklable
 from ...strategies.torch_internals import tree_map
 
-__all__ = ["clean_namespace", "is_param_in_hook_signature", "is_picklable", "recursive_detach"]
+__all__ = ["clean_namespace", "is_param_in_hook_signature", "recursive_detach"]
 
 
 @runtime_checkable
@@ -24,15 +24,6 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state."""
-
-
-def is_picklable(obj: object) -> bool:
-    """Return whether `pickle` takes an object."""
-    try:
-        pickle.dumps(obj)
-    except (pickle.PickleError, AttributeError, RuntimeError, TypeError):
-        return False
-    return True
 
 
 def clean_namespace(hparams: MutableMapping[str, object]) -> None:

@@ -28,6 +28,15 @@ PICKLING_ERRORS: Final = (pickle.PicklingError, AttributeError, TypeError)
 _MAX_DEPTH = 8  # levels of attributes and items to search for an object that cannot be pickled
 
 
+def is_picklable(obj: object) -> bool:
+    """Return whether `pickle` takes an object, without what this module adds to it."""
+    try:
+        pickle.dumps(obj)
+    except (*PICKLING_ERRORS, RuntimeError):
+        return False
+    return True
+
+
 def pack(
     value: Any,
     name: str = "the function",

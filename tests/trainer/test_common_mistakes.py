@@ -89,7 +89,7 @@ def test_a_setting_can_be_set_before_a_run() -> None:
     trainer.should_stop = False
     trainer.fit(Regression(), loader())
     assert trainer.global_step == 6
-    with raises(ConfigError, "limit_train_batches=-1"):
+    with raises(ConfigError, "limit_train_batches was passed invalid value -1"):
         trainer.limit_train_batches = -1
     for name in ("strategy", "callbacks", "enable_progress_bar"):
         with raises(ConfigError, f"trainer.{name} is fixed once the trainer is made, got 'x'"):

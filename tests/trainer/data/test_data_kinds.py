@@ -396,7 +396,7 @@ def test_the_sanity_check_reads_few_batches_and_leaves_no_metrics():
 
 
 def test_an_interval_that_never_comes_is_refused():
-    message = r"val_check_interval=6.*5 batches.*check_val_every_n_epoch=None"
+    message = r"val_check_interval=6 must be.*training batches, 5,.*check_val_every_n_epoch=None"
     with pytest.raises(ConfigError, match=message):
         quiet(val_check_interval=6).fit(Regression(), loader(10, 2), loader(2, 2))
     with pytest.raises(ConfigError, match=r"val_check_interval=0.5 is a fraction.*no length.*as an int"):

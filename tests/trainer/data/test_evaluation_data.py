@@ -157,7 +157,7 @@ def test_random_numbers_of_the_process_are_left_alone_by_what_is_dealt():
 
 
 def test_a_fraction_of_an_unknown_length_is_refused_on_all_ranks():
-    with raises(ConfigError, "limit_val_batches=0.5", "no length"):
+    with raises(ConfigError, "no length", "`Trainer(limit_val_batches)`", "got 0.5"):
         evaluated(lambda ranks: DataLoader(Stream(0, 4), 2), 2, limit=0.5)
 
 
