@@ -7,7 +7,6 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
-from urllib.parse import unquote
 
 from ..errors import ConfigError, MissingDependencyError, StoreError
 
@@ -62,8 +61,6 @@ class Mount:
     def key(self, path: str) -> str:
         """Return the key of a path."""
         rest = path.removeprefix(self.base).strip("/")
-        if self.base.startswith("http"):
-            rest = unquote(rest)
         return f"{self.head}/{rest}" if rest else self.head
 
 
@@ -108,6 +105,10 @@ _clients: Final[dict[tuple[int, str, str], Any]] = {}
 def _mount_in_process(scheme: str, head: str, pid: int) -> Mount:
     made, path = _connect(scheme, f"{scheme}://{head}/x")
     client = _clients.setdefault((pid, scheme, repr(sorted(made.storage_options.items()))), made)
+    if scheme in READ_ONLY:
+        from .web_files import WebFiles
+
+        client = WebFiles(client)
     return Mount(client, head, path[:-1])
 
 

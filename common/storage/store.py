@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
-from urllib.parse import unquote
+from typing import Any, Final, Protocol, TypeVar
 
 from .filesystem import READ_ONLY, Mount, forget_filesystem, mount_of
 from .retry import Retry, default_retry
@@ -37,16 +35,6 @@ class Located(Protocol):
     @property
     def key(self) -> str:
         """What follows the scheme, with the bucket first."""
-
-
-class _At(NamedTuple):
-    """What a store is asked for by its key."""
-
-    scheme: str
-    key: str
-
-    def __str__(self) -> str:
-        return f"{self.scheme}://{self.key}"
 
 
 @dataclass(frozen=True)
@@ -82,9 +70,6 @@ class Store:
 
         def request(fs: Any, at: str) -> bytes:
             content: bytes = fs.cat_file(at, start=begin, end=end)
-            if len(content) > end - begin and self.scheme in READ_ONLY:  # all of it, as from Python's http.server
-                _tell_of_ranges(at.rsplit("/", 1)[0])
-                content = content[begin:end]
             if len(content) != end - begin:  # a connection that was closed in the middle of a body
                 raise OSError(f"got {len(content)} bytes instead of {end - begin}")
             return content
@@ -139,8 +124,7 @@ class Store:
 
         def request(fs: Any, at: str) -> int | None:
             info = fs.info(at)
-            is_folder = self.scheme in READ_ONLY and str(info.get("url", "")).endswith("/")  # redirected to its page
-            return int(info["size"] or 0) if info.get("type") == "file" and not is_folder else None
+            return int(info["size"] or 0) if info.get("type") == "file" else None
 
         try:
             return self._do("Looking for", path, request)
@@ -156,19 +140,12 @@ class Store:
 
         def request(fs: Any, at: str) -> list[Listed]:
             found = fs.ls(at, detail=True)
-            return sorted((_entry(info) for info in found if self._is_inside(info, at)), key=lambda one: one.name)
+            return sorted((_entry(info) for info in found if _is_inside(info, at)), key=lambda one: one.name)
 
         try:
             return self._do("Listing", folder, request)[:limit]
         except (FileNotFoundError, NotADirectoryError):
             return []
-
-    def _is_inside(self, info: dict[str, Any], folder: str) -> bool:
-        """Return whether an entry of a listing is below a folder: an object's is the object, and pages have links."""
-        name = str(info["name"])
-        if self.scheme in READ_ONLY:
-            return unquote(name).startswith(f"{unquote(folder).rstrip('/')}/") and not set("?#") & set(name)
-        return name.strip("/") != folder.strip("/")
 
     def check_bucket(self, folder: Located) -> None:
         """Check that the bucket of a folder is there, where a scheme has buckets.
@@ -177,8 +154,8 @@ class Store:
             FileNotFoundError: if it is not.
         """
         if self.scheme in _WITH_BUCKETS:
-            bucket = _At(self.scheme, folder.key.split("/", 1)[0])
-            self._do("Looking for", bucket, lambda fs, at: fs.info(at))
+            mount = self.mount(folder)
+            self._call(f"Looking for {folder}", lambda: mount.fs.info(mount.path(mount.head)))
 
     def find(self, folder: Located) -> dict[str, int]:
         """Return the keys of all objects below a folder, at any depth, with their bytes."""
@@ -192,28 +169,14 @@ class Store:
         return {key: _version(info) for key, info in self._infos(folder).items()}
 
     def _infos(self, folder: Located) -> dict[str, Mapping[str, Any]]:
-        if self.scheme in READ_ONLY:
-            return self._infos_of_pages(folder.key)
-
         def request(fs: Any, at: str) -> dict[str, Mapping[str, Any]]:
-            found = fs.find(at, detail=True)
-            return {self.mount(folder).key(name): info for name, info in found.items() if name != at}
+            mount = self.mount(folder)
+            return {mount.key(name): info for name, info in fs.find(at, detail=True).items() if name != at}
 
         try:
             return self._do("Listing", folder, request)
         except FileNotFoundError:
             return {}
-
-    def _infos_of_pages(self, key: str) -> dict[str, Mapping[str, Any]]:
-        """Return what `_infos` does: fsspec's own search follows links to the folder above, and has no sizes."""
-        found: dict[str, Mapping[str, Any]] = {}
-        for entry in self.list(_At(self.scheme, key)):
-            below = _At(self.scheme, f"{key}/{entry.name}")
-            if entry.is_folder:
-                found.update(self._infos_of_pages(below.key))
-            else:
-                found[below.key] = self._do("Looking for", below, lambda fs, at: fs.info(at))
-        return found
 
     def delete(self, paths: Iterable[Located]) -> None:
         """Delete objects; those that are not there do not matter."""
@@ -269,17 +232,11 @@ def _version(info: Mapping[str, Any]) -> str:
     return " ".join([str(info.get("size")), *known]) if known else ""
 
 
+def _is_inside(info: dict[str, Any], folder: str) -> bool:
+    """Return whether an entry of a listing is below a folder: that of an object has the object itself."""
+    return str(info["name"]).strip("/") != folder.strip("/")
+
+
 def _entry(info: dict[str, Any]) -> Listed:
     name = str(info["name"]).rstrip("/").rpartition("/")[2]
-    if str(info["name"]).startswith(("http://", "https://")):
-        name = unquote(name)
     return Listed(name, info.get("type") == "directory", int(info.get("size") or 0))
-
-
-@functools.cache
-def _tell_of_ranges(folder: str) -> None:
-    warnings.warn(
-        f"{folder} ignores the range of bytes that a request asks for, so all of a file comes for each part of it; use "
-        "a server that answers ranges (nginx, Apache, a bucket), or download the files first.",
-        stacklevel=2,
-    )
