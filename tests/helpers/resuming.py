@@ -6,13 +6,14 @@ import csv
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from sweep import IS_SWEEP
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -45,6 +46,7 @@ class Record:
     final: dict[str, Any] = field(default_factory=dict)
     curve: list[dict[str, str]] = field(default_factory=list)
     num_steps: int = 0
+    epochs: list[int] = field(default_factory=list)
 
 
 class Killed(Callback):
@@ -72,6 +74,7 @@ class Recorder(Callback):
 
     def on_train_epoch_start(self, trainer: Any, module: nn.Module) -> None:
         self._interrupt(trainer)
+        self.record.epochs.append(trainer.global_step)
 
     def on_train_batch_start(self, trainer: Any, module: nn.Module, batch: Any, batch_idx: int) -> None:
         self._interrupt(trainer)
@@ -157,32 +160,35 @@ def assert_same(found: Any, expected: Any, where: str = "") -> None:
         assert found == expected or (found != found and expected != expected), f"{where}: {found} is not {expected}"
 
 
-def assert_exact(build: Callable[[], Run], tmp_path: Path, steps: Iterable[int] | None = None) -> Record:
-    """Interrupt a run after each of these steps (by default every one), resume it, and compare with the whole run."""
+def assert_exact(build: Callable[[], Run], tmp_path: Path, steps: Sequence[int] | None = None) -> Record:
+    """Interrupt a run after these steps, resume it each time, and compare with the run that was not interrupted.
+
+    By default one run is interrupted after every step, another only inside its first epoch, and a third only at that
+    epoch's end. In a sweep each step interrupts a run of its own, which goes on to the end.
+    """
     seed_everything(1)
     whole = fit(build(), tmp_path / "whole")
     assert whole.num_steps > 3
-    for step in range(1, whole.num_steps) if steps is None else steps:
-        folder = tmp_path / str(step)
-        seed_everything(1)
-        begun = fit(build(), folder, stop_after=step)
-        assert begun.num_steps == step
-        seed_everything(99)
-        resumed = fit(build(), folder, ckpt_path="last")
-        compare(whole, [begun, resumed], f"interrupted after step {step}")
+    every = range(1, whole.num_steps)
+    if IS_SWEEP:
+        chains = [[step] for step in (every if steps is None else steps)]
+    else:
+        end = (*whole.epochs, whole.num_steps)[1]
+        chains = [every, [end // 2], whole.epochs[1:2]] if steps is None else [steps]
+    for stops in filter(len, chains):
+        when = "interrupted after " + ", ".join(map(str, stops))
+        compare(whole, interrupted(build, tmp_path / when.replace(" ", "_"), stops), when)
     return whole
 
 
-def assert_exact_when_interrupted_always(build: Callable[[], Run], tmp_path: Path) -> None:
-    """Interrupt a run after each step, each time resuming the run that was interrupted before."""
-    seed_everything(1)
-    whole = fit(build(), tmp_path / "whole")
-    seed_everything(1)
-    parts = [fit(build(), tmp_path / "parts", stop_after=1)]
-    for step in range(2, whole.num_steps + 1):
-        seed_everything(step)
-        parts.append(fit(build(), tmp_path / "parts", ckpt_path="last", stop_after=step))
-    compare(whole, parts, "interrupted after every step")
+def interrupted(build: Callable[[], Run], folder: Path, stops: Sequence[int]) -> list[Record]:
+    """Return the parts of a run that is interrupted after each of these steps, and resumed from there."""
+    parts: list[Record] = []
+    for stop in (*stops, None):
+        seed_everything(99 + len(parts) if parts else 1)
+        parts.append(fit(build(), folder, ckpt_path="last" if parts else None, stop_after=stop))
+        assert stop in (None, parts[-1].num_steps)
+    return parts
 
 
 def compare(whole: Record, parts: list[Record], when: str) -> None:

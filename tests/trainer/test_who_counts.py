@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import traceback
 from importlib.util import find_spec
 
@@ -46,6 +45,8 @@ def loader(size=2, num_samples=NUM_SAMPLES):
 
 CASES = {}
 """The runs whose results on several ranks are compared with those in one process: function and arguments, by name."""
+OF_RANKS = {}
+"""Those that mean something on several ranks only: the numbers of ranks, function and arguments."""
 
 
 def run_cases(cases, size):
@@ -60,9 +61,20 @@ def run_cases(cases, size):
 
 
 @pytest.fixture(scope="module")
-def ends():
+def ends(tmp_path_factory):
     """Return the results of all cases on each of a number of ranks, which start once."""
-    return once(lambda num_ranks: run_ranks(run_cases, num_ranks, CASES, 2))
+
+    def run(num_ranks):
+        resumed = {"resumed": (resume_an_epoch, tmp_path_factory.mktemp("resumed") / "a.ckpt")}
+        of_ranks = {name: case for name, (numbers, *case) in OF_RANKS.items() if num_ranks in numbers}
+        return run_ranks(run_cases, num_ranks, CASES | resumed | of_ranks, 2)
+
+    return once(run)
+
+
+def assert_on_ranks(ends, name, num_ranks, expected):
+    """Compare what a case returns on each rank with what is expected there."""
+    assert [end[name] for end in ends(num_ranks)] == expected
 
 
 def at_rank_0_and_alone(ends, name, num_ranks):
@@ -184,11 +196,10 @@ def resume_an_epoch(size, path):
 
 
 @LAYOUTS
-def test_what_was_logged_before_a_resume_counts_once(num_ranks, size, tmp_path):
-    found = run_ranks(functools.partial(resume_an_epoch, size, tmp_path / "a"), num_ranks)
-    (alone,) = run_ranks(functools.partial(resume_an_epoch, size, tmp_path / "b"), 1)
+def test_what_was_logged_before_a_resume_counts_once(num_ranks, size, ends):
+    found, alone = at_rank_0_and_alone(ends, "resumed", num_ranks)
     assert alone["samples"] == NUM_SAMPLES
-    assert found == [pytest.approx(alone, abs=1e-12)] * num_ranks
+    assert found == pytest.approx(alone, abs=1e-12)
 
 
 # --- losses -----------------------------------------------------------------------------------------------------------
@@ -289,41 +300,54 @@ def read_an_iterable(size, by):
     return trainer.callback_metrics["samples"].item()
 
 
-def refuse_an_iterable(by, text):
+def refuse_an_iterable(size, by, text):
     with pytest.raises(DataError, match=text):
-        read_an_iterable(2, by)
+        read_an_iterable(size, by)
+
+
+OF_RANKS["dealt"] = (2, 4), read_an_iterable, "data_rank"
 
 
 @LAYOUTS
-def test_an_iterable_that_deals_by_data_rank_is_read_once(num_ranks, size):
-    assert run_ranks(functools.partial(read_an_iterable, size, "data_rank"), num_ranks) == [NUM_SAMPLES] * num_ranks
+def test_an_iterable_that_deals_by_data_rank_is_read_once(num_ranks, size, ends):
+    assert_on_ranks(ends, "dealt", num_ranks, [NUM_SAMPLES] * num_ranks)
+
+
+TEXT = r"Ranks 0 and 1 hold parts of one replica, whose loaders must give both the same batches"
+OF_RANKS["dealt by rank"] = (2, 4), refuse_an_iterable, "rank", TEXT
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_an_iterable_that_deals_by_rank_is_an_error_in_the_first_step(num_ranks):
-    text = r"Ranks 0 and 1 hold parts of one replica, whose loaders must give both the same batches"
-    run_ranks(functools.partial(refuse_an_iterable, "rank", text), num_ranks)
+def test_an_iterable_that_deals_by_rank_is_an_error_in_the_first_step(num_ranks, ends):
+    assert_on_ranks(ends, "dealt by rank", num_ranks, [None] * num_ranks)
 
 
-def test_streams_of_other_lengths_inside_a_replica_are_an_error_when_one_ends():
-    text = r"Ranks 2 and 3 hold parts of one replica, .* got counts \[1.0, 2.0\] and \[0.0, 0.0\] of batches"
-    run_ranks(functools.partial(refuse_an_iterable, "length", text), 4)
+LONGER = r"Ranks 2 and 3 hold parts of one replica, .* got counts \[1.0, 2.0\] and \[0.0, 0.0\] of batches"
+OF_RANKS["other lengths"] = (4,), refuse_an_iterable, "length", LONGER
 
 
-def evaluate_an_iterable(by):
-    trainer = trainer_of(2)
+def test_streams_of_other_lengths_inside_a_replica_are_an_error_when_one_ends(ends):
+    assert_on_ranks(ends, "other lengths", 4, [None] * 4)
+
+
+def evaluate_an_iterable(size, by):
+    trainer = trainer_of(size)
     (found,) = trainer.validate(Logging(), DataLoader(Dealing(trainer, by), batch_size=3), verbose=False)
     return found["validated"]
 
 
-def refuse_an_evaluation():
+def refuse_an_evaluation(size):
     with pytest.raises(DataError, match="Ranks 0 and 1 hold parts of one replica"):
-        evaluate_an_iterable("rank")
+        evaluate_an_iterable(size, "rank")
 
 
-def test_an_evaluation_compares_its_first_batch_too():
-    assert run_ranks(functools.partial(evaluate_an_iterable, "data_rank"), 4) == [NUM_SAMPLES] * 4
-    run_ranks(refuse_an_evaluation, 4)
+OF_RANKS["evaluated"] = (4,), evaluate_an_iterable, "data_rank"
+OF_RANKS["evaluated by rank"] = (4,), refuse_an_evaluation
+
+
+def test_an_evaluation_compares_its_first_batch_too(ends):
+    assert_on_ranks(ends, "evaluated", 4, [NUM_SAMPLES] * 4)
+    assert_on_ranks(ends, "evaluated by rank", 4, [None] * 4)
 
 
 class Sampled(Logging):
@@ -338,28 +362,32 @@ class Sampled(Logging):
         return DataLoader(data(), batch_size=3, sampler=DistributedSampler(data(), shuffle=False, **numbers))
 
 
-def sample_by(by):
-    trainer = trainer_of(2)
+def sample_by(size, by):
+    trainer = trainer_of(size)
     trainer.fit(Sampled(by))
     return trainer.callback_metrics["samples"].item()
 
 
-def refuse_a_sampler():
+def refuse_a_sampler(size):
     with pytest.raises(
         DataError, match="must divide the data among 2 data ranks|Ranks 0 and 1 hold parts of one replica"
     ):
-        sample_by("rank")
+        sample_by(size, "rank")
+
+
+OF_RANKS["sampled"] = (2, 4), sample_by, "data_rank"
+OF_RANKS["sampled by rank"] = (2, 4), refuse_a_sampler
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_a_sampler_with_the_numbers_of_the_trainer_deals_to_the_data_ranks(num_ranks):
-    assert run_ranks(functools.partial(sample_by, "data_rank"), num_ranks) == [NUM_SAMPLES] * num_ranks
-    run_ranks(refuse_a_sampler, num_ranks)
+def test_a_sampler_with_the_numbers_of_the_trainer_deals_to_the_data_ranks(num_ranks, ends):
+    assert_on_ranks(ends, "sampled", num_ranks, [NUM_SAMPLES] * num_ranks)
+    assert_on_ranks(ends, "sampled by rank", num_ranks, [None] * num_ranks)
 
 
-def log_without_syncing():
-    module, trainer = OfRanks(), trainer_of(2)
-    trainer.fit(module, loader())
+def log_without_syncing(size):
+    module, trainer = OfRanks(), trainer_of(size)
+    trainer.fit(module, loader(size))
     return trainer.callback_metrics["own"].item(), trainer.callback_metrics["of_all"].item()
 
 
@@ -371,6 +399,9 @@ class OfRanks(Small):
         return self.loss(batch)
 
 
-def test_what_is_not_synced_stays_the_own_value_of_each_rank():
+OF_RANKS["not synced"] = (4,), log_without_syncing
+
+
+def test_what_is_not_synced_stays_the_own_value_of_each_rank(ends):
     # the first rank of each replica counts, if the ranks that hold it differ
-    assert run_ranks(log_without_syncing, 4) == [(0.0, 2.0), (1.0, 2.0), (2.0, 2.0), (3.0, 2.0)]
+    assert_on_ranks(ends, "not synced", 4, [(0.0, 2.0), (1.0, 2.0), (2.0, 2.0), (3.0, 2.0)])

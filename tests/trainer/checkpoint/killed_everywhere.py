@@ -1,9 +1,9 @@
 """A program that forks a writer for each system call of a save, kills it there, and checks what is left.
 
 Run by test_atomic_folder.py in a process of its own: forking wants a process without threads.
-Usage: killed_everywhere.py FOLDER fresh|replace|remove|replace-without-exchange|random|rank-0|rank-1, or one of the
-first four with -file, or rank-0-file: for checkpoints in one file; or node-0|node-1|replace-node-0|replace-node-1: for
-nodes with folders of their own.
+Usage: killed_everywhere.py FOLDER fresh|replace|remove|replace-without-exchange|random|rank-0|rank-1 [EVERY], or one of
+the first four with -file, or rank-0-file: for checkpoints in one file; or node-0|node-1|replace-node-0|replace-node-1:
+for nodes with folders of their own. EVERY is how many system calls lie between one kill and the next, by default 1.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def state(step: int) -> dict[str, Any]:
 
 
 IS_FILE = sys.argv[2].endswith("-file")
+EVERY = int(sys.argv[3]) if sys.argv[3:] else 1
 save = functools.partial(save, single_file=SingleFile() if IS_FILE else None)
 
 
@@ -94,9 +95,9 @@ def check(folder: Path, allowed: set[int]) -> None:
 
 
 def at_every_call(folder: Path, work: Callable[[], None], allowed: set[int]) -> int:
-    kill_at, was_killed = 0, True
+    kill_at, was_killed = 1 - EVERY, True
     while was_killed:
-        kill_at += 1
+        kill_at += EVERY
         shutil.rmtree(folder, ignore_errors=True)
         save(folder / "a.ckpt", state(1))
         point(folder / "last.ckpt", folder / "a.ckpt")
@@ -105,7 +106,7 @@ def at_every_call(folder: Path, work: Callable[[], None], allowed: set[int]) -> 
         sweep(folder)
         assert unfinished(folder) == []
         check(folder, allowed)
-    return kill_at - 1
+    return kill_at // EVERY
 
 
 def fresh(folder: Path) -> int:
@@ -159,9 +160,9 @@ def one_of_two_ranks(folder: Path, victim: int) -> int:
         whole["optimizers"] = Sharded(m=whole["optimizers"]["m"]) if rank else Sharded()
         Writer(group).save(folder / "b.ckpt", whole, single_file=SingleFile() if IS_FILE else None)
 
-    kill_at, was_killed = 0, True
+    kill_at, was_killed = 1 - EVERY, True
     while was_killed:
-        kill_at += 1
+        kill_at += EVERY
         shutil.rmtree(folder, ignore_errors=True)
         store.unlink(missing_ok=True)
         save(folder / "a.ckpt", state(1))
@@ -174,7 +175,7 @@ def one_of_two_ranks(folder: Path, victim: int) -> int:
         sweep(folder)
         assert unfinished(folder) == []
         check(folder, {1, 2} if was_killed else {2})
-    return kill_at - 1
+    return kill_at // EVERY
 
 
 def one_of_two_nodes(folder: Path, victim: int, name: str) -> int:
@@ -211,9 +212,9 @@ def one_of_two_nodes(folder: Path, victim: int, name: str) -> int:
                 assert (loaded["optimizers"]["m"] == found[-1]).all()
         return found
 
-    kill_at, was_killed = 0, True
+    kill_at, was_killed = 1 - EVERY, True
     while was_killed:
-        kill_at += 1
+        kill_at += EVERY
         shutil.rmtree(folder, ignore_errors=True)
         for place in folders:
             place.mkdir(parents=True)
@@ -228,7 +229,7 @@ def one_of_two_nodes(folder: Path, victim: int, name: str) -> int:
         assert [one.path.name for one in list_checkpoints(folders[0])] == [
             one.path.name for one in list_checkpoints(folders[1])
         ]
-    return kill_at - 1
+    return kill_at // EVERY
 
 
 def at_random(folder: Path) -> int:
@@ -236,7 +237,7 @@ def at_random(folder: Path) -> int:
     chance = random.Random(0)
     save(folder / "0.ckpt", state(0))
     step = 0
-    for _ in range(40):
+    for _ in range(40 // EVERY):
         pid = os.fork()
         if pid == 0:
             while True:
@@ -253,7 +254,7 @@ def at_random(folder: Path) -> int:
         reached = load(newest)["trainer"]["step"]
         assert reached >= step
         step = reached
-    return 40
+    return 40 // EVERY
 
 
 if __name__ == "__main__":

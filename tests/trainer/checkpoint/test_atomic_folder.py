@@ -52,9 +52,10 @@ def state(step: int = 0, size: int = 100) -> dict[str, Any]:
 )
 def test_a_kill_anywhere_leaves_every_earlier_checkpoint_valid(mode: str, at_least: int, memory_path: Path) -> None:
     script = Path(__file__).with_name("killed_everywhere.py")
-    done = run_program(script, memory_path / "run", mode, folder=memory_path, timeout=1200)
+    every = "1" if IS_SWEEP else "3" if "node" in mode or "rank" in mode else "2"
+    done = run_program(script, memory_path / "run", mode, every, folder=memory_path, timeout=1200)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= at_least
+    assert int(done.stdout) >= at_least // int(every)
 
 
 def test_missing_folders_are_made(tmp_path: Path) -> None:

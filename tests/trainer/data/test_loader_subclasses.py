@@ -115,6 +115,7 @@ def plain_samples(memory_path):
     return fit(Run(Small(), numbered(), None, {"limit_train_batches": 4}), memory_path / "plain").samples
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", [OwnIterator, InfiniteNegated, Lazy])
 def test_a_subclass_reads_on(memory_path, kind, workers):
@@ -128,6 +129,7 @@ def test_a_subclass_reads_on(memory_path, kind, workers):
         loader.iterator._shutdown_workers()  # those that it began for itself, which the garbage collector ends late
 
 
+@pytest.mark.sweep
 def test_an_endless_loader_keeps_the_batches_of_its_batch_sampler(memory_path):
     def build():
         batches = BatchSampler(RandomSampler(range(NUM_SAMPLES)), 3, drop_last=False)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from as_rank import double_trainer
 from small import raises
+from sweep import dealt
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -39,6 +40,7 @@ LIMITS = {
     "tokens": {"max_tokens": 2 * TOTAL - 60, "val_check_interval": "90 tokens", "log_every_n_steps": "60 tokens"},
     "samples": {"max_samples": 43, "val_check_interval": "9 samples", "log_every_n_steps": "7 samples"},
 }
+CASES = dealt(list(LAYOUTS), list(LIMITS), [0])
 SAVES = {"tokens": "70 tokens", "samples": "10 samples"}
 BUDGET = 80
 
@@ -137,16 +139,15 @@ def fit_to_a_budget(strategy, batch_size):
 
 def in_layouts(folder):
     found = {}
-    for name, make in LAYOUTS.items():
-        for unit in LIMITS:
-            here = folder / f"{name}-{unit}"
-            seen, weights, _ = fit_by(unit, make(), here)
-            found[name, unit] = seen, weights
-            begun, _, trainer = fit_by(unit, make(), here / "begun", max_steps=5)
-            trainer.save_checkpoint(here / "at.ckpt")
-            settings = {"global_batch_size": 4, **LIMITS[unit]}
-            rest, resumed, _ = fit(make(), settings, ckpt_path=here / "at.ckpt")
-            found[name, unit, "resumed"] = (*(a + b for a, b in zip(begun[:2], rest[:2], strict=True)),), resumed
+    for name, unit in CASES:
+        here, make = folder / f"{name}-{unit}", LAYOUTS[name]
+        seen, weights, _ = fit_by(unit, make(), here)
+        found[name, unit] = seen, weights
+        at = seen[2][1]  # the step of its second checkpoint
+        settings = {"global_batch_size": 4, **LIMITS[unit]}
+        rest, resumed, _ = fit(make(), settings, ckpt_path=next(here.glob(f"*step={at}.ckpt")))
+        before = ([entry for entry in entries if entry[0] <= at] for entries in seen[:2])
+        found[name, unit, "resumed"] = (*(a + b for a, b in zip(before, rest[:2], strict=True)),), resumed
     for name in ("fsdp", "tp", "cp"):
         found[name, "budget"] = fit_to_a_budget(LAYOUTS[name](), 2)
     with raises(ConfigError, "A pipeline has the same number of micro-batches", "accumulate_tokens with pp=2"):
@@ -175,8 +176,8 @@ def assert_same(found, expected):
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("unit", LIMITS)
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.sweep
+@pytest.mark.parametrize(("name", "unit"), CASES)
 def test_a_layout_ends_validates_and_saves_as_one_process(name, unit, found, alone):
     seen, weights = alone[unit]
     steps, validated, saved = seen

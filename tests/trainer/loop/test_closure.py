@@ -12,6 +12,7 @@ import pytest
 import torch
 from as_rank import calm_down
 from small import Regression, loader, quiet, raises
+from sweep import dealt
 from test_early_end import DATA, RATE, STRATEGIES, Net, Own, trained
 from torch import Tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -73,11 +74,14 @@ def train(strategy: Strategy | str, data: Any, leaves_at: int, *, calls_twice: b
     }
 
 
-def train_all(strategies: dict[str, Strategy | str], *, again: bool = False) -> dict[str, Any]:
+def train_all(strategies: dict[str, Strategy | str], cases: list[tuple[str, str]]) -> dict[str, Any]:
     calm_down()
-    ends = {f"{name}, {run}": train(strategy, *RUNS[run]) for name, strategy in strategies.items() for run in RUNS}
-    for name, strategy in strategies.items() if again else ():
-        ends[f"{name}, twice"] = train(strategy, *RUNS["whole windows"], calls_twice=True)
+    ends = {}
+    for name, run in cases:
+        is_twice = run == "twice"
+        ends[f"{name}, {run}"] = train(
+            strategies[name], *RUNS["whole windows" if is_twice else run], calls_twice=is_twice
+        )
     return ends
 
 
@@ -103,11 +107,14 @@ def check(end: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def ends() -> list[dict[str, Any]]:
-    return run_ranks(partial(train_all, STRATEGIES, again=True), 2)
+    return run_ranks(partial(train_all, STRATEGIES, CASES), 2)
 
 
-@pytest.mark.parametrize("run", [*RUNS, "twice"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+CASES = dealt([*STRATEGIES], [*RUNS, "twice"], [0, 2, 3])
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("strategy", "run"), CASES)
 def test_what_optimizer_step_sets_is_seen_by_the_forward_of_that_step(ends, strategy, run):
     for found in ends:
         end = found[f"{strategy}, {run}"]
@@ -127,12 +134,14 @@ CUT = {"blocks.0": ColwiseParallel(), "blocks.1": RowwiseParallel()}
 
 def train_with_parts() -> dict[str, Any]:
     pipeline = ParallelStrategy(pp=2, dp_shard=2)
-    ends = train_all({"tp": ParallelStrategy(tp=2, dp_shard=2, tp_plan=CUT), "pp": pipeline})
+    cases = dealt(["tp", "pp"], [*RUNS], [1])
+    ends = train_all({"tp": ParallelStrategy(tp=2, dp_shard=2, tp_plan=CUT), "pp": pipeline}, cases)
     with pytest.raises(ModuleError, match="called optimizer_closure twice in global_step 0, but a pipeline"):
         train(pipeline, *RUNS["whole windows"], calls_twice=True)
     return ends
 
 
+@pytest.mark.sweep
 def test_so_it_is_with_layers_that_are_cut_and_in_a_pipeline():
     for found in run_ranks(train_with_parts, 4):
         for end in found.values():

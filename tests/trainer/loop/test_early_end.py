@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from as_rank import calm_down, double_trainer
+from sweep import dealt
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -102,11 +103,12 @@ def train(strategy: Strategy | str, data: Any, leaves_at: int, *, units: bool = 
     }
 
 
-def train_all(strategies: dict[str, Strategy | str], runs: dict[str, Any]) -> dict[str, Any]:
+def train_all(strategies: dict[str, Strategy | str], cases: list[tuple[str, str]]) -> dict[str, Any]:
     calm_down()
-    ends = {f"{name}, {run}": train(strategy, *runs[run]) for name, strategy in strategies.items() for run in runs}
-    for name, strategy in strategies.items():
-        ends[f"{name}, units"] = train(strategy, *runs["whole windows"], units=True)
+    ends = {}
+    for name, run in cases:
+        is_units = run == "units"
+        ends[f"{name}, {run}"] = train(strategies[name], *RUNS["whole windows" if is_units else run], units=is_units)
     return ends
 
 
@@ -129,18 +131,22 @@ def check(end: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def ends() -> list[dict[str, Any]]:
-    return run_ranks(partial(train_all, STRATEGIES, RUNS), 2)
+    return run_ranks(partial(train_all, STRATEGIES, CASES), 2)
 
 
-@pytest.mark.parametrize("run", [*RUNS, "units"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+CASES = dealt([*STRATEGIES], [*RUNS, "units"], [0, 2, 5])
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("strategy", "run"), CASES)
 def test_a_step_that_ends_early_is_the_mean_of_what_came(ends, strategy, run):
     for end in ends:
         check(end[f"{strategy}, {run}"])
 
 
+@pytest.mark.sweep
 def test_so_it_is_in_a_pipeline_with_several_data_ranks():
-    strategy = ParallelStrategy(pp=2, dp_shard=2)
-    for ends in run_ranks(partial(train_all, {"pp": strategy}, RUNS), 4):
+    cases = dealt(["pp"], [*RUNS, "units"], [1, 2, 3, 5, 8])
+    for ends in run_ranks(partial(train_all, {"pp": ParallelStrategy(pp=2, dp_shard=2)}, cases), 4):
         for end in ends.values():
             check(end)

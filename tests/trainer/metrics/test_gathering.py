@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import traceback
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torchmetrics
 from as_rank import calm_down, double_trainer, world_size
+from once import once
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics.text import ROUGEScore
@@ -118,23 +120,48 @@ def validated(strategy: str, num_samples: int, *, copies: bool = False) -> Any:
     return module.found
 
 
-@pytest.mark.parametrize("num_samples", [2, 3, 7])
-def test_lists_of_which_ranks_have_different_numbers_or_none_are_gathered_whole(num_samples: int) -> None:
+NUMBERS = (2, 3, 7)
+
+
+def found_here() -> dict[Any, Any]:
+    """Return what this rank finds in each case, or its error."""
+    strategy = "ddp" if world_size() > 1 else "single"
+    cases: dict[Any, Any] = {number: partial(validated, strategy, number) for number in NUMBERS}
+    cases |= {"elsewhere": computed_elsewhere, "copied": partial(validated, strategy, 8, copies=True)}
+    ends = {}
+    for name, case in cases.items():
+        try:
+            ends[name] = case()
+        except Exception:  # noqa: BLE001 - the test shows it, and the other cases still run
+            ends[name] = traceback.format_exc()
+    return ends
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    """Return what each of a number of ranks finds; they start once."""
+    return once(lambda num_ranks: run_ranks(found_here, num_ranks, timeout=120))
+
+
+@pytest.mark.parametrize("num_samples", NUMBERS)
+def test_lists_of_which_ranks_have_different_numbers_or_none_are_gathered_whole(num_samples: int, found: Any) -> None:
     total = num_samples * (num_samples + 1) / 2
     squares = sum(number**2 for number in range(1, num_samples + 1))
-    (alone,) = run_ranks(partial(validated, "single", num_samples), 1)
-    assert alone[0] == [total, 2 * total, squares]
-    for numbers, recall in run_ranks(partial(validated, "ddp", num_samples), 2, timeout=60):
+    alone = found(1)[0][num_samples]
+    assert alone[0] == [total, 2 * total, squares], alone
+    for rank in found(2):
+        assert not isinstance(rank[num_samples], str), rank[num_samples]
+        numbers, recall = rank[num_samples]
         assert numbers == alone[0]
         assert recall == pytest.approx(alone[1])
 
 
-def test_a_copy_of_a_metric_gathers_like_it() -> None:
-    for numbers, _ in run_ranks(partial(validated, "ddp", 8, copies=True), 2, timeout=60):
-        assert numbers == [36, 72, 204]
+def test_a_copy_of_a_metric_gathers_like_it(found: Any) -> None:
+    for rank in found(2):
+        assert rank["copied"][0] == [36, 72, 204], rank["copied"]
 
 
-def test_metrics_that_the_module_does_not_have_are_gathered_whole() -> None:
-    (alone,) = run_ranks(computed_elsewhere, 1)
+def test_metrics_that_the_module_does_not_have_are_gathered_whole(found: Any) -> None:
+    alone = found(1)[0]["elsewhere"]
     assert alone == [[28, 56, 140]] * 3
-    assert run_ranks(computed_elsewhere, 2, timeout=60) == [alone] * 2
+    assert [rank["elsewhere"] for rank in found(2)] == [alone] * 2

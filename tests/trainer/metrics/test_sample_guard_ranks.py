@@ -1,11 +1,12 @@
 """Samples that a rank counts twice or loses are told by rank 0, without a collective of their own."""
 
-import functools
+import traceback
 import warnings
 
 import pytest
 import torch
 from as_rank import calm_down, world_size
+from once import once
 from small import Regression, loader, quiet
 
 from echelon import Callback
@@ -99,41 +100,6 @@ def validate(make, kind=Summing):
     return told(lambda: quiet(strategy=make()).validate(kind(), loader(NUM, 2), verbose=False))
 
 
-def on_two(function, *args, **options):
-    """Return rank 0's warnings; the other rank must have none."""
-    first, second = run_ranks(functools.partial(function, *args, **options), 2)
-    assert second == []
-    return first
-
-
-def test_a_batch_that_one_rank_sees_twice_is_told_by_rank_0():
-    of_validation, of_training = on_two(fit, "ddp", callbacks=[Again])
-    assert of_validation.startswith(
-        "The metric logged as 'validated' has seen 15 samples in stage 'validate' of epoch 0, but the loader gave 13"
-    )
-    assert of_training.startswith(
-        "The metric logged as 'trained' has seen 15 samples in stage 'train' of epoch 1, but the loader gave 13"
-    )
-
-
-def test_a_batch_that_one_rank_sees_twice_is_told_of_sharded_parameters():
-    assert on_two(fit, "fsdp") == []
-    of_validation, of_training = on_two(fit, "fsdp", callbacks=[Again])
-    assert "'validated' has seen 15 samples in stage 'validate' of epoch 0, but the loader gave 13" in of_validation
-    assert "'trained' has seen 15 samples in stage 'train' of epoch 1, but the loader gave 13" in of_training
-
-
-def test_a_batch_that_one_rank_loses_is_told():
-    (message,) = on_two(validate, Losing)
-    assert "'validated' has seen 11 samples in stage 'validate' of epoch 0, but the loader gave 13" in message
-
-
-@pytest.mark.parametrize("kind", [Summing, LoggedOnOne, Masked], ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("num", [NUM, 5])
-def test_uneven_ranks_and_metrics_of_some_ranks_are_not_told(kind, num):
-    assert on_two(fit, "ddp", kind=kind, num=num) == []
-
-
 def unseen(strategy):
     """Validate twice with fewer batches than ranks, and give the idle rank an update; return the warnings."""
 
@@ -149,7 +115,74 @@ def unseen(strategy):
     return told(lambda: trainer.fit(Summing(), loader(NUM, 2), loader(4, 2)))
 
 
-def test_an_update_on_a_rank_without_a_batch_is_told():
-    (message,), *others = run_ranks(functools.partial(unseen, "ddp"), 3)
+CASES = {
+    "twice": (2, fit, "ddp", Summing, [Again]),
+    "sharded": (2, fit, "fsdp"),
+    "sharded, twice": (2, fit, "fsdp", Summing, [Again]),
+    "lost": (2, validate, Losing),
+    **{
+        f"{kind.__name__}, {num} samples": (2, fit, "ddp", kind, (), num)
+        for kind in (Summing, LoggedOnOne, Masked)
+        for num in (NUM, 5)
+    },
+    "unseen": (3, unseen, "ddp"),
+}
+"""The numbers of ranks, functions and arguments."""
+EVEN = [name for name in CASES if name.endswith("samples")]
+
+
+def run_cases(num_ranks):
+    """Return the warnings of each case on this rank, or its error."""
+    ends = {}
+    for name, (number, function, *arguments) in CASES.items():
+        if number == num_ranks:
+            try:
+                ends[name] = function(*arguments)
+            except Exception:  # noqa: BLE001 - the test shows it, and the other cases still run
+                ends[name] = [traceback.format_exc()]
+    return ends
+
+
+@pytest.fixture(scope="module")
+def said():
+    """Return rank 0's warnings in a case; the other ranks must have none. Each number of ranks starts once."""
+    ends = once(lambda num_ranks: run_ranks(run_cases, num_ranks, num_ranks))
+
+    def of_case(name):
+        first, *others = (end[name] for end in ends(CASES[name][0]))
+        assert others == [[]] * len(others)
+        return first
+
+    return of_case
+
+
+def test_a_batch_that_one_rank_sees_twice_is_told_by_rank_0(said):
+    of_validation, of_training = said("twice")
+    assert of_validation.startswith(
+        "The metric logged as 'validated' has seen 15 samples in stage 'validate' of epoch 0, but the loader gave 13"
+    )
+    assert of_training.startswith(
+        "The metric logged as 'trained' has seen 15 samples in stage 'train' of epoch 1, but the loader gave 13"
+    )
+
+
+def test_a_batch_that_one_rank_sees_twice_is_told_of_sharded_parameters(said):
+    assert said("sharded") == []
+    of_validation, of_training = said("sharded, twice")
+    assert "'validated' has seen 15 samples in stage 'validate' of epoch 0, but the loader gave 13" in of_validation
+    assert "'trained' has seen 15 samples in stage 'train' of epoch 1, but the loader gave 13" in of_training
+
+
+def test_a_batch_that_one_rank_loses_is_told(said):
+    (message,) = said("lost")
+    assert "'validated' has seen 11 samples in stage 'validate' of epoch 0, but the loader gave 13" in message
+
+
+@pytest.mark.parametrize("name", EVEN)
+def test_uneven_ranks_and_metrics_of_some_ranks_are_not_told(name, said):
+    assert said(name) == []
+
+
+def test_an_update_on_a_rank_without_a_batch_is_told(said):
+    (message,) = said("unseen")
     assert "'validated' has seen 6 samples in stage 'validate' of epoch 1, but the loader gave 4" in message
-    assert others == [[], []]

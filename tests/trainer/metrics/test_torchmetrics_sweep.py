@@ -11,7 +11,7 @@ import pytest
 import torch
 from as_rank import calm_down
 from small import quiet
-from sweep import dealt
+from sweep import IS_SWEEP, dealt
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics_table import BY_BATCH, Entry, public_classes, table, taken
@@ -29,7 +29,7 @@ LAYOUTS: dict[str, tuple[int, Any]] = {
     "fsdp 3": (3, lambda: "fsdp"),
     "dp_shard 2 x tp 2": (4, lambda: ParallelStrategy(dp_shard=2, tp=2, tp_plan={"up": "colwise", "down": "rowwise"})),
 }
-CELLS = dealt(list(LAYOUTS), NUMBERS, (0,))
+CELLS = dealt(list(LAYOUTS), NUMBERS, (0,)) if IS_SWEEP else [("single", 7), ("ddp 3", 7), ("dp_shard 2 x tp 2", 7)]
 """Layouts and numbers of samples."""
 ENTRIES, REASONS = table()
 
@@ -101,7 +101,7 @@ def expected_of(name: str, number: int) -> Any:
 def found_by() -> Any:
     """Return what each rank of a layout found; each number of processes starts once."""
     found: dict[int, Any] = {}
-    numbers = {number: [n for n in ENTRIES if is_number(expected_of(n, number))] for number in NUMBERS}
+    numbers = {number: [n for n in ENTRIES if is_number(expected_of(n, number))] for _, number in CELLS}
 
     def get(title: str) -> list[dict[tuple[str, int], Any]]:
         processes = LAYOUTS[title][0]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sweep import IS_SWEEP
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -93,7 +94,8 @@ def everything(folder, optimizer):
     return found
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.sweep
+@pytest.mark.parametrize("optimizer", OPTIMIZERS if IS_SWEEP else OPTIMIZERS[:1])
 def test_states_of_8_bits_and_layers_of_4_resume_to_the_bit_or_are_refused_by_name(optimizer, tmp_path):
     for found in run_ranks(everything, 2, tmp_path, optimizer, timeout=500):
         refusal = found.pop(("fsdp", "8 bits"))

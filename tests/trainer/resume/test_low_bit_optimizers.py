@@ -6,6 +6,7 @@ import pytest
 import torch
 from as_rank import calm_down, double_trainer, world_size
 from resuming import Killed
+from sweep import IS_SWEEP, dealt
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -80,50 +81,46 @@ def bits(state, name="net.0.weight"):
     return type(state["optimizers"][0]["state"][name]["exp_avg"]).__name__
 
 
-def layouts():
-    return ("ddp", "zero", "fsdp") if world_size() > 1 else ("single",)
+LAYOUTS = ("ddp", "zero", "fsdp")
+CASES = {1: [("single", kind) for kind in KINDS], 2: dealt(LAYOUTS, KINDS, [0, 1])}
+"""Strategies and optimizers, by the number of ranks."""
 
 
-def begun(base):
-    """Train without interruption, and up to the middle; return the end states, by layout and optimizer."""
+def kept(base):
+    """Return the ends of each run: one that was not interrupted, and one that goes on from its middle."""
     found = {}
-    for strategy in layouts():
-        for kind in KINDS:
-            found[strategy, kind] = fit(f"{base}/{strategy}/{kind}/whole", strategy, kind, 3)
-            fit(f"{base}/{strategy}/{kind}/part", strategy, kind, 2)
+    for strategy, kind in CASES[world_size()]:
+        place = f"{base}/{strategy}/{kind}"
+        whole = fit(f"{place}/whole", strategy, kind, 2)
+        fit(f"{place}/part", strategy, kind, 1)
+        found[strategy, kind] = whole, fit(f"{place}/part", strategy, kind, 2, "last")
     return found
 
 
-def gone_on(base):
-    return {
-        (strategy, kind): fit(f"{base}/{strategy}/{kind}/part", strategy, kind, 3, "last")
-        for strategy in layouts()
-        for kind in KINDS
-    }
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.sweep
+@pytest.mark.parametrize("ranks", CASES)
 def test_low_bit_state_is_kept_and_a_resumed_run_is_bitwise_the_same(memory_path, ranks):
-    if ranks == 1:
-        whole, resumed = begun(str(memory_path)), gone_on(str(memory_path))
-    else:
-        whole, resumed = (run_ranks(work, ranks, str(memory_path))[0] for work in (begun, gone_on))
-    for case, state in whole.items():
-        assert bits(state) == f"OptimState{case[1].removeprefix('AdamW').lower().replace('fp', 'Fp')}", case
-        assert is_same(state, resumed[case]), case
+    found = kept(str(memory_path)) if ranks == 1 else run_ranks(kept, ranks, str(memory_path))[0]
+    for case, (whole, resumed) in found.items():
+        assert bits(whole) == f"OptimState{case[1].removeprefix('AdamW').lower().replace('fp', 'Fp')}", case
+        assert is_same(whole, resumed), case
 
 
 def killed(base, strategy):
     folder = f"{base}/{strategy}"
-    return fit(folder, strategy, "AdamW8bit", 3, callbacks=[Killed(folder)])
+    return fit(folder, strategy, "AdamW8bit", 2, callbacks=[Killed(folder)])
 
 
 def after_the_kill(base, strategy):
-    resumed = fit(f"{base}/{strategy}", strategy, "AdamW8bit", 3, "last")
-    return resumed, fit(f"{base}/{strategy}/whole", strategy, "AdamW8bit", 3)
+    resumed = fit(f"{base}/{strategy}", strategy, "AdamW8bit", 2, "last")
+    return resumed, fit(f"{base}/{strategy}/whole", strategy, "AdamW8bit", 2)
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
+KILLED = [("fsdp", 2), ("single", 1), ("ddp", 2)]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("strategy", "ranks"), KILLED if IS_SWEEP else KILLED[:1])
 def test_a_killed_run_with_a_low_bit_optimizer_goes_on_bitwise(memory_path, strategy, ranks):
     with pytest.raises(ProcessError, match="SIGKILL|signal 9|killed"):
         run_ranks(killed, ranks, str(memory_path), strategy)
@@ -131,28 +128,45 @@ def test_a_killed_run_with_a_low_bit_optimizer_goes_on_bitwise(memory_path, stra
     assert is_same(resumed, whole)
 
 
-def on_layout(base, resumes, rows, kinds=KINDS):
-    """Return, by optimizer, what a run on this layout holds, and what it says when it resumes from last.ckpt."""
+SIZES = {96: KINDS, 97: KINDS[:1]}
+"""Optimizers by rows of the first layer.
+
+Of 97 torchao quantizes only the second of two shards, and a third of it ends inside a block.
+"""
+
+
+def on_layout(base, resumes, sizes=SIZES):
+    """Return, by rows, what a run on this layout holds with each optimizer, and what it says as it resumes."""
     import logging
 
-    said = []
+    found, said = {}, []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("echelon").addHandler(handler)
     strategy = "fsdp" if world_size() > 1 else "single"
-    saved = {kind: f"{base}/{kind}/last.ckpt" if resumes else None for kind in kinds}
-    states = {kind: fit(f"{base}/{kind}", strategy, kind, 1, saved[kind], rows=rows) for kind in kinds}
+    for rows in sizes:
+        said.clear()
+        folders = {kind: f"{base}/{rows}/{kind}" for kind in SIZES[rows]}
+        saved = {kind: f"{folder}/last.ckpt" if resumes else None for kind, folder in folders.items()}
+        states = {kind: fit(folders[kind], strategy, kind, 1, saved[kind], rows=rows) for kind in folders}
+        found[rows] = states, [text for text in said if "quantization block" in text]
     logging.getLogger("echelon").removeHandler(handler)
-    return states, [text for text in said if "quantization block" in text]
+    return found
 
 
-def test_aligned_blocks_stay_quantized_bit_for_bit_from_two_ranks_to_three_to_one(memory_path):
-    two, _ = run_ranks(on_layout, 2, str(memory_path), False, 96)[0]
-    three, said = run_ranks(on_layout, 3, str(memory_path), True, 96)[0]
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory):
+    """Return the folder of runs, and what they hold on two ranks, and on three that resume them."""
+    folder = tmp_path_factory.mktemp("layouts")
+    return folder, *(run_ranks(on_layout, ranks, str(folder), ranks == 3)[0] for ranks in (2, 3))
+
+
+def test_aligned_blocks_stay_quantized_bit_for_bit_from_two_ranks_to_three_to_one(layouts):
+    folder, (two, _), (three, said) = layouts[0], *(found[96] for found in layouts[1:])
     for kind in KINDS:  # what three ranks loaded is what one will load
-        (memory_path / kind / "last.ckpt").unlink()
-        (memory_path / kind / "end.ckpt").rename(memory_path / kind / "last.ckpt")
-    one, said_by_one = on_layout(str(memory_path), True, 96)
+        (folder / "96" / kind / "last.ckpt").unlink()
+        (folder / "96" / kind / "end.ckpt").rename(folder / "96" / kind / "last.ckpt")
+    one, said_by_one = on_layout(str(folder), True, [96])[96]
     assert said == said_by_one == []
     for kind in KINDS:
         assert is_same(two[kind], three[kind])
@@ -160,24 +174,22 @@ def test_aligned_blocks_stay_quantized_bit_for_bit_from_two_ranks_to_three_to_on
         assert bits(one[kind]).startswith("OptimState")
 
 
-def test_what_a_layout_cuts_inside_a_block_is_dequantized_and_said(memory_path):
-    # 97 rows: torchao quantizes only the second of two shards, and a third of it ends inside a block
-    two, _ = run_ranks(on_layout, 2, str(memory_path), False, 97, ("AdamW8bit",))[0]
-    three, (said,) = run_ranks(on_layout, 3, str(memory_path), True, 97, ("AdamW8bit",))[0]
+def test_what_a_layout_cuts_inside_a_block_is_dequantized_and_said(layouts):
+    folder, (two, _), (three, (said,)) = layouts[0], *(found[97] for found in layouts[1:])
     held, loaded = (state["AdamW8bit"]["optimizers"][0]["state"] for state in (two, three))
     assert "2 tensors" in said
     assert "optimizers[0]['state']['net.0.weight']['exp_avg']" in said
     for name in ("net.0.weight", "net.0.bias", "net.1.weight"):
         for key in ("exp_avg", "exp_avg_sq"):
             torch.testing.assert_close(loaded[name][key], held[name][key], rtol=0, atol=0)
-    _, said_by_two = run_ranks(on_layout, 2, str(memory_path), True, 97, ("AdamW8bit",))[0]
+    _, said_by_two = run_ranks(on_layout, 2, str(folder), True, [97])[0][97]
     assert said_by_two == []
-    files = [memory_path / "AdamW8bit" / name for name in ("last.ckpt", "end.ckpt")]
+    files = [folder / "97" / "AdamW8bit" / name for name in ("last.ckpt", "end.ckpt")]
     saved, again = (load(file, parts=["optimizers"], wrapped="opened") for file in files)
     assert is_same(saved, again)  # on its own layout, mixed as it was
     blocks = again["optimizers"][0]["state"]["net.0.weight"]["exp_avg"]["blocks"]
     assert ["class" in block for _, block in sorted(blocks.items())] == [False, True]
-    one, (said_by_one,) = on_layout(str(memory_path), True, 97, ("AdamW8bit",))
+    one, (said_by_one,) = on_layout(str(folder), True, [97])[97]
     assert "2 tensors" in said_by_one
     assert bits(one["AdamW8bit"]) == "Tensor"
 

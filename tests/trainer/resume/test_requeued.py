@@ -117,14 +117,14 @@ def test_the_second_job_goes_on_from_what_the_first_saves_while_it_ends(place, b
 
 
 def test_the_processes_of_a_launch_that_is_killed_end_with_it_and_leave_its_folder(tmp_path):
-    first = job(tmp_path, "dirpath", 2, "first", "strategy=ddp", launch=True)
+    first = job(tmp_path, "dirpath", 2, "first", "strategy=ddp", "devices=2", launch=True)
     pids: list[int] = []
     try:
         pids += [int(read_until(first, "blocks").split()[-1]) for _ in range(2)]
         os.kill(first.pid, signal.SIGKILL)
         first.wait(60)
-        # no "second", for which the first would wait forever
-        second = job(tmp_path, "dirpath", -1, "third", "strategy=ddp", launch=True)
+        # no "second", for which the first would wait forever; the ranks of a launch would import torch once more
+        second = job(tmp_path, "dirpath", -1, "third", "strategy=ddp", "devices=2")
         try:
             read_until(second, "starts at 2")
             ends(second)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from sweep import dealt
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -79,14 +80,16 @@ def fit(loader: DataLoader[Any], *callbacks: Callback, **arguments: Any) -> list
     return module.read
 
 
-@pytest.mark.parametrize(
-    ("dataset", "batch_size", "num_workers"),
-    [(BySample(), 3, 0), (BySample(), 3, 2), (ByList(), 3, 0), (ByList(), 3, 2), (ByBatch(), None, 0)],
-)
-@pytest.mark.parametrize("step", [2, 4, 5])
+READ = [(BySample(), 3, 0), (BySample(), 3, 2), (ByList(), 3, 0), (ByList(), 3, 2), (ByBatch(), None, 0)]
+"""Data sets, sizes of batches and numbers of workers."""
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("read", "step"), dealt(READ, [2, 4, 5], [0]))
 def test_the_noise_after_a_resume_is_that_of_an_undisturbed_run(
-    tmp_path: Path, dataset: Dataset[Any], batch_size: int | None, num_workers: int, step: int
+    tmp_path: Path, read: tuple[Dataset[Any], int | None, int], step: int
 ) -> None:
+    dataset, batch_size, num_workers = read
     loader = DataLoader(dataset, batch_size=batch_size, shuffle=True, num_workers=num_workers)
     seed_everything(7, verbose=False)
     whole = fit(loader, SavingAt(step, tmp_path / "a.ckpt"))

@@ -14,12 +14,14 @@ def watched(callback, **settings):
     return lambda: Run(Small(), numbered(), numbered(7, shuffle=False), settings, [callback()])
 
 
+@pytest.mark.sweep
 def test_early_stopping_counts_on(memory_path):
     build = watched(lambda: EarlyStopping("val_loss", patience=3, min_delta=10.0))
     whole = assert_exact(build, memory_path)
     assert whole.num_steps == 9  # of 10: the validations are at 2, 4, 7, 9
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "options",
     [

@@ -83,6 +83,7 @@ LOADERS = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_loader_reads_on(memory_path, kind):
     build = LOADERS[kind]
@@ -90,6 +91,7 @@ def test_a_loader_reads_on(memory_path, kind):
     assert_exact(lambda: Run(Small(), build(), None, settings), memory_path)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"prefetch_factor": 3, "in_order": True}])
 def test_workers_read_on(memory_path, options):
     build = lambda: Run(Small(), numbered(augment=augment, num_workers=2, **options), None)  # noqa: E731
@@ -105,11 +107,13 @@ def test_workers_and_none_read_the_same(memory_path):
     assert runs[0] == runs[1]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mode", ["max_size_cycle", "max_size", "min_size"])
 def test_several_loaders_read_on(memory_path, mode):
     assert_exact(lambda: Run(Structured(), combined(mode), None), memory_path)
 
 
+@pytest.mark.sweep
 def test_loaders_one_after_another_read_on(memory_path):
     def build():
         loaders = [numbered(6, batch_size=2), numbered(8, batch_size=2)]
@@ -162,6 +166,7 @@ class Stateful:
         self.epoch, self.position = state["epoch"], state["position"]
 
 
+@pytest.mark.sweep
 def test_a_loader_with_a_state_reads_on(memory_path):
     assert_exact(lambda: Run(Small(), Stateful(), None), memory_path)
 
@@ -174,6 +179,7 @@ def test_a_loader_with_a_state_reads_nothing_again(memory_path):
     assert loader.reads == 8 - 3
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:DataLoader cannot skip to a position", "ignore:Stream is dealt batch by batch")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_without_a_state_is_read_again_to_the_same_place(memory_path, workers):

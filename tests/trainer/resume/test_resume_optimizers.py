@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from as_rank import calm_down, double_trainer, world_size
+from sweep import IS_SWEEP, dealt
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -63,10 +64,10 @@ class Net(TrainModule):
         return self.make(self)
 
 
-def fit(module, folder, steps, resumed=None, **settings):
-    """Train to this many steps; return the trainer."""
+def fit(module, folder, steps, resumed=None, every=1, **settings):
+    """Train to this many steps, with checkpoints every so many; return the trainer."""
     data = TensorDataset(torch.randn(24, 4, generator=torch.Generator().manual_seed(2)))
-    saver = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1)
+    saver = ModelCheckpoint(folder, every_n_train_steps=every, save_top_k=-1)
     settings = {"precision": "64-true", "enable_checkpointing": True, "global_batch_size": 4, **settings}
     trainer = double_trainer(max_steps=steps, callbacks=[saver], **settings)
     trainer.fit(module, DataLoader(data, 4 // world_size()), ckpt_path=resumed)
@@ -74,11 +75,10 @@ def fit(module, folder, steps, resumed=None, **settings):
 
 
 def whole_and_resumed(make, folder, make_again=None, **settings):
-    """Return a module that trained 4 steps, and one that stopped after 2 and was resumed."""
-    whole, begun, resumed = Net(make), Net(make), Net(make_again or make)
-    fit(whole, folder / "whole", 4, **settings)
-    fit(begun, folder / "parts", 2, **settings)
-    fit(resumed, folder / "parts", 4, folder / "parts/epoch=0-step=2.ckpt", **settings)
+    """Return a module that trained 4 steps, and one that goes on from what it had saved after 2."""
+    whole, resumed = Net(make), Net(make_again or make)
+    fit(whole, folder / "whole", 4, every=2, **settings)
+    fit(resumed, folder / "parts", 4, folder / "whole/epoch=0-step=2.ckpt", every=2, **settings)
     return whole, resumed
 
 
@@ -104,17 +104,26 @@ OPTIMIZERS = {
 }
 
 
-LAYOUTS = ("ddp", "zero", "fsdp", "ps")
+LAYOUTS = ("fsdp", "zero", "ddp", "ps")
+PRECISIONS = ("bf16-true", "64-true")
+ALONE = [*product(["single"], OPTIMIZERS, PRECISIONS)]
+ON_RANKS = [
+    *product(LAYOUTS, ["averaging"], PRECISIONS if IS_SWEEP else PRECISIONS[:1]),  # local_sgd does not average int8
+    *(
+        (strategy, *other)
+        for strategy, other in dealt([*LAYOUTS, "local_sgd"], [*product(["nadam", "asgd"], PRECISIONS)], [0])
+    ),
+]
+"""Strategies, optimizers and precisions on one rank and on two."""
+ACROSS = dealt(LAYOUTS, list(OPTIMIZERS), [0])
+"""Where a run of one process goes on, with which optimizer."""
 
 
 def of_all_kinds(root):
     """Return, by strategy, precision and optimizer, how a resumed run differs from one that was not stopped."""
     calm_down()
     found = {}
-    strategies = (*LAYOUTS, "local_sgd") if world_size() > 1 else ("single",)
-    for strategy, name, precision in product(strategies, OPTIMIZERS, ("64-true", "bf16-true")):
-        if (strategy, name) == ("local_sgd", "averaging"):
-            continue  # it does not average int8
+    for strategy, name, precision in ALONE if world_size() == 1 else ON_RANKS:
         case = f"{strategy}, {name}, {precision}"
         folder = Path(root) / case
         whole, resumed = whole_and_resumed(OPTIMIZERS[name], folder, strategy=strategy, precision=precision)
@@ -132,6 +141,7 @@ def test_state_keeps_its_dtypes_and_plain_values(memory_path):
     assert_as_never_stopped(of_all_kinds(memory_path))
 
 
+@pytest.mark.sweep
 def test_state_keeps_its_dtypes_and_plain_values_on_every_layout(memory_path):
     for found in run_ranks(of_all_kinds, 2, str(memory_path)):
         assert_as_never_stopped(found)
@@ -140,21 +150,22 @@ def test_state_keeps_its_dtypes_and_plain_values_on_every_layout(memory_path):
 def across_layouts(root):
     """Resume on two ranks what one process has saved, with each strategy."""
     calm_down()
-    for strategy, name in product(LAYOUTS, OPTIMIZERS):
+    for strategy, name in ACROSS:
         folder = Path(root) / name
-        fit(Net(OPTIMIZERS[name]), folder / strategy, 4, folder / "parts/epoch=0-step=2.ckpt", strategy=strategy)
+        fit(Net(OPTIMIZERS[name]), folder / strategy, 4, folder / "whole/epoch=0-step=2.ckpt", strategy=strategy)
 
 
+@pytest.mark.sweep
 def test_state_keeps_its_dtypes_from_one_layout_to_another(memory_path):
     for name, make in OPTIMIZERS.items():
-        whole_and_resumed(make, memory_path / name)
+        fit(Net(make), memory_path / name / "whole", 4, every=2)
     run_ranks(across_layouts, 2, str(memory_path))
-    for strategy, name in product(LAYOUTS, OPTIMIZERS):
+    for strategy, name in ACROSS:
         whole, resumed = (load(memory_path / name / part / "epoch=0-step=4.ckpt") for part in ("whole", strategy))
         assert kinds(resumed["optimizers"][0]["state"]) == kinds(whole["optimizers"][0]["state"]), (strategy, name)
         tolerance = 1e-6 if name == "averaging" else 1e-14  # which rounds gradients to float32
         torch.testing.assert_close(resumed["model"], whole["model"], rtol=0, atol=tolerance)
-    for strategy, name in product(("zero", "fsdp"), OPTIMIZERS):
+    for strategy, name in [case for case in ACROSS if case[0] in ("zero", "fsdp")]:
         resumed = Net(OPTIMIZERS[name])
         saved = memory_path / name / strategy / "epoch=0-step=3.ckpt"
         fit(resumed, memory_path / "back" / strategy / name, 4, saved)
@@ -162,10 +173,9 @@ def test_state_keeps_its_dtypes_from_one_layout_to_another(memory_path):
         assert kinds(back["optimizers"][0]["state"]) == kinds(load(saved)["optimizers"][0]["state"])
 
 
-PRECISIONS = [("32-true", "bf16-true"), ("bf16-true", "32-true"), ("32-true", "64-true")]
-
-
-@pytest.mark.parametrize(("before", "after"), PRECISIONS)
+@pytest.mark.parametrize(
+    ("before", "after"), [("32-true", "bf16-true"), ("bf16-true", "32-true"), ("32-true", "64-true")]
+)
 def test_state_in_its_parameters_dtype_follows_another_precision(memory_path, before, after):
     module = Net(OPTIMIZERS["nadam"])
     fit(Net(OPTIMIZERS["nadam"]), memory_path, 2, precision=before)
@@ -251,8 +261,8 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.sweep
+@pytest.mark.parametrize(("schedule", "other"), dealt(list(SCHEDULES), list(OTHERS), [0]))
 def test_groups_in_another_order_keep_their_settings_and_schedules(memory_path, other, schedule):
     before, after = (grouped(order, SCHEDULES[schedule]) for order in (TWO, OTHERS[other]))
     assert difference(*whole_and_resumed(before, memory_path, after)) < 1e-15

@@ -93,19 +93,32 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_of_two_processes_goes_on_to_the_bit_as_if_it_had_not_stopped(stopped: Path, tmp_path: Path) -> None:
-    whole, _ = fit(tmp_path, 6, devices=2)
-    resumed, draws = fit(stopped, 6, 2, ckpt_path=str(stopped / "epoch=0-step=3.ckpt"))
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    return fit(tmp_path_factory.mktemp("whole"), 6, devices=2)[0]
+
+
+@pytest.fixture(scope="module")
+def resumed(stopped: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
+    return fit(stopped, 6, 2, ckpt_path=str(stopped / "epoch=0-step=3.ckpt"))
+
+
+def test_a_run_of_two_processes_goes_on_to_the_bit_as_if_it_had_not_stopped(
+    stopped: Path, whole: dict[str, torch.Tensor], resumed: tuple[dict[str, torch.Tensor], list[float]]
+) -> None:
+    weights, draws = resumed
     for name, value in whole.items():
-        assert torch.equal(resumed[name], value), name
+        assert torch.equal(weights[name], value), name
     saved = load(stopped / "epoch=0-step=3.ckpt")["rng"]
     assert len(saved) == 2
     for state, draw in zip(saved, draws, strict=True):
         assert torch.rand((), generator=torch.Generator().set_state(state["torch"].clone())).item() == draw
 
 
-def test_ranks_that_were_not_there_before_draw_something_of_their_own(stopped: Path) -> None:
-    _, two = fit(stopped, 4, 2, ckpt_path=str(stopped / "epoch=0-step=3.ckpt"))
+def test_ranks_that_were_not_there_before_draw_something_of_their_own(
+    stopped: Path, resumed: tuple[dict[str, torch.Tensor], list[float]]
+) -> None:
+    _, two = resumed
     _, three = fit(stopped, 4, 3, ckpt_path=str(stopped / "epoch=0-step=3.ckpt"))
     assert three[:2] == two
     assert len(set(three)) == 3
@@ -128,7 +141,7 @@ def test_a_damaged_checkpoint_is_one_error_and_no_hang(stopped: Path, tmp_path: 
         fit(tmp_path, 4, 2, ckpt_path=str(path))
 
 
-def test_a_rank_that_is_killed_costs_no_checkpoint(tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_costs_no_checkpoint(tmp_path: Path, whole: dict[str, torch.Tensor]) -> None:
     began = time.monotonic()
     with pytest.raises(ProcessError, match="Rank 1 of 2"):
         fit(tmp_path, 6, 2, dies_at=4)
@@ -137,6 +150,5 @@ def test_a_rank_that_is_killed_costs_no_checkpoint(tmp_path: Path) -> None:
     assert {path.name for path in found} >= {f"epoch=0-step={step}.ckpt" for step in (1, 2, 3)}
     for path in found:
         verify(path)
-    whole, _ = fit(tmp_path / "whole", 6, 2)
     resumed, _ = fit(tmp_path, 6, 2, ckpt_path="last")
     assert all(torch.equal(resumed[name], value) for name, value in whole.items())

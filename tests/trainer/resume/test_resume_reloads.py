@@ -51,6 +51,7 @@ class Growing(Small):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "settings",
     [

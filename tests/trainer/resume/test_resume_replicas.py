@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import json
+import traceback
 
 import pytest
 import torch
 from as_rank import calm_down, double_trainer, world_size
+from once import once
 from shared_replicas import SharedReplicas
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -16,17 +17,17 @@ from echelon import Callback, TrainModule, seed_everything
 from echelon.testing import run_ranks
 from echelon.trainer.checkpoint import load
 
-NUM_STEPS, SAVED_AT = 20, 10
+NUM_STEPS, SAVED_AT = 8, 4
 
 
 class Augmented(Dataset):
     """Samples with noise that is drawn when they are read."""
 
     def __len__(self):
-        return 40
+        return 16
 
     def __getitem__(self, index):
-        return torch.full((3,), index / 40, dtype=torch.float64) + 0.1 * torch.rand(3, dtype=torch.float64)
+        return torch.full((3,), index / 16, dtype=torch.float64) + 0.1 * torch.rand(3, dtype=torch.float64)
 
 
 class Dropping(TrainModule):
@@ -67,11 +68,6 @@ def train(size, save_to=None, resume_from=None, batch_size=None):
     return [p.detach() for p in module.parameters()], module.draws
 
 
-def on_ranks(num_ranks, size, **options):
-    """Train on this many ranks, `size` of which hold a replica together; each returns weights and random numbers."""
-    return run_ranks(functools.partial(train, size, **options), num_ranks)
-
-
 def assert_equal_in_replicas(results, size):
     for rank, (weights, draws) in enumerate(results):
         assert all(map(torch.equal, weights, results[0][0])), f"rank {rank} has other weights"
@@ -80,18 +76,59 @@ def assert_equal_in_replicas(results, size):
     assert len({tuple(draws) for draws in firsts}) == len(firsts), "data ranks draw the same numbers"
 
 
+SAME = [((4, 2), (2, 1)), ((2, 1), (4, 2)), ((4, 2), (4, 2)), ((2, 2), (1, 1)), ((1, 1), (2, 2))]
+OTHER = [((2, 2), (4, 2)), ((2, 1), (3, 1)), ((4, 2), (4, 4)), ((2, 1), (2, 2))]
+"""Layouts (ranks, those that hold a replica together) before and after, with as many data ranks and with others."""
+
+
+def train_all(runs):
+    """Return weights and random numbers of each run, or its error, by name."""
+    ends = {}
+    for name, (size, options) in runs.items():
+        try:
+            ends[name] = train(size, **options)
+        except Exception:  # noqa: BLE001 - the test shows it, and the other runs go on
+            ends[name] = traceback.format_exc()
+    return ends
+
+
+def result_of(ends, name):
+    """Return what a run gave on each rank."""
+    assert not isinstance(ends[0][name], str), ends[0][name]
+    return [end[name] for end in ends]
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """What layouts have saved and how they ended, each trained once; by the numbers of ranks and of a replica's."""
-    runs = {}
+    """Return what a layout has saved, and how it ended; those of as many ranks are trained by one start of them."""
+    folder = tmp_path_factory.mktemp("saved")
+    layouts = {before for before, _ in (*SAME, *OTHER)}
 
-    def run(layout):
-        if layout not in runs:
-            path = tmp_path_factory.mktemp("saved") / "a.ckpt"
-            runs[layout] = path, on_ranks(*layout, save_to=path)
-        return runs[layout]
+    def run(num_ranks):
+        own = {layout: (layout[1], {"save_to": path_of(layout)}) for layout in layouts if layout[0] == num_ranks}
+        return run_ranks(train_all, num_ranks, own)
 
-    return run
+    def path_of(layout):
+        return folder / f"{layout[0]}-{layout[1]}.ckpt"
+
+    ends = once(run)
+    return lambda layout: (path_of(layout), result_of(ends(layout[0]), layout))
+
+
+@pytest.fixture(scope="module")
+def resumed(saved):
+    """Return how a layout goes on with what another has saved; those of as many ranks, by one start of them."""
+
+    def run(num_ranks):
+        own = {}
+        for pairs, batch_size in ((SAME, None), (OTHER, 2)):
+            for before, after in pairs:
+                if after[0] == num_ranks:
+                    own[before, after] = after[1], {"resume_from": saved(before)[0], "batch_size": batch_size}
+        return run_ranks(train_all, num_ranks, own)
+
+    ends = once(run)
+    return lambda before, after: result_of(ends(after[0]), (before, after))
 
 
 @pytest.mark.parametrize("layout", [(2, 2), (4, 2)])
@@ -103,24 +140,21 @@ def test_ranks_of_a_replica_draw_the_same_numbers_and_stay_equal_to_the_bit(layo
     assert json.loads((path / "manifest.json").read_text())
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [((4, 2), (2, 1)), ((2, 1), (4, 2)), ((4, 2), (4, 2)), ((2, 2), (1, 1)), ((1, 1), (2, 2))],
-)
-def test_a_layout_with_as_many_data_ranks_goes_on_with_the_same_numbers(before, after, saved):
-    path, results = saved(before)
-    resumed = on_ranks(*after, resume_from=path)
-    assert_equal_in_replicas(resumed, after[1])
+@pytest.mark.parametrize(("before", "after"), SAME)
+def test_a_layout_with_as_many_data_ranks_goes_on_with_the_same_numbers(before, after, saved, resumed):
+    _, results = saved(before)
+    found = resumed(before, after)
+    assert_equal_in_replicas(found, after[1])
     for rank in range(after[0]):
         weights, draws = results[rank // after[1] * before[1]]
-        assert resumed[rank][1] == draws[SAVED_AT:]
-        for own, expected in zip(resumed[rank][0], weights, strict=True):
+        assert found[rank][1] == draws[SAVED_AT:]
+        for own, expected in zip(found[rank][0], weights, strict=True):
             torch.testing.assert_close(own, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("before", "after"), [((2, 2), (4, 2)), ((2, 1), (3, 1)), ((4, 2), (4, 4)), ((2, 1), (2, 2))])
-def test_another_number_of_data_ranks_begins_streams_that_the_ranks_of_a_replica_share(before, after, saved):
-    path, results = saved(before)
-    resumed = on_ranks(*after, resume_from=path, batch_size=2)
-    assert_equal_in_replicas(resumed, after[1])
-    assert resumed[0][1][0] == results[0][1][SAVED_AT]  # data rank 0 continues, with batches of another size
+@pytest.mark.parametrize(("before", "after"), OTHER)
+def test_another_number_of_data_ranks_begins_streams_that_the_ranks_of_a_replica_share(before, after, saved, resumed):
+    _, results = saved(before)
+    found = resumed(before, after)
+    assert_equal_in_replicas(found, after[1])
+    assert found[0][1][0] == results[0][1][SAVED_AT]  # data rank 0 continues, with batches of another size

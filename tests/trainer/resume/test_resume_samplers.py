@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from resuming import NUM_SAMPLES, Numbered, Run, Small, assert_exact, fit, numbered
+from sweep import dealt
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
 from echelon import Trainer, seed_everything
@@ -154,6 +155,7 @@ KINDS = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sampler_with_state_of_its_own_reads_on(memory_path, kind):
     build = KINDS[kind]
@@ -161,8 +163,8 @@ def test_a_sampler_with_state_of_its_own_reads_on(memory_path, kind):
     assert_exact(lambda: Run(Small(), build(), None, {"max_epochs": 3}), memory_path, [7] if is_slow else [2, 4, 7, 10])
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", [Drawing, Endless])
+@pytest.mark.sweep
+@pytest.mark.parametrize(("kind", "workers"), dealt([Drawing, Endless], [0, 2], [0]))
 def test_an_epoch_that_ends_before_its_sampler_reads_on(memory_path, kind, workers):
     def build():
         loader = by(kind(np.random.default_rng(0), 200), num_workers=workers)
@@ -191,14 +193,14 @@ class LookingAhead(DataLoader):
         return super().__iter__()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", [Drawing, Endless])
+@pytest.mark.sweep
+@pytest.mark.parametrize(("kind", "workers"), dealt([Drawing, Endless], [0, 2], [0]))
 def test_a_loader_that_begins_twice_reads_the_same(memory_path, kind, workers):
     def build(loader_type):
         sampler = kind(np.random.default_rng(0), 200)
         loader = loader_type(Numbered(), batch_size=3, sampler=sampler, num_workers=workers)
         loader.dataset.num_samples = 200
-        return Run(Small(), loader, None, {"max_epochs": 3, "limit_train_batches": 3})
+        return Run(Small(), loader, None, {"max_epochs": 2, "limit_train_batches": 3})
 
     seed_everything(1)
     plain = fit(build(DataLoader), memory_path / "plain").samples

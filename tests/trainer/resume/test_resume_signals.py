@@ -5,6 +5,7 @@ import signal
 
 import pytest
 from resuming import Run, Small, compare, fit, numbered
+from sweep import dealt
 
 from echelon import Callback, seed_everything
 
@@ -40,47 +41,55 @@ def run(*callbacks, **settings):
 
 
 def in_two_parts(folder, callback, error, **settings):
-    """Return a run as a whole, and the parts of one whose first part the callback ends; nothing else of it is saved."""
-    seed_everything(1)
-    whole = fit(run(**settings), folder / "whole", every_n_steps=100)
+    """Return the parts of a run whose first part the callback ends; nothing else of it is saved."""
     seed_everything(1)
     begun = fit(run(callback, **settings), folder / "parts", every_n_steps=100, ends_with=error)
     seed_everything(99)
     resumed = fit(run(), folder / "parts", every_n_steps=100, ckpt_path="last")
-    return whole, begun, resumed
+    return begun, resumed
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Return a run that nothing ends."""
+    seed_everything(1)
+    record = fit(run(), tmp_path_factory.mktemp("whole"), every_n_steps=100)
+    record.final.pop("callbacks")
+    return record
 
 
 def assert_goes_on(whole, begun, resumed):
-    for record in (whole, resumed):
-        record.final.pop("callbacks")  # the interruption saved one checkpoint more
+    resumed.final.pop("callbacks")  # the interruption saved one checkpoint more
     compare(whole, [begun, resumed], f"ended after step {begun.num_steps}")
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-@pytest.mark.parametrize(
-    ("hook", "step", "last_step"),
-    [
-        ("on_train_batch_start", 2, 3),
-        ("on_after_backward", 2, 3),
-        ("on_train_batch_end", 3, 3),
-        ("on_validation_batch_start", 4, 4),
-        ("on_train_step_end", 3, 3),
-        ("on_train_epoch_end", 5, 5),
-        ("on_train_epoch_start", 5, 6),
-        ("on_before_optimizer_step", 4, 5),
-    ],
-)
-def test_a_run_goes_on_where_a_signal_came_in(memory_path, number, hook, step, last_step):
+HOOKS = [
+    ("on_train_batch_start", 2, 3),
+    ("on_after_backward", 2, 3),
+    ("on_train_batch_end", 3, 3),
+    ("on_validation_batch_start", 4, 4),
+    ("on_train_step_end", 3, 3),
+    ("on_train_epoch_end", 5, 5),
+    ("on_train_epoch_start", 5, 6),
+    ("on_before_optimizer_step", 4, 5),
+]
+"""Where signals come in, after which step, and the last step then."""
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("place", "number"), dealt(HOOKS, list(SIGNALS), [0]))
+def test_a_run_goes_on_where_a_signal_came_in(memory_path, whole, place, number):
+    hook, step, last_step = place
     parts = in_two_parts(memory_path, Signals(number, step, hook), SIGNALS[number])
-    assert parts[1].num_steps == last_step
-    assert_goes_on(*parts)
+    assert parts[0].num_steps == last_step
+    assert_goes_on(whole, *parts)
 
 
 @pytest.mark.parametrize("step", [1, 2, 5, 8])
-def test_a_run_goes_on_where_the_time_was_up(memory_path, step):
+def test_a_run_goes_on_where_the_time_was_up(memory_path, whole, step):
     parts = in_two_parts(memory_path, OutOfTime(step), (), max_time={"minutes": 30})
-    assert parts[1].num_steps == step
-    assert_goes_on(*parts)
+    assert parts[0].num_steps == step
+    assert_goes_on(whole, *parts)
 
 
 def test_max_time_counts_all_parts(memory_path):

@@ -52,6 +52,7 @@ def stateful():
     return pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
 
 
+@pytest.mark.sweep
 def test_a_loader_of_the_users_reads_on(memory_path):
     assert_exact(lambda: Run(Small(), Mine(Counted(), 3), None), memory_path)
 
@@ -64,6 +65,7 @@ def test_a_loader_of_the_users_reads_nothing_again(memory_path):
     assert data.reads == 2 * 12 - 9
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mode", ["max_size_cycle", "max_size"])
 def test_beside_one_that_is_longer(memory_path, mode):
     class Two(Small):
@@ -85,6 +87,7 @@ def unchanged():
     return Counted(augment=torch.clone)
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:.*set_vital")
 @pytest.mark.parametrize(
     ("data", "workers"),
@@ -95,6 +98,7 @@ def test_a_stateful_data_loader_reads_on(memory_path, stateful, data, workers):
     assert_exact(lambda: Run(Small(), stateful(data(), 3, num_workers=workers), None), memory_path, steps)
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:.*set_vital")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stateful_data_loader_that_shuffles_reads_on(memory_path, stateful, workers):
@@ -130,5 +134,6 @@ class OwnGenerator(torch.utils.data.Sampler):
         return 12
 
 
+@pytest.mark.sweep
 def test_a_sampler_that_needs_its_generator_is_resumed(memory_path):
     assert_exact(lambda: Run(Small(), DataLoader(Numbered(14), 3, sampler=OwnGenerator()), None), memory_path)

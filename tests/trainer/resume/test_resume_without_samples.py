@@ -8,6 +8,7 @@ import pytest
 import torch
 from as_rank import calm_down, double_trainer, step_by_hand_on, world_size
 from once import once
+from sweep import dealt
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -18,8 +19,7 @@ SAMPLES, GLOBAL_BATCH = 13, 4  # the fourth step of an epoch has one sample
 STOP = "epoch=1-step=7.ckpt"
 CASES = {
     f"{strategy}, {'by hand' if is_manual else 'automatic'}": (strategy, is_manual)
-    for strategy in ("ddp", "zero", "fsdp", "local_sgd")
-    for is_manual in (False, True)
+    for strategy, is_manual in dealt(["ddp", "zero", "fsdp", "local_sgd"], [False, True], [0])
 }
 
 
@@ -78,6 +78,7 @@ def results():
     shutil.rmtree(folder)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_goes_on_before_a_step_without_samples(results, name):
     assert [rank[name] for rank in results(2)] == [(True, True)] * 2

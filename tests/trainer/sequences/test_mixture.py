@@ -12,6 +12,7 @@ from recording_logger import RecordingLogger
 from small import Regression, quiet, raises, samples
 from stateful_stream import WithState
 from stopped_reading import read, steps_of, train_data
+from sweep import dealt
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from echelon import ConfigError, DataError, KeyedSampler, Mixture, PackedDataset, SampleLedger
@@ -201,16 +202,20 @@ def read_with_a_stop(make, before, after, stop, epoch=1):
     return read(partial(loader_of, make), before, after, stop, epoch=epoch)
 
 
+LAYOUTS = [((1, 0), (1, 0)), ((2, 0), (3, 0)), ((1, 2), (2, 2)), ((3, 0), (1, 0))]
+LAYOUTS_AND_KINDS = list(itertools.product(LAYOUTS, ["map_style", "streamed", "resumable"]))
+
+
 @pytest.mark.filterwarnings("ignore:StreamedMixture is dealt batch by batch")
-@pytest.mark.parametrize("kind", ["map_style", "streamed", "resumable"])
-@pytest.mark.parametrize(("before", "after"), [((1, 0), (1, 0)), ((2, 0), (3, 0)), ((1, 2), (2, 2)), ((3, 0), (1, 0))])
-def test_a_mixture_goes_on_exactly_on_other_ranks_and_workers(kind, before, after):
+@pytest.mark.sweep
+@pytest.mark.parametrize(("case", "stop"), dealt(LAYOUTS_AND_KINDS, [1, 4], [0]))
+def test_a_mixture_goes_on_exactly_on_other_ranks_and_workers(case, stop):
+    (before, after), kind = case
     make = getattr(Streams, kind)
     mixture = make()
     mixture.set_epoch(1)
     expected = list(mixture) if kind != "map_style" else epoch_of(mixture, 1)
-    for stop in (1, 4):
-        assert read_with_a_stop(make, before, after, stop) == expected
+    assert read_with_a_stop(make, before, after, stop) == expected
 
 
 def test_streams_go_on_from_pass_to_pass_and_epoch_to_epoch():

@@ -7,7 +7,9 @@ import warnings
 import pytest
 import torch
 from in_step import on_ranks
+from pairwise import covering
 from stateful_stream import WithState
+from sweep import IS_SWEEP, dealt
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from echelon.trainer.data.evaluation_data import EvaluationData
@@ -144,9 +146,10 @@ LAYOUTS = [(1, 2), (2, 0), (2, 2), (3, 0), (3, 1)]
 
 
 @pytest.mark.filterwarnings("ignore:.* is dealt batch by batch")
-@pytest.mark.parametrize("kind", [Plain, Shuffled, Told, Stateful])
-@pytest.mark.parametrize(("num_ranks", "workers"), LAYOUTS)
-def test_each_layout_reads_the_order_of_one_process(kind, num_ranks, workers):
+@pytest.mark.sweep
+@pytest.mark.parametrize(("kind", "layout"), dealt([Shuffled, Plain, Stateful, Told], LAYOUTS, [0, 2]))
+def test_each_layout_reads_the_order_of_one_process(kind, layout):
+    num_ranks, workers = layout
     alone = epochs_of(lambda _: kind(), 1, num_epochs=2)
     dealt = epochs_of(lambda _: kind(), num_ranks, workers, num_epochs=2)
     for mine, expected in zip(dealt, alone, strict=True):
@@ -157,7 +160,8 @@ def test_each_layout_reads_the_order_of_one_process(kind, num_ranks, workers):
 
 
 @pytest.mark.filterwarnings("ignore:.* is dealt batch by batch")
-@pytest.mark.parametrize(("num_ranks", "workers"), LAYOUTS)
+@pytest.mark.sweep
+@pytest.mark.parametrize(("num_ranks", "workers"), LAYOUTS if IS_SWEEP else [(2, 2), (3, 0)])
 def test_what_a_stream_divides_itself_is_not_divided_again(num_ranks, workers):
     def seen(make):
         [epoch] = epochs_of(make, num_ranks, workers)
@@ -167,13 +171,16 @@ def test_what_a_stream_divides_itself_is_not_divided_again(num_ranks, workers):
     assert seen(lambda ranks: ByRank(ranks.data_rank, ranks.data_size)) == list(range(SIZE))
 
 
-@pytest.mark.parametrize("kind", [Shards, StatefulShards])
-@pytest.mark.parametrize(("num_ranks", "workers"), LAYOUTS)
-@pytest.mark.parametrize("num_shards", [3, 8])
-def test_each_shard_is_read_by_one_reader(kind, num_shards, num_ranks, workers):
+CUT = [(Shards, 3), (StatefulShards, 8), (StatefulShards, 3), (Shards, 8)]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("cut", "layout"), dealt(CUT, LAYOUTS, [0, 2]))
+def test_each_shard_is_read_by_one_reader(cut, layout):
+    kind, num_shards = cut
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        epochs = epochs_of(lambda _: kind.cut(num_shards), num_ranks, workers, num_epochs=2)
+        epochs = epochs_of(lambda _: kind.cut(num_shards), *layout, num_epochs=2)
     assert [sorted(itertools.chain(*epoch)) for epoch in epochs] == [list(range(SIZE))] * 2
 
 
@@ -238,36 +245,57 @@ def interrupted(make, before, after, stop, epoch=0, **options):
     return read + [list(itertools.chain(*parts)) for parts in itertools.zip_longest(*rest, fillvalue=[])]
 
 
-STOPS = [1, 2, 5]
+STOPS = [1, 2, 4]
 
 
+def stopped(kinds, layouts, stops):
+    """Return kinds with the layouts before and after and the steps between: each two of them meet, in a sweep all."""
+    cases = list(itertools.product(kinds, layouts, stops))
+    return (
+        cases if IS_SWEEP else covering(cases, lambda case: dict(zip(("kind", "layouts", "stop"), case, strict=True)))
+    )
+
+
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:.* is dealt batch by batch", "ignore:DataLoader cannot skip to a position")
-@pytest.mark.parametrize("kind", [Plain, Shuffled, Stateful])
 @pytest.mark.parametrize(
-    ("before", "after"), [((1, 0), (2, 0)), ((2, 0), (2, 0)), ((2, 2), (3, 0)), ((3, 0), (1, 2)), ((1, 2), (1, 2))]
+    ("kind", "layouts", "stop"),
+    stopped(
+        [Plain, Shuffled, Stateful],
+        [((1, 0), (2, 0)), ((2, 0), (2, 0)), ((2, 2), (3, 0)), ((3, 0), (1, 2)), ((1, 2), (1, 2))],
+        STOPS,
+    ),
 )
-def test_a_stream_goes_on_exactly_on_other_ranks_and_workers(kind, before, after):
+def test_a_stream_goes_on_exactly_on_other_ranks_and_workers(kind, layouts, stop):
     [expected] = epochs_of(lambda _: kind(), 1)
     order = list(itertools.chain(*expected))
-    for stop in STOPS[: 2 if before[0] == 3 else 3]:
-        assert list(itertools.chain(*interrupted(kind, before, after, stop))) == order
+    assert list(itertools.chain(*interrupted(kind, *layouts, stop))) == order
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:DataLoader cannot skip to a position")
-@pytest.mark.parametrize("kind", [Shards, StatefulShards])
-@pytest.mark.parametrize("layout", [(1, 0), (1, 2), (2, 0), (2, 2)])
-def test_shards_go_on_in_the_same_order(kind, layout):
+@pytest.mark.parametrize(
+    ("case", "stop"),
+    dealt([*itertools.product([Shards, StatefulShards], [(1, 0), (1, 2), (2, 0), (2, 2)])], STOPS, [0]),
+)
+def test_shards_go_on_in_the_same_order(case, stop):
+    kind, layout = case
     [expected] = epochs_of(lambda _: kind.cut(7), *layout)
-    for stop in STOPS:
-        assert interrupted(lambda: kind.cut(7), layout, layout, stop) == expected
+    assert interrupted(lambda: kind.cut(7), layout, layout, stop) == expected
 
 
-@pytest.mark.parametrize("kind", [Shards, StatefulShards])
-@pytest.mark.parametrize(("before", "after"), [((1, 0), (2, 0)), ((2, 0), (3, 2)), ((3, 0), (1, 2)), ((2, 2), (2, 0))])
-def test_shards_go_on_without_loss_on_other_ranks_and_workers(kind, before, after):
-    for stop in (1, 3):
-        found = interrupted(lambda: kind.cut(7), before, after, stop)
-        assert sorted(itertools.chain(*found)) == list(range(SIZE))
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("kind", "layouts", "stop"),
+    stopped(
+        [Shards, StatefulShards],
+        [((1, 0), (2, 0)), ((2, 0), (3, 2)), ((3, 0), (1, 2)), ((2, 2), (2, 0))],
+        [1, 3],
+    ),
+)
+def test_shards_go_on_without_loss_on_other_ranks_and_workers(kind, layouts, stop):
+    found = interrupted(lambda: kind.cut(7), *layouts, stop)
+    assert sorted(itertools.chain(*found)) == list(range(SIZE))
 
 
 def test_a_stream_with_a_state_is_not_read_again():

@@ -8,6 +8,7 @@ import stopped_reading
 import torch
 from in_step import on_ranks
 from stopped_reading import steps_of, train_data
+from sweep import dealt
 from torch.utils.data import DataLoader
 
 from echelon import Mixture
@@ -66,14 +67,16 @@ def test_one_shard_is_dealt_batch_by_batch(layout):
         assert found == list(range(SIZE))
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [((1, 0), (1, 0)), ((2, 2), (2, 2)), ((2, 0), (3, 0)), ((1, 2), (2, 0)), ((3, 0), (1, 2))]
-)
-def test_a_stream_goes_on_without_loss(before, after):
-    for stop in (1, 3):
-        found = read(stream, before, after, stop)
-        assert sorted(found) == list(range(SIZE))
-        assert before != after or found == read(stream, before)
+LAYOUTS = [((1, 0), (1, 0)), ((2, 2), (2, 2)), ((2, 0), (3, 0)), ((1, 2), (2, 0)), ((3, 0), (1, 2))]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("layouts", "stop"), dealt(LAYOUTS, (3, 1), [0]))
+def test_a_stream_goes_on_without_loss(layouts, stop):
+    before, after = layouts
+    found = read(stream, before, after, stop)
+    assert sorted(found) == list(range(SIZE))
+    assert before != after or found == read(stream, before)
 
 
 def test_a_stream_is_mixed_with_a_data_set():
