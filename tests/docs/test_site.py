@@ -153,6 +153,7 @@ FOUND_FIRST = """questions => questions.map(question =>
 """What the page of the search shows on top, without a load of that page for each question."""
 
 
+@pytest.mark.sweep
 def test_the_search_finds_a_recipe_by_the_words_of_a_newcomer(site, browser):
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -181,6 +182,7 @@ def widest():
     return recipes if IS_SWEEP else sorted(recipes, key=longest_line)[-2:]
 
 
+@pytest.mark.sweep
 def test_code_is_whole_at_1400_pixels_and_can_be_copied(site, browser):
     is_cut = "all => all.filter(block => block.scrollWidth > block.clientWidth).map(block => block.innerText)"
     page = browser.new_page(viewport={"width": 1400, "height": 1000})
