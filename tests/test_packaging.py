@@ -120,7 +120,7 @@ class Line(echelon.TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-trainer = echelon.Trainer(max_epochs=2, accelerator="cpu")
+trainer = echelon.Trainer(strategy="ddp", devices=2, max_epochs=2, accelerator="cpu")
 trainer.fit(Line(), torch.utils.data.DataLoader(torch.ones(8, 1), batch_size=2))
 print("ranks", trainer.callback_metrics["ranks"].item(), "steps", trainer.global_step)
 """
@@ -138,16 +138,13 @@ def environment(wheel, tmp_path_factory):
     return folder / "bin"
 
 
-def test_an_installed_wheel_trains_from_a_script_anywhere(environment, tmp_path):
-    """On one process: the demo starts two."""
+def test_an_installed_wheel_trains_on_two_processes_from_a_script_anywhere(environment, tmp_path):
     (tmp_path / "train.py").write_text(PROGRAM)
-    assert "ranks 1.0 steps 8" in run(environment / "python", "-W", "error", "train.py", folder=tmp_path)
+    assert "ranks 2.0 steps 4" in run(environment / "python", "-W", "error", "train.py", folder=tmp_path)
 
 
 def test_the_demo_of_an_installed_wheel_trains_tests_and_says_where_to_look(environment, tmp_path):
-    words = ("demo", "--strategy", "ddp", "--devices", "2", "--epochs", "2")
-    output = run(environment / "echelon", *words, folder=tmp_path)
-    assert "2 processes, started by Echelon" in output
+    output = run(environment / "echelon", "demo", "--epochs", "2", folder=tmp_path)
     assert float(re.search(r"accuracy/test +│ +([\d.]+)", output)[1]) > 0.8
     assert (tmp_path / re.search(r"Curves: +(\S+)", output)[1]).stat().st_size > 10_000
     logs = re.search(r"TensorBoard: +\S+ -m tensorboard.main --logdir (\S+)\n", output)[1]

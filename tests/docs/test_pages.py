@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
 RECIPES = sorted((ROOT / "docs/howto").glob("*.md"))  # test_howto.py runs them
 OF_THE_SITE = {"index.md", "gallery.md"}  # which `make docs` builds, including pictures
-SHORTER = {("demo",): ["demo", "--epochs", "1"]}  # tests/examples runs that program to its end
+SHORTER = {("demo",): ["demo", "--epochs", "1", "--strategy", "ddp", "--devices", "2"]}
+"""In the place of a command, whose program tests/examples runs to its end and test_packaging.py in one process."""
 IMPORT_MAIN = "from echelon.trainer.cli.main import main"
 
 
