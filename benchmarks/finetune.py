@@ -20,10 +20,8 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from importlib.util import find_spec
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -181,13 +179,33 @@ def in_turns(train: Callable[[Any, int], None], name: str, width: int, size: Siz
     train(model, size.num_steps)
 
 
-def import_seconds(contender: str) -> float:
-    """Return the CPU time of a contender's imports in a new process, less that of starting one."""
-    code = f"import time; start = time.process_time(); {IMPORTS[contender]}; print(time.process_time() - start)"
-    done = subprocess.run(
-        [sys.executable, "-P", "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
+IN_A_NEW_PROCESS = """
+import time
+start = time.process_time()
+{imports}
+seconds = time.process_time() - start
+import json, sys
+sys.path.insert(0, {folder!r})
+import finetune
+print(json.dumps({{"import_seconds": seconds, **finetune.measured(*{arguments!r})}}))
+"""
+
+
+def in_a_new_process(contender: str, name: str, width: int, memory_width: int) -> dict[str, float]:
+    """Return what is measured in a process of its own, and the CPU time of the contender's imports there."""
+    arguments = (contender, name, width, memory_width)
+    code = IN_A_NEW_PROCESS.format(
+        imports=IMPORTS[contender], folder=str(Path(__file__).resolve().parent), arguments=arguments
     )
-    return float(done.stdout.split()[-1])
+    done = subprocess.run([sys.executable, "-P", "-W", "ignore", "-c", code], stdout=subprocess.PIPE, check=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def measured(contender: str, name: str, width: int, memory_width: int) -> dict[str, float]:
+    """Return a contender's peak memory, and then the CPU time of its first step, in this process."""
+    peak = peak_of(contender, name, memory_width, 3)
+    return {**peak, "first_seconds": first_seconds(contender, name, width)}
 
 
 def first_seconds(contender: str, name: str, width: int) -> float:
@@ -223,19 +241,17 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--model", choices=["llama", "minilm", "smollm2", "smollm2-lora"], default="llama")
     parser.add_argument("--memory-width", type=int, default=1024, help="that of the model of which peaks are taken")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     size = Size(options.contests, options.rounds, options.steps, options.warmup)
-    runs = {name: partial(in_turns, train, options.model, options.width, size) for name, train in CONTENDERS.items()}
+    chosen = {name: train for name, train in CONTENDERS.items() if name in options.contenders}
+    runs = {name: partial(in_turns, train, options.model, options.width, size) for name, train in chosen.items()}
     rows = summarise(times_of(compete(runs, size)), "plain loop", by_cpu=True)
     for name, row in rows.items():
-        with ProcessPoolExecutor(1, get_context("spawn")) as process:
-            row |= process.submit(peak_of, name, options.model, options.memory_width, 3).result()
-        with ProcessPoolExecutor(1, get_context("spawn")) as process:
-            row["first_seconds"] = process.submit(first_seconds, name, options.model, options.width).result()
-        row["import_seconds"] = import_seconds(name)
+        row |= in_a_new_process(name, options.model, options.width, options.memory_width)
     others = {name: row for name, row in rows.items() if name not in ("plain loop", "echelon")}
     found = {
         "time": max(row["speed"] for row in others.values()) / rows["echelon"]["speed"],

@@ -111,9 +111,12 @@ def kept_activations() -> float:
 
 def main(argv: list[str] | None = None) -> None:
     """Measure and print tables, or JSON."""
-    options = Size.arguments(__doc__, contests=8, steps=CASE.steps, warmup=1).parse_args(argv)
+    parser = Size.arguments(__doc__, contests=8, steps=CASE.steps, warmup=1)
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), metavar="LAYOUT")
+    options = parser.parse_args(argv)
     results: dict[str, Any] = {"torch": torch.__version__}
-    for layout, number in LAYOUTS.items():
+    for layout in options.layouts:
+        number = LAYOUTS[layout]
         ranks = run_ranks(measure, number, number // 2, Size.of(options), timeout=3600)
         rows = rows_of(ranks[0][0])  # the ranks wait for each other
         held, planned = max(rank[1] for rank in ranks), planned_bytes(number // 2)

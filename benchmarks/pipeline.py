@@ -163,13 +163,14 @@ def main(argv: list[str] | None = None) -> None:
     """Measure and print tables, or JSON."""
     parser = Size.arguments(__doc__, contests=6, steps=CASE.steps, warmup=1)
     parser.add_argument("--idle-runs", type=int, default=5, help="runs for each number of micro-batches")
+    parser.add_argument("--idle-numbers", type=int, nargs="+", default=[4, 8, 16], help="the numbers of micro-batches")
     options = parser.parse_args(argv)
     ranks = run_ranks(measure, NUM_STAGES, Size.of(options), timeout=3600)
     rows = rows_of(ranks[0][0])  # the ranks wait for each other
     held = [rank[1] for rank in ranks]
     ratios = [own / share for own, share in zip(held, bytes_of_stages(), strict=True)]
-    numbers = [4, 8, 16]
-    measured = run_ranks(idle_shares, NUM_STAGES, numbers, options.idle_runs, timeout=3600)[0]
+    numbers, runs = options.idle_numbers, options.idle_runs
+    measured = run_ranks(idle_shares, NUM_STAGES, numbers, runs, timeout=3600)[0]
     idle = {
         number: {"measured": median(shares), "theory": (NUM_STAGES - 1) / (number + NUM_STAGES - 1)}
         for number, shares in measured.items()

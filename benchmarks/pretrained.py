@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import tempfile
 import time
@@ -134,6 +135,7 @@ def main() -> None:
     parser.add_argument("--size-mb", type=int, default=1000, help="size of the folder")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
+    multiprocessing.set_forkserver_preload(["transformers.models.llama.modeling_llama"])  # else in each rank, for 2 s
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         size = write(folder, options.size_mb)

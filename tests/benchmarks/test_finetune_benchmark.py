@@ -6,19 +6,25 @@ from pathlib import Path
 
 import pytest
 from programs import run_program
+from sweep import IS_SWEEP
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "finetune.py"
 SIZE = ("--width", "16", "--memory-width", "16", "--steps", "2", "--warmup", "1", "--rounds", "2", "--contests", "1")
 
 
+@pytest.mark.sweep
 def test_each_contender_has_a_time_and_a_peak(tmp_path):
     pytest.importorskip("peft")
     pytest.importorskip("accelerate")
-    done = run_program(SCRIPT, *SIZE, "--json", folder=tmp_path)
+    contenders = ["plain loop", "echelon", "transformers"]
+    if IS_SWEEP:
+        contenders += ["accelerate"]
+        contenders += ["lightning"] if find_spec("lightning") and find_spec("lightning.pytorch") else []
+    words = [] if IS_SWEEP else ["--contenders", *contenders]
+    done = run_program(SCRIPT, *SIZE, *words, "--json", folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    lightning = ["lightning"] if find_spec("lightning") and find_spec("lightning.pytorch") else []
     found = json.loads(done.stdout.splitlines()[-1])
-    assert list(found["rows"]) == ["plain loop", "echelon", "transformers", "accelerate", *lightning]
+    assert list(found["rows"]) == contenders
     assert all(row["us_per_step"] > 0 and row["peak_bytes"] >= 0 for row in found["rows"].values())
     assert all(row["first_seconds"] > 0 and row["import_seconds"] > 0 for row in found["rows"].values())
     assert set(found["ratio"]) == {"time", "memory", "memory by hand"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 
@@ -80,6 +79,42 @@ def trainer_of(*callbacks, strategy=None, **settings):
     )
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("replicas")
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    """Return a function that returns what the ranks have found in a case; one launch is for all."""
+    ranks = run_ranks(all_cases, 4, folder, timeout=300)
+
+    def of(name):
+        results = [rank[name] for rank in ranks]
+        for error in (result for result in results if isinstance(result, Exception)):
+            raise error
+        return results
+
+    return of
+
+
+def all_cases(folder):
+    calm_down()
+    cases = {"count": (count, folder / "count"), "save": (save, folder / "save")}
+    for of in ("of_losses", "of_gradients"):
+        cases |= {f"nan {of}": (stop_at_nan, of), f"spike {of}": (judge, of)}
+    cases |= {f"average {has_average}": (average, has_average) for has_average in (False, True)}
+    return {name: kept(*case) for name, case in cases.items()}
+
+
+def kept(function, argument):
+    """Return a result or an error, which ends the test of its case alone."""
+    try:
+        return function(argument)
+    except Exception as error:  # noqa: BLE001 - whatever it is
+        return error
+
+
 # --- what is counted --------------------------------------------------------------------------------------------------
 
 
@@ -122,8 +157,8 @@ def count(folder):
     }
 
 
-def test_samples_are_counted_once_and_ranks_one_by_one(tmp_path):
-    results = run_ranks(functools.partial(count, tmp_path), 4)
+def test_samples_are_counted_once_and_ranks_one_by_one(found):
+    results = found("count")
     first = results[0]
     assert first["samples"] == [(3, 36.0)] and first["tokens"] == [(3, 360.0)]
     assert first["clocks"] == {f"time/compute/rank_{rank}" for rank in range(4)}
@@ -134,9 +169,9 @@ def test_samples_are_counted_once_and_ranks_one_by_one(tmp_path):
     assert [result["written"][1] for result in results] == [list(range(7)), [], [], []]
 
 
-def test_a_ledger_has_one_file_for_each_data_rank(tmp_path):
-    run_ranks(functools.partial(count, tmp_path), 4)
-    folder = samples_folder(tmp_path)
+def test_a_ledger_has_one_file_for_each_data_rank(found, folder):
+    found("count")
+    folder = samples_folder(folder / "count")
     assert [path.name[-15:] for path in sorted(folder.glob("*.samples"))] == ["k_00000.samples", "k_00001.samples"]
     found = audit(folder)
     assert found.is_exact and [epoch.used for epoch in found.epochs] == [36]
@@ -153,8 +188,8 @@ def stop_at_nan(of):
 
 
 @pytest.mark.parametrize(("of", "text"), [("of_losses", "Rank 3: The loss is"), ("of_gradients", "Rank 3: The grad")])
-def test_what_is_not_finite_on_a_part_of_a_replica_ends_the_run_on_all_ranks(of, text):
-    messages = run_ranks(functools.partial(stop_at_nan, of), 4)
+def test_what_is_not_finite_on_a_part_of_a_replica_ends_the_run_on_all_ranks(of, text, found):
+    messages = found(f"nan {of}")
     assert len(set(messages)) == 1 and messages[0].startswith(text), messages
 
 
@@ -165,8 +200,8 @@ def judge(of):
 
 
 @pytest.mark.parametrize("of", ["of_losses", "of_gradients"])
-def test_a_spike_on_a_part_of_a_replica_is_one_of_all_ranks(of):
-    results = run_ranks(functools.partial(judge, of), 4)
+def test_a_spike_on_a_part_of_a_replica_is_one_of_all_ranks(of, found):
+    results = found(f"spike {of}")
     assert all(result == results[0] for result in results)
     assert [decision["global_step"] for decision in json.loads(results[0][0])] == [3]
 
@@ -186,8 +221,8 @@ def save(folder):
     return saver.best_model_path, sorted(map(str, saver.best_k_models))
 
 
-def test_checkpoints_of_replicas_are_those_of_rank_0(tmp_path):
-    results = run_ranks(functools.partial(save, tmp_path), 4)
+def test_checkpoints_of_replicas_are_those_of_rank_0(found):
+    results = found("save")
     assert len(set(map(str, results))) == 1 and len(results[0][1]) == 2
 
 
@@ -218,7 +253,7 @@ def average(has_average):
 
 
 @pytest.mark.parametrize("has_average", [False, True])
-def test_buffers_are_those_of_the_first_rank_with_the_same_part(has_average):
-    first, second, third, fourth = run_ranks(functools.partial(average, has_average), 4)
+def test_buffers_are_those_of_the_first_rank_with_the_same_part(has_average, found):
+    first, second, third, fourth = found(f"average {has_average}")
     assert third == first and fourth == second
     assert all(of_second - of_first > 100 for of_first, of_second in zip(first, second, strict=True))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 from chaos_drill import drill
+from programs import ForkedProgram
 from scripted import Scripted, batches, trainer_in
 
 from echelon.callbacks import LambdaCallback
@@ -52,10 +51,13 @@ def fit(folder: Path, text: str, *others: Any, round: int = 0, **settings: Any) 
 
 def test_a_process_is_stopped_and_killed_at_exactly_the_step_and_only_once(tmp_path: Path) -> None:
     text = "stop:rank=0@step=2, kill:rank=0@step=4"
-    process = subprocess.Popen([sys.executable, str(DRILL), str(tmp_path), text, "1"])
+    words, output = (DRILL, tmp_path, text, "1"), tmp_path / "output"
+    process = ForkedProgram(words, folder=tmp_path, environ=os.environ, output=output)
     try:
-        _, status = os.waitpid(process.pid, os.WUNTRACED)
-        assert os.WIFSTOPPED(status)
+        end = time.monotonic() + 240
+        while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":  # stopped
+            assert process.poll() is None and time.monotonic() < end, output.read_text()
+            time.sleep(0.01)
         assert steps(tmp_path) == [1]
         process.send_signal(signal.SIGCONT)
         assert process.wait(240) == -signal.SIGKILL

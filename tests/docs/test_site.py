@@ -3,8 +3,6 @@
 import html
 import inspect
 import re
-import subprocess
-import sys
 import threading
 import zlib
 from functools import partial
@@ -13,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import sync_playwright
+from programs import run_program
+from sweep import IS_SWEEP
 
 import echelon
 import echelon.testing
@@ -26,15 +26,33 @@ PUBLIC = {
 }
 
 
+SETTINGS = {"suppress_warnings": "image.not_readable"}
+"""The pictures of the gallery come from runs that `make docs` makes."""
+QUICK = {
+    "extensions": "myst_parser,sphinx.ext.autodoc,sphinx.ext.napoleon",
+    "toc_object_entries": "0",
+}
+"""Without the pages of sources, and a list of methods in the margins, which take most of the time."""
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """Build it; the pictures of the gallery come from runs that `make docs` makes."""
+    """Build it; in a sweep as `make docs` does."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--quiet", "--define"]
-    command += ["suppress_warnings=image.not_readable", str(DOCS), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=680, check=False)
+    settings = SETTINGS if IS_SWEEP else SETTINGS | QUICK
+    defined = [word for name, value in settings.items() for word in ("--define", f"{name}={value}")]
+    words = ("-m", "sphinx", "--fail-on-warning", "--quiet", *defined, DOCS, folder)
+    done = run_program(*words, folder=folder, timeout=680)
     assert done.returncode == 0, done.stderr
     return folder
+
+
+@pytest.fixture(scope="module")
+def browser(chromium):
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +67,7 @@ THINGS = [getattr(echelon, name) for name in echelon.__all__]
 ERRORS = {thing for thing in THINGS if isinstance(thing, type) and issubclass(thing, Exception)}
 
 
+@pytest.mark.sweep
 def test_the_reference_has_every_public_name(pages):
     described = {id(PUBLIC[name]) for name in pages}  # under one of its names
     missing = [name for name, thing in PUBLIC.items() if id(thing) not in described]
@@ -67,19 +86,17 @@ def test_the_reference_has_every_argument(pages):
     assert missing == []
 
 
-def test_a_browser_shows_the_site(site, chromium):
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page()
-        failed = []
-        page.on("requestfailed", lambda request: failed.append(request.url))
-        page.goto((site / "index.html").as_uri())
-        assert page.locator("h1").first.inner_text().startswith("Echelon")
-        widths = page.locator("article img").evaluate_all("all => all.map(one => one.naturalWidth)")
-        assert len(widths) == 2 and min(widths) > 100  # the badges and the moving picture of the README
-        page.get_by_role("link", name="Strategies", exact=True).first.click()
-        page.locator("#echelon\\.FSDPStrategy").wait_for(state="visible")
-        browser.close()
+def test_a_browser_shows_the_site(site, browser):
+    page = browser.new_page()
+    failed = []
+    page.on("requestfailed", lambda request: failed.append(request.url))
+    page.goto((site / "index.html").as_uri())
+    assert page.locator("h1").first.inner_text().startswith("Echelon")
+    widths = page.locator("article img").evaluate_all("all => all.map(one => one.naturalWidth)")
+    assert len(widths) == 2 and min(widths) > 100  # the badges and the moving picture of the README
+    page.get_by_role("link", name="Strategies", exact=True).first.click()
+    page.locator("#echelon\\.FSDPStrategy").wait_for(state="visible")
+    page.close()
     assert failed == []
 
 
@@ -131,38 +148,55 @@ class Quiet(SimpleHTTPRequestHandler):
         pass
 
 
-def test_the_search_finds_a_recipe_by_the_words_of_a_newcomer(site, chromium):
+FOUND_FIRST = """questions => questions.map(question =>
+    Search._performSearch(...Search._parseQuery(question)).at(-1)[0])"""
+"""What the page of the search shows on top, without a load of that page for each question."""
+
+
+@pytest.mark.sweep
+def test_the_search_finds_a_recipe_by_the_words_of_a_newcomer(site, browser):
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    found = {}
-    with server, sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+    asked = next(iter(QUESTIONS))
+    with server:
         page = browser.new_page()
-        for question in QUESTIONS:
-            page.goto(f"http://127.0.0.1:{server.server_port}/search.html?q={question}")
-            first = page.locator("#search-results ul.search li a").first
-            first.wait_for(timeout=60_000)
-            found[question] = re.sub(r"^(.*/)?howto/|\.html.*", "", first.get_attribute("href"))
-        browser.close()
+        page.goto(f"http://127.0.0.1:{server.server_port}/search.html?q={asked}")
+        first = page.locator("#search-results ul.search li a").first
+        first.wait_for(timeout=60_000)
+        shown, names = first.get_attribute("href"), page.evaluate(FOUND_FIRST, [*QUESTIONS])
+        page.close()
         server.shutdown()
+    assert re.sub(r"^(.*/)?howto/|\.html.*", "", shown) == QUESTIONS[asked]
+    found = {question: name.removeprefix("howto/") for question, name in zip(QUESTIONS, names, strict=True)}
     assert found == QUESTIONS
 
 
-def test_code_is_whole_at_1400_pixels_and_can_be_copied(site, chromium):
-    is_cut = "block => block.scrollWidth > block.clientWidth"
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1400, "height": 1000})
-        for name in ("index", "module", *(f"howto/{recipe}" for recipe in dict.fromkeys(QUESTIONS.values()))):
-            page.goto((site / f"{name}.html").as_uri())
-            blocks = page.locator("div.highlight-python pre")
-            assert [block.inner_text() for block in blocks.all() if block.evaluate(is_cut)] == [], name
-            assert page.locator("div.highlight button.copy").count() == page.locator("div.highlight pre").count()
-        context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
-        page = context.new_page()
-        page.goto((site / "index.html").as_uri())
-        page.locator("div.highlight-python button.copy").first.click()
-        page.locator("button.copy", has_text="Copied").wait_for()
-        copied = page.evaluate("navigator.clipboard.readText()")
-        browser.close()
+def longest_line(recipe):
+    blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / f"{recipe}.md").read_text(), re.MULTILINE | re.DOTALL)
+    return max(len(line) for block in blocks for line in block.splitlines())
+
+
+def widest():
+    """Return the recipes with the longest lines of code, whose letters have one width; in a sweep all."""
+    recipes = [f"howto/{recipe}" for recipe in dict.fromkeys(QUESTIONS.values())]
+    return recipes if IS_SWEEP else sorted(recipes, key=longest_line)[-2:]
+
+
+@pytest.mark.sweep
+def test_code_is_whole_at_1400_pixels_and_can_be_copied(site, browser):
+    is_cut = "all => all.filter(block => block.scrollWidth > block.clientWidth).map(block => block.innerText)"
+    page = browser.new_page(viewport={"width": 1400, "height": 1000})
+    for name in ("index", "module", *widest()):
+        page.goto((site / f"{name}.html").as_uri())
+        assert page.locator("div.highlight-python pre").count() > 0
+        assert page.locator("div.highlight-python pre").evaluate_all(is_cut) == [], name
+        assert page.locator("div.highlight button.copy").count() == page.locator("div.highlight pre").count()
+    page.close()
+    context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
+    page = context.new_page()
+    page.goto((site / "index.html").as_uri())
+    page.locator("div.highlight-python button.copy").first.click()
+    page.locator("button.copy", has_text="Copied").wait_for()
+    copied = page.evaluate("navigator.clipboard.readText()")
+    context.close()
     assert copied.startswith("import torch\n") and copied.rstrip().endswith("best_model_path)")

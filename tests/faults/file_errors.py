@@ -13,14 +13,17 @@ import ctypes
 import errno
 import faulthandler
 import json
+import logging
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +45,8 @@ def run(num_ranks: int, arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="echelon-file-errors-", dir=memory) as folder:
         library = build(Path(folder))
         environment = {**os.environ, "LD_PRELOAD": str(library), "FILE_ERRORS": str(library), "OMP_NUM_THREADS": "1"}
-        program = [str(Path(__file__)), "--inside", folder, *arguments]
-        launch = ["-m", "echelon", "launch", "--nproc", "2"] if num_ranks == 2 else []
-        return subprocess.run([sys.executable, *launch, *program], env=environment, check=False).returncode
+        command = [sys.executable, str(Path(__file__)), "--inside", folder, "--ranks", str(num_ranks), *arguments]
+        return subprocess.run(command, env=environment, check=False).returncode
 
 
 class Cases:
@@ -204,6 +206,32 @@ class Cases:
         return 1 if self.num_faults else 0
 
 
+def in_ranks(num_ranks: int, work: Callable[[int], int]) -> int:
+    """Do some work in forks that are the ranks of a launch by hand; return the highest exit code."""
+    import torch
+
+    import echelon
+
+    torch.set_num_threads(1)
+    assert echelon.Trainer  # each fork would import it
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    pids = []
+    for rank in range(num_ranks):
+        if pid := os.fork():
+            pids.append(pid)
+            continue
+        numbers = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": num_ranks}
+        os.environ.update({name: str(number) for name, number in numbers.items()})
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        code = 1
+        try:
+            code = work(rank)
+        finally:
+            os._exit(code)
+    return max(abs(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])) for pid in pids)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--errors", type=int, default=len(ERRORS), help="errors for each call")
@@ -216,13 +244,14 @@ def main() -> int:
     arguments = ["--errors", str(options.errors), "--stride", str(options.stride)]
     if options.inside is None:
         return max(run(ranks, arguments) for ranks in ([options.ranks] if options.ranks else [1, 2]))
-    rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     warnings.simplefilter("ignore")
-    import logging
-
     logging.disable(logging.CRITICAL)
     with open(os.devnull, "w") as null, contextlib.redirect_stderr(null):
-        return Cases(options.inside, rank, num_ranks).all(options.errors, options.stride)
+
+        def take(rank: int) -> int:
+            return Cases(options.inside, rank, options.ranks).all(options.errors, options.stride)
+
+        return in_ranks(2, take) if options.ranks == 2 else take(0)
 
 
 if __name__ == "__main__":

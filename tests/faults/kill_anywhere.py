@@ -29,7 +29,7 @@ from echelon import CSVLogger, ModelCheckpoint, Trainer, TrainModule, seed_every
 from echelon.common.errors import CheckpointError
 from echelon.trainer import checkpoint
 
-EPOCHS, STEPS_OF_EPOCH = 9, 8
+EPOCHS, STEPS_OF_EPOCH = 5, 8
 CHECKPOINTS = Path("csv", "version_0", "checkpoints")
 
 
@@ -147,6 +147,7 @@ def kill_at(pid: int, folder: Path, wanted: str, skip: int, patience: float) -> 
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             return Kill(status)
+        time.sleep(1e-4)  # the fork may need this core
 
 
 def moments(chance: random.Random) -> Iterator[tuple[str, int, float]]:

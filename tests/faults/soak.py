@@ -16,7 +16,6 @@ import os
 import re
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -29,7 +28,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from soak_holdings import (
+
+FAULTS = Path(__file__).parent
+sys.path += [str(FAULTS), str(FAULTS.parent / "helpers")]
+
+from programs import ForkedProgram  # noqa: E402 - they lie beside this file
+from soak_holdings import (  # noqa: E402
     MARK,
     Sample,
     names,
@@ -41,10 +45,10 @@ from soak_holdings import (
     text,
 )
 
-from echelon import Chaos
-from echelon.callbacks.samples.audit import audit, samples_folder
+from echelon import Chaos  # noqa: E402
+from echelon.callbacks.samples.audit import audit, samples_folder  # noqa: E402
 
-PROGRAM: Final = Path(__file__).with_name("soak_program.py")
+PROGRAM: Final = FAULTS / "soak_program.py"
 EXACT: Final = 1e-12
 _SETTLED: Final = 10
 """Steps that count as two snapshots where the run chooses the interval itself, by what a snapshot costs."""
@@ -107,25 +111,26 @@ def _each(choose: Callable[[Iterable[float]], float], samples: Iterable[Sample])
 
 
 @contextlib.contextmanager
-def started(folder: Path, plan: dict[str, Any], mark: str, seen: Seen) -> Iterator[subprocess.Popen[str]]:
+def started(folder: Path, plan: dict[str, Any], mark: str, seen: Seen) -> Iterator[ForkedProgram]:
     """Run the program; nothing of it is left at the end. Notes the faults that it reports."""
     (folder / "temporary").mkdir(parents=True, exist_ok=True)
-    process = subprocess.Popen(
-        [sys.executable, str(PROGRAM), str(folder), json.dumps(plan)],
-        env={**os.environ, MARK: mark, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "temporary")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    log, has_ended = folder / "log", threading.Event()
+    log.touch()
+    environ = {**os.environ, MARK: mark, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "temporary")}
+    process = ForkedProgram([PROGRAM, folder, json.dumps(plan)], folder=folder, environ=environ, output=log)
 
     def listen() -> None:
-        assert process.stdout is not None
-        with (folder / "log").open("w") as log:
-            for line in process.stdout:
-                if found := re.match(r"Chaos: (\w+):", line):
-                    seen.faults.append((time.time(), found[1]))
-                log.write(line)
-                log.flush()
+        with log.open() as lines:
+            is_last, line = False, ""
+            while not is_last:
+                is_last = has_ended.wait(0.01)
+                while part := lines.readline():
+                    line += part
+                    if not line.endswith("\n"):
+                        break  # the rest is still to come
+                    if found := re.match(r"Chaos: (\w+):", line):
+                        seen.faults.append((time.time(), found[1]))
+                    line = ""
 
     listener = threading.Thread(target=listen)
     listener.start()
@@ -137,6 +142,7 @@ def started(folder: Path, plan: dict[str, Any], mark: str, seen: Seen) -> Iterat
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(one, signal.SIGKILL)
         process.wait()
+        has_ended.set()
         listener.join()
 
 

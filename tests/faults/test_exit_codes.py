@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 import uuid
 from pathlib import Path
 
 from forked_server import MARK
+from programs import ForkedProgram, run_program
 from two_nodes import kill_marked, running
 
-SIGNALLED = str(Path(__file__).with_name("signalled.py"))
+SIGNALLED = Path(__file__).with_name("signalled.py")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def test_one_signal_saves_and_ends_with_the_documented_code_and_a_second_ends_at_once(tmp_path: Path) -> None:
-    command = [sys.executable, SIGNALLED, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=360, check=False, env=ENVIRONMENT)
+    done = run_program(SIGNALLED, tmp_path, folder=tmp_path, timeout=360, environ=ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-3000:]
     saved = ["epoch=0-step=4.ckpt"]
     assert [json.loads(line) for line in done.stdout.splitlines()] == [
@@ -34,8 +32,8 @@ def test_one_signal_saves_and_ends_with_the_documented_code_and_a_second_ends_at
 
 def test_a_fork_whose_step_never_ends_ends_with_the_program_that_is_killed(tmp_path: Path) -> None:
     mark = uuid.uuid4().hex
-    command = [sys.executable, SIGNALLED, str(tmp_path), "SIGTERM, SIGTERM"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**ENVIRONMENT, MARK: mark})
+    words, output = (SIGNALLED, tmp_path, "SIGTERM, SIGTERM"), tmp_path / "output"
+    process = ForkedProgram(words, folder=tmp_path, environ={**ENVIRONMENT, MARK: mark}, output=output)
     try:
         wait_for_processes(mark, 2)
         process.kill()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sweep import dealt
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -175,8 +176,10 @@ def end_of(folder, victim, moment, *, is_killed=True, **choices):
     return str(caught.value), took
 
 
-@pytest.mark.parametrize("moment", ["start", "pull", "push", "save", "shutdown"])
-@pytest.mark.parametrize("victim", ["server", "trainer"])
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("moment", "victim"), dealt(["start", "pull", "push", "save", "shutdown"], ["server", "trainer"], [0])
+)
 def test_a_death_ends_the_run_in_seconds_and_the_run_goes_on_from_its_checkpoint(victim, moment, tmp_path, undisturbed):
     text, took = end_of(tmp_path, victim, moment, dense="ddp" if moment == "pull" else "servers")
     assert took < SECONDS

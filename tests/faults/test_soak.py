@@ -1,8 +1,8 @@
 """A run with random faults for some seconds continues after each, leaves nothing behind, and loses nothing."""
 
-import subprocess
-import sys
 from pathlib import Path
+
+from programs import run_program
 
 SCRIPT = Path(__file__).with_name("soak.py")
 
@@ -11,7 +11,7 @@ def test_random_faults_neither_hang_a_run_nor_change_its_curve_nor_leave_anythin
     # enough snapshots for each round to get further than the previous one, and to start without a delay
     size = ("--minutes", "0.15", "--every", "1.5", "2.5", "--snapshot-every", "4", "--pause", "0.01")
     actions = ("--actions", "kill", "exit", "raise")
-    command = [sys.executable, str(SCRIPT), *size, *actions, "--keep", str(memory_path), "--patience", "240"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=460, check=False)
+    words = (SCRIPT, *size, *actions, "--keep", memory_path, "--patience", "240")
+    done = run_program(*words, folder=memory_path, timeout=460)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "differs from that of an undisturbed run by" in done.stdout

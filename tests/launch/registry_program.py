@@ -1,10 +1,12 @@
 """A program that trains in one process and in two, started by the trainer, models whose constructors fill registries.
 
-Usage: python tests/launch/registry_program.py. It prints how far the weights are apart.
+Usage: python tests/launch/registry_program.py [CASE ...], such as "Registered ddp"; by default all. It prints how far
+the weights are apart.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 from importlib.util import find_spec
 from typing import Any
@@ -80,12 +82,16 @@ def train(kind: type[Registered], strategy: str, number: int) -> dict[str, Tenso
 def main() -> None:
     """Train and print."""
     warnings.simplefilter("ignore")
+    chosen = sys.argv[1:]
     for kind in (Registered, *((Recorded,) if find_spec("transformers") else ())):
         expected = train(kind, "single", 1)
         for strategy in ("ddp", "fsdp"):
+            case = f"{kind.__name__} {strategy}"
+            if chosen and case not in chosen:
+                continue
             state = train(kind, strategy, 2)
             apart = max(float((state[name] - value).abs().max()) for name, value in expected.items())
-            print(f"{kind.__name__} {strategy}: {apart:.1g} apart")
+            print(f"{case}: {apart:.1g} apart")
 
 
 if __name__ == "__main__":

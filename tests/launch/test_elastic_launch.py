@@ -20,6 +20,13 @@ from echelon.trainer.cli.main import main
 
 ECHELON = [sys.executable, "-c", "import sys; from echelon.trainer.cli.main import main; sys.exit(main())", "launch"]
 HERE = Path(__file__).parent
+COMES_LATER = """
+import os, sys, time
+from echelon.trainer.cli.main import main
+while not os.path.exists(os.environ["WAITS"]):
+    time.sleep(0.05)
+sys.exit(main())
+"""
 
 PROGRAM = """
 import os, signal, sys
@@ -127,7 +134,7 @@ def test_a_node_that_comes_is_let_in():
             for _ in nodes
         )
         mark = f"/tmp/{nodes[0].namespace}"
-        second = ["sh", "-c", 'while [ ! -e "$0" ]; do sleep 0.1; done; exec "$@"', mark, *second]
+        second = [sys.executable, "-c", COMES_LATER, *second[len(ECHELON) - 1 :]]
         commands = [(one.command(*words), {"WAITS": mark}) for one, words in zip(nodes, (first, second), strict=True)]
         try:
             done = run_together(commands)

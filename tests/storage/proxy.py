@@ -17,6 +17,7 @@ Kind = Literal["status", "reset", "lost", "stall", "truncate", "slow"]
 
 _AT_ONCE = 1 << 16
 _REASONS = {400: "ExpiredToken", 403: "AccessDenied", 429: "TooManyRequests", 500: "InternalError", 503: "SlowDown"}
+_MESSAGES = {400: "The provided token has expired."}
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,8 @@ async def _passes(fault: Fault, request: Request, writer: asyncio.StreamWriter) 
     """Give the trouble that the server never sees; return whether the request goes on to it."""
     if fault.kind == "status":
         name = _REASONS.get(fault.status, "InternalError")
-        text = f"<?xml version='1.0'?><Error><Code>{name}</Code><Message>by the proxy</Message></Error>"
+        message = _MESSAGES.get(fault.status, "by the proxy")
+        text = f"<?xml version='1.0'?><Error><Code>{name}</Code><Message>{message}</Message></Error>"
         content = "" if request.method == "HEAD" else text
         request.status = fault.status
         writer.write(

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from store_program import Net, data
+from sweep import IS_SWEEP
 from torch import nn
 
 from echelon import Callback, ElasticStrategy, ModelCheckpoint, ParallelStrategy, Trainer, seed_everything
@@ -18,6 +19,7 @@ LAYOUTS = {
     "single": (1, lambda: "single"),
     "ddp": (2, lambda: "ddp"),
     "fsdp": (2, lambda: "fsdp"),
+    "pp": (2, partial(ParallelStrategy, pp=2, schedule="gpipe")),
     "pp x fsdp": (4, partial(ParallelStrategy, pp=2, dp_shard=2, schedule="gpipe")),
 }
 
@@ -53,7 +55,8 @@ def fit(layout, steps, folder, *callbacks, ckpt_path=None, module=None, keeps=2)
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.sweep
+@pytest.mark.parametrize("layout", LAYOUTS if IS_SWEEP else ("single", "fsdp", "pp"))
 def test_a_layout_saves_to_a_bucket_resumes_there_and_on_another_one(layout, bucket, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     expected = fit(layout, 6, tmp_path / "local")

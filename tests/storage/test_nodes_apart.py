@@ -1,7 +1,6 @@
 """Two nodes that share no folder, with a local root: each keeps its part of the checkpoints on its own disk."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from random import Random
 import pytest
 import torch
 from test_layouts import Net, fit
-from two_nodes import absent, run_together
+from two_nodes import absent, run_together, start
 
 from echelon import seed_everything
 from echelon.trainer.checkpoint import list_checkpoints, load, verify
@@ -20,7 +19,7 @@ from echelon.trainer.checkpoint import list_checkpoints, load, verify
 pytestmark = pytest.mark.slow
 
 PROGRAM = Path(__file__).with_name("node_program.py")
-OWN_DISK = 'mount --bind "$0" "$1" && shift && exec "$@"'
+OWN_DISK = ("unshare", "--mount", "mount", "--bind")
 
 
 class Nodes:
@@ -32,12 +31,10 @@ class Nodes:
         self.outs = [folder / f"out{node}" for node in range(2)]
         for place in (self.root, *self.disks, *self.outs):
             place.mkdir()
-        tried = subprocess.run(self._command(0, "true"), capture_output=True, text=True, timeout=80, check=False)
+        words = (*OWN_DISK, self.disks[0], self.root)
+        tried = subprocess.run(words, capture_output=True, text=True, timeout=80, check=False)
         if tried.returncode:
             absent(f"no mount namespaces here, which need root: {tried.stderr.strip()}")
-
-    def _command(self, node, *words):
-        return ["unshare", "--mount", "sh", "-c", OWN_DISK, str(self.disks[node]), str(self.root), *words]
 
     def commands(self, port, steps, strategy, per_node=1, order=(0, 1), ckpt_path="last"):
         """Return the command and the variables of each rank; `order` has the nodes as the launcher numbers them."""
@@ -46,9 +43,10 @@ class Nodes:
             numbers = {"RANK": rank, "WORLD_SIZE": 2 * per_node, "LOCAL_RANK": rank % per_node}
             numbers |= {"LOCAL_WORLD_SIZE": per_node, "GROUP_RANK": place, "GROUP_WORLD_SIZE": 2, "MASTER_PORT": port}
             variables = {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
+            variables["OWN_DISK"] = str(self.disks[order[place]])
             out = self.outs[order[place]]
             words = (sys.executable, str(PROGRAM), str(self.root), str(out), str(steps), strategy, str(per_node))
-            yield self._command(order[place], *words, ckpt_path), variables
+            yield [*words, ckpt_path], variables
 
     def train(self, port, steps, strategy="fsdp", **how):
         """Return the exit code and the output of each rank."""
@@ -149,15 +147,8 @@ def test_a_kill_of_either_node_loses_no_checkpoint(nodes, expected, monkeypatch,
 
 def killed_in_training(nodes, port, victim, after):
     """Train; some seconds after there is a checkpoint, kill a node and then the other, as a launcher does."""
-    running = [
-        subprocess.Popen(
-            command,
-            env={"PATH": os.environ["PATH"], **variables},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        for command, variables in nodes.commands(port, 6, "fsdp")
-    ]
+    commands = nodes.commands(port, 6, "fsdp")
+    running = [start(command, variables, nodes.outs[0] / "killed.txt") for command, variables in commands]
     end = time.monotonic() + 100
     while not nodes.checkpoints(0) and all(one.poll() is None for one in running) and time.monotonic() < end:
         time.sleep(0.02)

@@ -13,6 +13,7 @@ from proxy import Fault
 from server import environment
 from small import Regression, loader, quiet
 from store_program import main
+from sweep import dealt
 
 from echelon import Callback, GoodputMonitor, ModelCheckpoint, TQDMProgressBar
 from echelon.callbacks.goodput.ledger import read_ledger
@@ -98,8 +99,10 @@ def test_a_second_save_waits_for_the_first_whose_upload_is_slow(proxy, bucket):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("when", ["in the middle", "at the end"])
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("number", "when"), dealt([signal.SIGINT, signal.SIGTERM], ["in the middle", "at the end"], [0])
+)
 def test_a_run_that_is_told_to_end_commits_what_is_under_way(number, when, proxy, bucket, tmp_path):
     steps = 4 if when == "at the end" else 1_000_000
     goes_on = hold(proxy, nth=1 if when == "at the end" else 0)

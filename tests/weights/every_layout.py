@@ -48,7 +48,7 @@ def main():
     warnings.simplefilter("ignore")
     if not (folder / "minilm, bf16.pt").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        prepare(folder)
+        prepare(folder, [(kind, "") for kind in KINDS])
     for num_ranks in map(int, sys.argv[2:] or (2, 3, 4)):
         for (kind, name), found in run_ranks(train_all, num_ranks, folder, num_ranks, timeout=3600)[0].items():
             print(f"{kind:10}{name:24}{found}", flush=True)
