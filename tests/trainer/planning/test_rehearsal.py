@@ -32,7 +32,7 @@ if IS_SWEEP:
         "pp x cp": (parallel(pp=2, cp=2), {"accumulate_grad_batches": 2}),
         "pp x ep": (parallel(pp=2, dp_shard=2, ep=2), {"accumulate_grad_batches": 2}),
     }
-    ASKED = dict.fromkeys(LAYOUTS, (0, 3))
+    ASKED = {**dict.fromkeys(LAYOUTS, (0, 3)), "ddp": (0,)}  # of replicas, rank 0 alone writes files
 CONFIG = {
     "seed": SEED,
     "trainer": {"max_epochs": 1},
