@@ -35,6 +35,10 @@ def is_dealt(case):
 
 
 DEVICE = os.environ.get("ECHELON_TEST_DEVICE", "sim")
+IN_A_SWEEP = [
+    attention("tp 2 x fsdp 2", 4, takes=is_hardest, tp=2, dp_shard=2),
+    stages("pp 2 x tp 2", 4, tp=2),
+] * IS_SWEEP
 OF_DEVICE = {
     line.title: line
     for line in (
@@ -50,10 +54,9 @@ OF_DEVICE = {
         Line("ps", 2, note=" + 1 server", takes=is_dealt),
         Line("elastic", 2, takes=is_hardest),
         attention("tp x 2", 2, takes=is_dealt, tp=2),
-        attention("tp 2 x fsdp 2", 4, takes=is_hardest, tp=2, dp_shard=2),
         attention("cp x 2", 2, takes=is_hardest, network="sequences", cp=2),
         stages("pp x 2, gpipe", 2, schedule="gpipe"),
-        stages("pp 2 x tp 2", 4, tp=2),
+        *IN_A_SWEEP,
     )
 }
 MAP = {"net.2": f"{DEVICE}:1", "net.4": f"{DEVICE}:0", "": f"{DEVICE}:0"}

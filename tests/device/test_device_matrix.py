@@ -5,6 +5,7 @@ import functools
 import device_matrix
 import device_waits
 import pytest
+from sweep import IS_SWEEP
 
 _STAGES = ("point_to_point.py", "metrics/reduction.py")
 MEETS_THE_HOST = {
@@ -36,6 +37,7 @@ def test_a_strategy_on_a_device_is_as_one_process_on_the_cpu(of_line, title):
     check(of_line(title)[0])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("title", device_matrix.OF_DEVICE)
 def test_no_step_makes_the_host_wait_for_the_device(simulated, of_line, title):
     waits = of_line(title)[1]
@@ -50,7 +52,8 @@ def test_a_step_that_waits_is_seen_with_its_line(simulated):
     assert all(wait.startswith("item: ") and "device_waits.py" in wait for wait in waits)
 
 
-@pytest.mark.parametrize("title", ["single", "dp x 2", "device_map x 2", "ddp x 2", "ps x 2 + 1 server"])
+@pytest.mark.sweep
+@pytest.mark.parametrize("title", ["single", "ddp x 2", "ps x 2 + 1 server", *["dp x 2", "device_map x 2"] * IS_SWEEP])
 def test_an_accelerator_that_others_register_needs_no_streams_and_no_generators(plain, title):
     check(plain.call(device_matrix.results, title, timeout=200.0)[0])
 

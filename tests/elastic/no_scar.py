@@ -17,14 +17,13 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "helpers"))
 
-from elastic_nodes import Nodes, Program, Undisturbed, nodes_of, nodes_of_a_run
-from elastic_program import STEPS_OF_EPOCH, Plan
+from elastic_nodes import Nodes, Program, Undisturbed, curve, nodes_of, nodes_of_a_run
+from elastic_program import STEPS_OF_EPOCH, Plan, write
 from two_nodes import two_nodes
 
 WORKERS = (1, 3)
 """Of the two nodes."""
 _PAUSE = 5  # steps between two faults
-_ROOM = 30  # steps that one may take while the run takes its time
 
 
 def suffer(folder: Path, *, inner: str, kills: int, joins: int, leaves: int, seed: int = 0) -> None:
@@ -39,9 +38,8 @@ def suffer(folder: Path, *, inner: str, kills: int, joins: int, leaves: int, see
     places = sorted(drawn.choices(range(kills + 1), k=len(changes)), reverse=True)
     for change, place in zip(reversed(changes), places, strict=True):
         faults.insert(place, change)
-    epochs = -(-(len(faults) + 1) * _ROOM // STEPS_OF_EPOCH)
     with two_nodes() as namespaces:
-        plan = Plan(epochs=epochs, strategy=inner)
+        plan = Plan(epochs=1 << 20, strategy=inner)
         with nodes_of_a_run(folder, plan, namespaces) as nodes:
             nodes.hold_after(_PAUSE)
             running = {0: nodes.start(0, devices=WORKERS[0])}
@@ -53,9 +51,12 @@ def suffer(folder: Path, *, inner: str, kills: int, joins: int, leaves: int, see
                 step = nodes.progress["step"] + _PAUSE
                 nodes.hold_after(step)
                 nodes.wait(lambda seen, step=step: seen["step"] >= step, "the run goes on")
+            write(folder / "last", str(nodes.progress["step"]))
             weights = nodes.finish(*running.values())
-    nodes.check_no_scar(weights, Undisturbed.run(folder / "undisturbed", epochs))
-    print(f"no scar after {epochs * STEPS_OF_EPOCH} steps")
+    steps = curve(folder / "csv" / "version_0")[-1][0]
+    undisturbed = Undisturbed.run(folder / "undisturbed", -(-steps // STEPS_OF_EPOCH), steps=steps)
+    nodes.check_no_scar(weights, undisturbed)
+    print(f"no scar after {steps} steps")
 
 
 def _befall(nodes: Nodes, running: dict[int, Program], fault: str, drawn: random.Random, *, lost: bool) -> str:

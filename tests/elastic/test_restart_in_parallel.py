@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from elastic_nodes import EXACT, Undisturbed, difference, nodes_of_a_run, train_amid_kills
+from elastic_nodes import EXACT, Undisturbed, difference, nodes_of_a_run, train_amid_a_kill
 from elastic_program import TP_PLAN, Plan, Regression
 
 from echelon import ParallelStrategy
 
-EPOCHS = 2
+EPOCHS = 1
 TWO = Plan(epochs=EPOCHS, strategy="tp", devices=2, last_call=60.0)  # both come before the first step
 
 
@@ -21,7 +21,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_a_worker_is_killed(memory_path: Any, undisturbed: Any) -> None:
     inner = ParallelStrategy(dp_shard=2, tp=2, tp_plan=TP_PLAN)
-    weights = train_amid_kills(inner, memory_path, Regression)
+    weights = train_amid_a_kill(inner, memory_path, Regression)
     assert difference(weights, undisturbed.weights) <= EXACT
 
 

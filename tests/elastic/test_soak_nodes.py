@@ -17,7 +17,8 @@ def test_faults_of_two_nodes_leave_no_scar(memory_path):
     # the worst for who writes: rank 0 is on the node that is cut off from the store, stopped or killed
     kinds = ("--stores", "1", "--kinds", "jump", "partition", "stop_node", "kill_agent")
     # how long the run stalls is for the long soak to judge, on an otherwise idle machine
-    command = [sys.executable, str(SCRIPT), *kinds, "--bound", "inf", "--longest", "6", "--keep", str(memory_path)]
+    options = ("--bound", "inf", "--longest", "4", "--pause", "0.15", "--keep", str(memory_path))
+    command = [sys.executable, str(SCRIPT), *kinds, *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "no scar" in done.stdout

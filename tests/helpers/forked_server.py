@@ -1,4 +1,4 @@
-"""The fork server of a forked program: also a fork, since a new interpreter would import torch again."""
+"""What a forked program starts: its fork server and its store are also forks, as interpreters would import torch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import os
 import pickle
 import signal
 import socket
+import subprocess
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import util
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +22,8 @@ MARK = "echelonTEST_MARK"
 """The variable by which tests find the processes that they started."""
 
 _COMMAND = "from multiprocessing.forkserver import main"
+_STORE = "import os\nif os.fork():"
+"""How the program begins that becomes the store of a rendezvous."""
 _ABOVE = 512  # descriptors from here on are unused
 _MAX = 16  # the most descriptors that multiprocessing passes on
 
@@ -31,27 +34,56 @@ def fork_in_advance() -> None:
     Until then it waits. It gets what a new interpreter would: the command, the environment, descriptors, and the
     signals that are blocked at that moment. It ends with this process.
     """
-    ours, its = socket.socketpair()
-    pid = os.fork()
-    if pid == 0:
-        ours.close()
-        _become_the_fork_server(its)
-    its.close()
-    spawn = util.spawnv_passfds
+    ask, spawn = _waiting(), util.spawnv_passfds
 
     def ask_or_spawn(path: Any, words: Sequence[Any], descriptors: Sequence[int]) -> int:
-        if ours.fileno() < 0 or not str(words[-1]).startswith(_COMMAND):
-            return spawn(path, words, descriptors)
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        message = pickle.dumps((words[-1], dict(os.environ), set(blocked), list(descriptors)))
-        socket.send_fds(ours, [message], list(descriptors))
-        ours.close()
-        return pid
+        pid = ask(str(words[-1]), descriptors) if str(words[-1]).startswith(_COMMAND) else None
+        return spawn(path, words, descriptors) if pid is None else pid
 
     util.spawnv_passfds = ask_or_spawn
 
 
-def _become_the_fork_server(channel: socket.socket) -> NoReturn:
+def fork_store_in_advance() -> None:
+    """Fork a process that becomes the store of a rendezvous, should this one start it; as in `fork_in_advance`."""
+    ask, run = _waiting(is_apart=True), subprocess.run
+
+    def ask_or_run(words: Any, **options: Any) -> Any:
+        pid = ask(str(words[-1]), options["pass_fds"]) if str(words[-1]).startswith(_STORE) else None
+        if pid is None:
+            return run(words, **options)
+        done = subprocess.CompletedProcess(words, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        done.check_returncode()
+        return done
+
+    subprocess.run = ask_or_run
+
+
+def _waiting(*, is_apart: bool = False) -> Callable[[str, Sequence[int]], int | None]:
+    """Fork a process that waits; return what has it run code and returns its id, but None after the first time.
+
+    With `is_apart`, it runs in a session of its own, without streams.
+    """
+    ours, its = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        _become(its, is_apart=is_apart)
+    its.close()
+
+    def ask(code: str, descriptors: Sequence[int]) -> int | None:
+        if ours.fileno() < 0:
+            return None
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        message = pickle.dumps((code, dict(os.environ), set(blocked), list(descriptors)))
+        socket.send_fds(ours, [message], list(descriptors))
+        ours.shutdown(socket.SHUT_WR)  # closing it would not do: another process that waits has it as well
+        ours.close()
+        return pid
+
+    return ask
+
+
+def _become(channel: socket.socket, *, is_apart: bool) -> NoReturn:
     # a signal to the whole group is for the program; the command comes with the signals to block
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
     try:
@@ -59,6 +91,11 @@ def _become_the_fork_server(channel: socket.socket) -> NoReturn:
         while part := channel.recv(1 << 16):
             message += part
         if message:
+            if is_apart:
+                os.setsid()
+                nothing = os.open(os.devnull, os.O_RDWR)
+                for stream in range(3):
+                    os.dup2(nothing, stream)
             _serve(*pickle.loads(message), received)
     except BaseException:  # noqa: BLE001 - there is no caller to catch it
         traceback.print_exc()

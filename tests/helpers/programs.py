@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from forked_server import MARK, fork_in_advance, show
+from forked_server import MARK, fork_in_advance, fork_store_in_advance, show
 
 from echelon.strategies.launch.fork_server import blank_main, preload
 
@@ -203,6 +203,8 @@ class _Program:
             warnings.simplefilter(words[1])  # type: ignore[arg-type]
             words = words[2:]
         fork_in_advance()
+        if MARK in self.environ:  # a node
+            fork_store_in_advance()
         show([sys.executable, *self.words], self.environ, MARK)  # only here: the other, which waits, gets no mark
         try:
             if words[0] == "-m":

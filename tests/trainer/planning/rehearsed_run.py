@@ -5,7 +5,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from as_rank import calm_down
-from planned_modules import GPT, settings_of
+from planned_modules import GPT, MixedGPT, ShortGPT, settings_of
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Callback, DataModule, Trainer, seed_everything
@@ -19,12 +19,14 @@ from echelon.trainer.cli.instantiate import build
 from echelon.trainer.planning.rehearsed_rank import here
 
 SEED = 3
+NUMBER = 11
+"""Of sequences: the last global batch of 4 ranks is not full, and a second one is."""
 
 
 class Tokens(DataModule):
-    """With 27 sequences the last global batch of 4 ranks is not full."""
+    """Sequences of consecutive tokens."""
 
-    def __init__(self, number: int = 27):
+    def __init__(self, number: int = NUMBER):
         super().__init__()
         self.number = number
 
@@ -65,7 +67,12 @@ class Noting(Callback):
             }
 
 
-def noted_by_ranks(layouts, folder, kind=GPT):
+def kind_for(name):
+    """Return the kind of module that is trained in a layout."""
+    return MixedGPT if "ep" in name else ShortGPT
+
+
+def noted_by_ranks(layouts, folder):
     """Train under each strategy, and return what this rank notes of it; collective."""
     calm_down()
     answers = {}
@@ -74,7 +81,7 @@ def noted_by_ranks(layouts, folder, kind=GPT):
         seed_everything(SEED, verbose=False)
         strategy = find_strategy(build(given, "strategy"))()
         trainer = Trainer(**settings_of(strategy=strategy, max_epochs=1, callbacks=[noting], **settings))
-        trainer.fit(kind(), datamodule=Tokens())
+        trainer.fit(kind_for(name)(), datamodule=Tokens())
         dist.barrier()
         files = {file.name: file.stat().st_size for file in noting.path.iterdir() if file.suffix == ".safetensors"}
         answers[name] = {**noting.noted, "samples": noting.samples, "files": files}

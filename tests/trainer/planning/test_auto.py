@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from planned_modules import settings_of
+from programs import run_program
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -134,10 +135,12 @@ if __name__ == "__main__":
 """
 
 
-def told(folder, **values):
+def told(folder, *, room=0, **values):
     path = [str(Path(__file__).parent), *(str(folder) for folder in Path(__file__).parents[2].glob("helpers"))]
-    (folder / "program.py").write_text(PROGRAM.format(path=path, **values))
-    # not by run_program, whose workers are forked by a process without the program's limit
+    (folder / "program.py").write_text(PROGRAM.format(path=path, room=room, **values))
+    if not room:
+        return run_program("program.py", folder=folder, timeout=300)
+    # a forked program has memory of the tests' own at hand, and its workers are forked by a process without the limit
     command = [sys.executable, "program.py"]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=300)
@@ -164,7 +167,7 @@ def test_a_run_that_fits_nowhere_says_so_before_it_starts(tmp_path):
 
 
 def test_a_module_that_cannot_be_profiled_gets_ddp(tmp_path):
-    done = told(tmp_path, room=0, width=64, reads=True)
+    done = told(tmp_path, width=64, reads=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "strategy='auto'" not in done.stdout
     assert done.stdout.splitlines()[-1] == "ddp 2 auto"

@@ -194,8 +194,8 @@ def test_a_slow_loader_is_named_and_following_it_reads_in_other_processes(monkey
     saving = found(Deep(), DataLoader(data, 1))["loader"]
     assert "num_workers=" in saving.text and data.reads == STEPS
     number = int(saving.text.partition("num_workers=")[2].partition(")")[0])
-    data.reads = 0
-    found(Deep(), DataLoader(data, 1, num_workers=number))
+    data = Slow(2)
+    quiet(max_steps=2).fit(Deep(), DataLoader(data, 1, num_workers=number))
     assert data.reads == 0
 
 

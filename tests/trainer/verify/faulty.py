@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 import torch
+from sweep import IS_SWEEP
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -205,20 +206,23 @@ FAULTS = [
     (KeepsABuffer, "fsdp", "middle", "buffer"),
     (CountsHeads, "tp", "middle", "heads"),
     (LeavesAParameterOut, "ddp", "first", "left out"),
-    (StepsAScheduler, "ddp", None, "scheduler"),
     (LeavesDropoutOn, "ddp", "middle", "random numbers"),
     (MeansUnequalParts, "zero", "", "unequal parts"),
     (NormalisesItsPart, "ddp", "middle", "batch statistics"),
     (CountsPositions, Layout(ParallelStrategy(cp=2), 2), "middle", "positions"),
     (ScalesABackward, "ddp", "middle", "counted twice"),
     (PoolsItsPart, "fsdp", "middle", "whole batch"),
-    (DoublesAGradient, "ps", "last", "differ"),
-    (KeepsABuffer, "ps", "middle", "buffer"),
-    (MeansUnequalParts, "ps", "", "unequal parts"),
     (StepsAScheduler, "ps", None, "scheduler"),
     (ForgetsAStage, "pp", "first", "left out"),
-    (MeansUnequalParts, "pp", "", "unequal parts"),
+    (DoublesAGradient, "ps", "last", "differ"),
 ]
+if IS_SWEEP:
+    FAULTS += [
+        (StepsAScheduler, "ddp", None, "scheduler"),
+        (KeepsABuffer, "ps", "middle", "buffer"),
+        (MeansUnequalParts, "ps", "", "unequal parts"),
+        (MeansUnequalParts, "pp", "", "unequal parts"),
+    ]
 """A module, the layout on which it shows, the part that is to be named, and a word of the cause."""
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from faulty import FAULTS, CountsPositions, Sound, data
 from small import raises
+from sweep import IS_SWEEP
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -161,10 +162,10 @@ class Stacked(Sound):
         return self.last(x)
 
 
+@pytest.mark.sweep
 def test_stages_of_each_schedule_are_the_same():
-    layouts = [
-        Layout(ParallelStrategy(pp=2, schedule=name), 2, name) for name in ("gpipe", "interleaved_1f1b", "dualpipe_v")
-    ]
+    schedules = ("gpipe", "interleaved_1f1b", "dualpipe_v") if IS_SWEEP else ("dualpipe_v",)
+    layouts = [Layout(ParallelStrategy(pp=2, schedule=name), 2, name) for name in schedules]
     layouts.append(Layout(ParallelStrategy(pp=2, dp_shard=2), 4, "pp 2 x fsdp 2"))
     report = verify(Stacked(), data(Sound), layouts, steps=2, settings={"gradient_clip_val": 0.05})
     report.check()
@@ -183,6 +184,7 @@ def test_parts_of_sequences_are_the_same():
     verify(Whole(), data(CountsPositions), [Layout(ParallelStrategy(cp=2), 2)], steps=1).check()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("module", "layout", "part", "word"),
     FAULTS,
@@ -301,12 +303,9 @@ def test_the_command_prints_a_report_and_says_by_its_exit_code(tmp_path, capfd, 
     report = json.loads(capfd.readouterr().out)
     assert report["is_same"] and report["comparisons"][0]["layout"] == "the config's, x 2"
     assert main([*words, "--strategies", "ddp", "module._target_=faulty.DoublesAGradient"]) == 1
-    assert "DIFFERS" in capfd.readouterr().out
-    text = (tmp_path / "c.yaml").read_text()
-    (tmp_path / "c.yaml").write_text(text.replace("faulty.Sound", "faulty.DoublesAGradient"))
-    assert main([*words, "--strategies", "ddp"]) == 1
     out = capfd.readouterr()
     assert "DIFFERS" in out.out and "'last.weight'" in out.out and "echelon: ddp x 2" in out.err
+    text = (tmp_path / "c.yaml").read_text()
     (tmp_path / "c.yaml").write_text(text.replace("strategy: zero, ", ""))
     assert main([*words, "--strategies", "config"]) == 2
     assert "trainer.strategy is None" in capfd.readouterr().err

@@ -1,6 +1,8 @@
 """`verify` compares layouts with experts, and tells strategies with different degrees apart by name."""
 
+import pytest
 import torch
+from sweep import IS_SWEEP
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -36,15 +38,17 @@ class Numbers(DataModule):
         return DataLoader(TensorDataset(x, x.sin().sum(1, keepdim=True)), 16)
 
 
+@pytest.mark.sweep
 def test_layouts_with_experts_are_compared_under_the_names_of_their_degrees():
     layouts = [
         Layout(ParallelStrategy(ep=2), 2),
         Layout(ParallelStrategy(pp=2, ep=2), 4),
     ]
-    report = verify(Mixture(), Numbers(), layouts, steps=2)
-    report.check()
     assert [layout.name for layout in layouts] == ["ep=2, 2 ranks", "pp=2, ep=2, 1f1b, 4 ranks"]
-    assert all(layout.name in str(report) for layout in layouts)
+    taken = layouts if IS_SWEEP else layouts[:1]
+    report = verify(Mixture(), Numbers(), taken, steps=2)
+    report.check()
+    assert all(layout.name in str(report) for layout in taken)
 
 
 def test_strategies_of_one_kind_have_names_of_their_own():

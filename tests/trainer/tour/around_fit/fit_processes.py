@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from scenario import Fit, Sequences, loader, scenario
+from scenario import NUM_SAMPLES, Fit, Sequences, loader, scenario
 from torch.utils.data import IterableDataset
 
 from echelon import EchelonError
@@ -125,11 +125,19 @@ def workers_of_a_loader_that_stay(fit: Fit) -> None:
 
 
 class Stream(IterableDataset[Any]):
-    """The same samples, one after the other."""
+    """The same samples, one after the other, in parts for readers."""
+
+    num_shards = 4
+
+    def __init__(self, indices: range = range(NUM_SAMPLES)) -> None:
+        self.indices = indices
 
     def __iter__(self) -> Iterator[Any]:
         data = Sequences()
-        return iter([data[index] for index in range(len(data))])
+        return iter([data[index] for index in self.indices])
+
+    def shard(self, num_shards: int, index: int) -> Stream:
+        return Stream(self.indices[index::num_shards])
 
 
 @scenario

@@ -18,10 +18,16 @@ from echelon.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
-WITH_ALL = ("an_error_in_training_step", "sigint")
-DEALT = [(LAUNCHED[number % len(LAUNCHED)], name) for number, name in enumerate(SCENARIOS) if name not in WITH_ALL]
-WITHOUT_STREAMS = ("ps", "a_program_that_was_started_without_streams")  # its transport changes standard error
-WITH_RANKS = [*((strategy, name) for strategy in LAUNCHED for name in WITH_ALL), *DEALT, WITHOUT_STREAMS]
+WITH_ALL = "an_error_in_training_step"
+CHEAP = ("ddp", "elastic", "zero", "local_sgd")
+"""What scenarios are dealt to: how ranks are launched depends on "elastic" alone, what a launch costs on all."""
+OF_STRATEGIES = (
+    *(("elastic", "sigint"), ("ps", "sigint"), ("pp", "sigint"), ("fsdp", "sigint")),
+    ("ps", "a_program_that_was_started_without_streams"),  # its transport changes standard error
+)
+REST = [name for name in SCENARIOS if name not in (WITH_ALL, OF_STRATEGIES[-1][1])]
+DEALT = [(CHEAP[number % len(CHEAP)], name) for number, name in enumerate(REST)]
+WITH_RANKS = list(dict.fromkeys([*((strategy, WITH_ALL) for strategy in LAUNCHED), *DEALT, *OF_STRATEGIES]))
 
 
 @pytest.fixture(scope="module", autouse=True)
