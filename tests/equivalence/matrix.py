@@ -3,9 +3,12 @@
 import ctypes
 import math
 import os
+import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import product
+from functools import partial
+from itertools import combinations, product
 
 import torch
 from pairwise import covering
@@ -53,6 +56,9 @@ class Case:
     cut: int | None = None
     """The batch size if ``global_batch_size`` is given, which is not a multiple of it."""
     precision: str = "64-true"
+    epochs: int = 2
+    fewer: int = 0
+    """How many samples are left out: a global batch, where `make test` is shorter than a sweep."""
 
     @property
     def title(self):
@@ -119,29 +125,26 @@ class Line:
         return [case for case in CASES if self.takes(case)]
 
     @property
-    def tested_cases(self):
-        """The cases of the test: on one process all; on more, each two settings in double precision meet in one.
-
-        A line of more than two takes the two hardest, as its parts have lines of two. That of hsdp, whose parts have
-        none, takes as many as those, and so do all in a sweep.
-        """
-        if self.processes == 1:
-            return self.cases
-        if self.processes > 2 and self.strategy != "hsdp" and not IS_SWEEP:
-            return [case for case in self.cases if is_harder(case) and case.units]
-        double = [case for case in self.cases if case.precision == "64-true"]
-        return covering(double, vars) + [case for case in self.cases if case not in double]
-
-    @property
     def has_engine(self):
         """Whether a custom loop with an `Engine` also trains its hard cases."""
         is_small = self.nodes == 1 and (self.processes <= 2 or self.strategy == "hsdp")
         return is_small and self.network == "dense" and self.strategy in ENGINES
 
     @property
-    def engine_cases(self):
-        """The cases that a custom loop trains, if there is one: each two settings meet in one."""
-        return covering([case for case in CASES if is_for_engine(case)], vars) if self.has_engine else []
+    def num_tested(self):
+        """How many of its cases `make test` takes: the parts of a line of more than two processes have lines of two."""
+        if self.title in IN_A_SWEEP:
+            return 0
+        if self.network == "dense":
+            return 4 if self.processes == 2 else 2
+        return 2 if self.processes == 2 and "," not in self.title else 1
+
+    @property
+    def start(self):
+        """What it has in common with the lines whose processes start once for all of them."""
+        # torch's caches give a later run that is also cut the meshes of four stages, and gradients are clipped wrong
+        is_alone = self.processes == 1 or self.nodes > 1 or self.title == "pp x 4, 1f1b"
+        return self.processes, self.network, self.title if is_alone else ""
 
     @property
     def is_named(self):
@@ -179,6 +182,15 @@ def is_hardest(case):
     return is_harder(case) and case.units and case.clip is not None
 
 
+IN_A_SWEEP = (
+    "replicate 2 x fsdp 2 x tp 2",
+    "fsdp 2 x cp 2 x tp 2",
+    "pp 2 x tp 2",
+    "pp 2 x cp 2 x tp 2",
+    "pp 2 x ep 2, zbv_zero_bubble",
+    "pp 2 x fsdp 2 x ep 2",
+)
+"""Lines whose axes meet in pairs in other lines, which `make test` takes."""
 ENGINES = ("single", "ddp", "zero", "fsdp", "hsdp", "tp")
 """The strategies that `Engine` supports."""
 DENSE_PLAN = {
@@ -261,6 +273,7 @@ LINES = [
     attention("cp x 2", 2, network="sequences", cp=2),
     attention("cp x 2, ulysses", 2, network="sequences", cp=2, cp_exchange="ulysses"),
     attention("cp 2 x fsdp 2", 4, network="sequences", cp=2, dp_shard=2),
+    attention("cp 2 x tp 2", 4, takes=is_hardest, network="sequences", cp=2, tp=2),
     attention("fsdp 2 x cp 2 x tp 2", 8, takes=is_hardest, network="sequences", cp=2, tp=2, dp_shard=2),
     stages("pp x 2, gpipe", 2, schedule="gpipe"),
     Line("pp", 2, takes=is_harder, network="stages", sharing=2, pieces=2),
@@ -310,13 +323,55 @@ ALONE = {
 """The single-process line with which the lines of each network are compared."""
 
 
+def cases_of_lines():
+    """Return the cases of the test for each line, then those that a custom loop with an `Engine` trains.
+
+    In a sweep, each two settings in double precision meet in one case of every line. Else they meet in some of the
+    lines: each takes its hardest case, and those whose settings have met least often in the lines before it. One
+    process takes all cases. A line of more than two trains one epoch, and all lines fewer steps.
+    """
+    met, found = Counter(), {}
+    for line in LINES:
+        cases, by_engine = line.cases, [case for case in CASES if line.has_engine and is_for_engine(case)]
+        if line.processes > 1 and not IS_SWEEP:
+            cases, by_engine = dealt_cases(cases, line.num_tested, met), dealt_cases(by_engine, 2, met)
+        else:
+            double = [case for case in cases if case.precision == "64-true"]
+            others = [case for case in cases if case not in double]
+            cases = covering(double, vars) + others if line.processes > 1 else cases
+            by_engine = covering(by_engine, vars)
+        length = {}
+        if line.processes > 1 and not IS_SWEEP:
+            length = {"fewer": GLOBAL_BATCH, "epochs": 1 if line.processes > 2 and line.strategy != "hsdp" else 2}
+        found[line] = tuple(
+            [replace(case, by_engine=is_of_engine, **length) for case in of_kind]
+            for is_of_engine, of_kind in ((False, cases), (True, by_engine))
+        )
+    return found
+
+
+def dealt_cases(cases, number, met):
+    """Return the hardest of the cases, then those whose pairs of settings have met least often, and count these."""
+    chosen = []
+    for _ in range(min(number, len(cases))):
+        left = [case for case in cases if case not in chosen]
+        chosen.append(max(left, key=lambda case: (is_hardest(case), sum(0.1 ** met[pair] for pair in pairs_of(case)))))
+        met.update(pairs_of(chosen[-1]))
+    return chosen
+
+
+def pairs_of(case):
+    """Return the pairs of settings that meet in a case, in one process or more, with or without an `Engine`."""
+    return {*combinations(vars(replace(case, epochs=2, fewer=0, by_engine=False)).items(), 2)}
+
+
 @dataclass(frozen=True)
 class End:
     """The results of a run."""
 
     state: dict[str, torch.Tensor]
     metrics: dict[str, float]
-    """The metrics of the last epoch, as loggers get them, and of a validation and a test afterwards."""
+    """The metrics of the last epoch, as loggers get them, and of a test afterwards, and mostly a validation."""
     callback_metrics: dict[str, float]
     """These are in float32."""
     global_step: int
@@ -566,15 +621,16 @@ def loss_of(errors, index):
 
 
 def train(case, line, **where):
-    """Train a case for two epochs, evaluate, and return the results; `where` selects the devices, by default CPUs."""
+    """Train a case, evaluate, and return the results; `where` selects the devices, by default CPUs."""
     seed_everything(5, verbose=False)
     module = NETWORKS[line.network](case)
     batch_size, cutting = batch_size_of(case, line), cutting_of(case, line)
     trainer = Trainer(
         strategy=line.build(),
         precision=case.precision,
-        max_epochs=2,
-        check_val_every_n_epoch=1 if line.processes < 4 else 2,  # the metrics compared are the last epoch's
+        max_epochs=case.epochs,
+        # the metrics compared are the last epoch's
+        check_val_every_n_epoch=1 if line.processes < 4 else case.epochs,
         gradient_clip_val=case.clip,
         log_every_n_steps=3,
         logger=False,
@@ -587,15 +643,18 @@ def train(case, line, **where):
         **{"accelerator": "cpu", **where},
     )
     as_precise = {"dtype": torch.float32 if case.precision == "32-true" else torch.float64}
+    number = case.samples - case.fewer
     trained, validated, tested = (
         TensorDataset(*(part.to(**as_precise) if part.is_floating_point() else part for part in data.tensors))
-        for data in (samples(number, seed, line.network) for number, seed in ((case.samples, 1), (11, 2), (7, 3)))
+        for data in (samples(*size, line.network) for size in ((number, 1), (11, 2), (7, 3)))
     )
     trainer.fit(module, DataLoader(trained, batch_size, shuffle=True), DataLoader(validated, 4))
     callback_metrics, metrics = plain(trainer.callback_metrics), plain(trainer.logged_metrics)
     counts = trainer.global_step, trainer.samples_seen
     state = {name: value.clone() for name, value in whole_state(trainer, module).items()}
-    metrics |= trainer.validate(module, DataLoader(validated, 5), verbose=False)[0]
+    # a short case has the metrics of fit's validation, which are the same except that experts are balanced by batch
+    if case.epochs > 1 or "experts" in line.network:
+        metrics |= trainer.validate(module, DataLoader(validated, 5), verbose=False)[0]
     metrics |= trainer.test(module, DataLoader(tested, 3), verbose=False)[0]
     return End(state, metrics, callback_metrics, *counts)
 
@@ -615,20 +674,18 @@ def plain(values):
 def train_all(line, cases):
     """Train some cases of the line, in one of its processes; return the results of each."""
     where = {"devices": line.devices if line.processes == 1 else "auto"}
-    ends = {case: train(case, line, **where) for case in cases}
-    by_engine = [replace(case, by_engine=True) for case in line.engine_cases]
-    return ends | {case: train_in_own_loop(case, line, **where) for case in by_engine}
+    return {case: (train_in_own_loop if case.by_engine else train)(case, line, **where) for case in cases}
 
 
 def train_in_own_loop(case, line, **where):
-    """Train two epochs like `train`, in a custom loop with an `Engine`; return the weights."""
+    """Train a case like `train`, in a custom loop with an `Engine`; return the weights."""
     seed_everything(5, verbose=False)
     engine = Engine(strategy=line.build(), precision=case.precision, **{"accelerator": "cpu", **where})
     net = Dense(case)
-    data = DataLoader(samples(case.samples, 1), batch_size_of(case, line), shuffle=True)
+    data = DataLoader(samples(case.samples - case.fewer, 1), batch_size_of(case, line), shuffle=True)
     loader = engine.setup_dataloaders(data, **cutting_of(case, line))
     net, optimizer = engine.setup(net, net.configure_optimizers())
-    for _epoch in range(2):
+    for _epoch in range(case.epochs):
         for x, y, index in loader:
             errors = net.errors(x, y)
             engine.backward(loss_of(errors, index) if case.units else errors.mean())
@@ -648,6 +705,36 @@ def run(line, cases):
         return by_case(run_ranks(train_all, line.processes, line, cases, timeout=640))
     with two_nodes() as nodes:
         return by_case(run_ranks(train_on_node, line.processes, line, cases, nodes, timeout=640))
+
+
+def run_together(jobs):
+    """Return what `run` does for each line and its cases, by title, or the text of an error; its processes start once.
+
+    All lines have as many processes.
+    """
+    (line, _), *others = jobs
+    if line.processes == 1 or line.nodes > 1:
+        assert not others, f"{line.title} starts alone"
+        return {line.title: run(*jobs[0])}
+    ranks = run_ranks(train_each, line.processes, jobs, timeout=640)
+    found = {}
+    for title in ranks[0]:
+        ends = [rank[title] for rank in ranks]
+        found[title] = next((end for end in ends if isinstance(end, str)), None) or by_case(ends)
+    return found
+
+
+def train_each(jobs):
+    """Train the cases of each line, in one of their processes; return the results by title."""
+    return {line.title: attempt(partial(train_all, line, cases)) for line, cases in jobs}
+
+
+def attempt(function):
+    """Return what a function returns, or the text of its error."""
+    try:
+        return function()
+    except Exception:  # noqa: BLE001 - the test of this program shows it, and the others still run
+        return traceback.format_exc()
 
 
 def train_on_node(line, cases, nodes):

@@ -1,6 +1,5 @@
 """Programs whose steps leave traces of each sample, on layouts in which some ranks have fewer samples than others."""
 
-import traceback
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 from as_rank import step_by_hand_on
-from matrix import whole_state
+from matrix import attempt, whole_state
 from pairwise import covering
 from residual import PLAN, Block
 from sweep import IS_SWEEP, dealt
@@ -22,13 +21,15 @@ from torchmetrics import SumMetric
 from echelon import Engine, FSDPStrategy, ParallelStrategy, Strategy, Trainer, TrainModule, seed_everything
 from echelon.strategies.state.dtensor import gather_whole
 
-NUMBERS = (11, 13, 14, 16)
+NUMBERS = (7, 9, 10, 12)
 """The numbers of samples, with each rest of a global batch of 4; the values of the samples are 1, 2, ..."""
 BATCH = 2
 KINDS = ("metric", "list", "module-level list", "dict")
 STAGES = ("training", "sanity check", "fit's validation", "validate", "test", "predict")
-OWN_LOOPS = (2, 3)
-"""The numbers of processes of programs with an Engine, and of those that draw random numbers."""
+OWN_LOOPS = [(strategy, processes) for processes in (2, 3) for strategy in ("ddp", "fsdp")]
+"""Where programs with an Engine run, and those that draw random numbers."""
+NUMBERS_OF_LOOPS = dealt(OWN_LOOPS, NUMBERS, (0, 1))
+"""On how many samples an Engine trains there."""
 
 OF_THE_MODULE: defaultdict[str, list[float]] = defaultdict(list)
 """The module-level lists, one of each stage."""
@@ -105,18 +106,25 @@ LAYOUTS = [
 ]
 FIRST = {layout.strategy: layout for layout in reversed(LAYOUTS)}
 """The first layout of each strategy."""
-OTHERS = [layout for layout in LAYOUTS if layout not in FIRST.values()]
+USES_ELSEWHERE = {
+    "fsdp 3": ("global batch of 6", "accumulating 2", "manual"),
+    "ddp 3": ("manual",),
+    "fsdp 4": ("global batch of 12",),
+}
+"""Ways to use a strategy on more ranks that are there on two ranks as well, by strategy."""
 CELLS = (
     covering(
         [(layout, number) for layout in LAYOUTS for number in NUMBERS],
         lambda cell: {"strategy": cell[0].strategy, "use": cell[0].use, "number": cell[1]},
     )
     if IS_SWEEP
-    else [*dealt(list(FIRST.values()), NUMBERS, (0, 2)), *dealt(OTHERS, NUMBERS[:3], (0,))]
+    else [
+        (layout, NUMBERS[:3][place % 3])
+        for place, layout in enumerate(LAYOUTS)
+        if layout in FIRST.values() or layout.use not in USES_ELSEWHERE.get(layout.strategy, ())
+    ]
 )
-"""In a sweep each strategy, and each way to use one, with each number; else each layout with a number that has a rest,
-and the first of each strategy with two numbers.
-"""
+"""In a sweep each strategy, and each way to use one, with each number; else most layouts, each with a rest."""
 
 
 class Tracing(TrainModule):
@@ -313,14 +321,6 @@ def draw(strategy: str, number: int) -> list[tuple[int, bool]]:
     return [(step - earlier - 1, torch.equal(before, ended)) for (earlier, _, ended), (step, before, _) in pairs]
 
 
-def attempt(function: Callable[[], Any]) -> Any:
-    """Return what a function returns, or the text of its error."""
-    try:
-        return function()
-    except Exception:  # noqa: BLE001 - the test of this program shows it, and the others still run
-        return traceback.format_exc()
-
-
 def checked(records):
     """Return the records of all ranks, if none of them failed."""
     for rank, record in enumerate(records):
@@ -332,9 +332,9 @@ def run_all(processes: int) -> dict[Any, Any]:
     """Run every program for a number of processes; in each of them."""
     warnings.simplefilter("ignore")
     cells = [(layout, number) for layout, number in CELLS if layout.processes == processes]
-    named = [strategy for strategy in ("ddp", "fsdp") if processes in OWN_LOOPS]
+    loops = [(strategy, n) for (strategy, here), n in NUMBERS_OF_LOOPS if here == processes]
     return {
         **{(layout.title, n): attempt(partial(program, layout, n)) for layout, n in cells},
-        **{("own loop", name, n): attempt(partial(in_own_loop, name, n)) for name in named for n in NUMBERS},
-        **{("drawing", name): attempt(partial(draw, name, 13)) for name in named},
+        **{("own loop", strategy, n): attempt(partial(in_own_loop, strategy, n)) for strategy, n in loops},
+        **{("drawing", name): attempt(partial(draw, name, 9)) for name, here in OWN_LOOPS if here == processes},
     }

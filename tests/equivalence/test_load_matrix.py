@@ -26,8 +26,8 @@ from echelon.trainer.checkpoint.manifest import read_manifest
 pytestmark = pytest.mark.timeout(1200)  # the first test waits for all runs, a minute on two cores
 
 GLOBAL_BATCH = 8
-SAVED_AT, LAST = 4, 7
-"""Optimizer steps; an epoch has six, so that runs stop in the middle of one."""
+SAVED_AT, LAST = 3, 5
+"""Optimizer steps; an epoch has four, so that runs stop in the middle of one."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,10 @@ BESIDE_STAGES = ("single", "zero x 2", "fsdp x 4", "fsdp 2 x tp 2")
 STAGES = [title for title in TITLES if "pp" in title]
 WITHOUT_STAGES = [title for title in TITLES if title not in STAGES]
 PAIRS = [
-    *dealt(WITHOUT_STAGES, WITHOUT_STAGES, (0, 1, 3, 7)),
-    *dealt(STAGES, STAGES, (0, 1)),
-    *dealt(STAGES, BESIDE_STAGES, (0, 2)),
-    *((writer, reader) for reader, writer in dealt(STAGES, BESIDE_STAGES, (1, 3))),
+    *dealt(WITHOUT_STAGES, WITHOUT_STAGES, (5,)),
+    *dealt(STAGES, STAGES, (1,)),
+    *dealt(STAGES, BESIDE_STAGES, (0,)),
+    *((writer, reader) for reader, writer in dealt(STAGES, BESIDE_STAGES, (2,))),
 ]
 """Layouts that write, and others that are resumed from that: two with stages, two without, or one of each."""
 
@@ -131,7 +131,7 @@ class Net(TrainModule):
 def train(layout: Layout, folder: Path, steps: int, ckpt_path: Path | None = None) -> dict[str, Tensor]:
     """Train, in one process of a layout, up to `steps` steps, saving in `folder`; return the final state and rates."""
     seed_everything(3, verbose=False)
-    x = torch.randn(6 * GLOBAL_BATCH, 2, 5).double()
+    x = torch.randn(4 * GLOBAL_BATCH, 2, 5).double()
     trainer = Trainer(
         strategy=layout.make(),
         accelerator="cpu",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from matrix import whole_state
 from residual import PLAN, Block
-from sweep import dealt
+from sweep import IS_SWEEP, dealt
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.data import DataLoader, TensorDataset
@@ -31,6 +31,8 @@ from echelon import (
 from echelon.testing import run_ranks
 
 BATCH = 2
+NUM_SAMPLES = 16 if IS_SWEEP else 8
+"""Two optimizer steps of an epoch, in a sweep four; those of a large global batch have half as many."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,12 @@ class Layout:
     def kinds(self) -> list[str]:
         """The modules that are tried: all in one process, on shards and in stages; elsewhere a share of them each.
 
-        Each module is tried on one of the layouts of more than two processes, where much is as on two, and on two of
-        the others of two processes.
+        Each module is tried on one of the others of two processes, and each third one on one of the larger layouts,
+        where much is as on two; in a sweep on all.
         """
-        large = [layout.title for layout in LAYOUTS if layout.processes > 2]
         others = [layout.title for layout in LAYOUTS if layout.processes == 2 and layout.title not in WHOLE]
-        met = [*dealt(list(MODULES), large, (0,)), *dealt(list(MODULES), others, (0, 2))]
+        large = [layout.title for layout in LAYOUTS if layout.processes > 2]
+        met = [*dealt(list(MODULES), others, (0,)), *dealt(list(MODULES)[:: 1 if IS_SWEEP else 3], large, (0,))]
         share = {kind for kind, title in met if title == self.title} | self.always
         return [
             kind
@@ -482,13 +484,13 @@ def samples(number: int = 16) -> TensorDataset:
     return TensorDataset(x, torch.sin(x.sum(dim=2, keepdim=True)), torch.arange(number) // BATCH % 2)
 
 
-def train(layout: Layout, module: Any) -> End:
-    """Train two epochs and return how it ended."""
+def train(layout: Layout, module: Any, number: int = 16) -> End:
+    """Train two epochs on a number of samples, and return how it ended."""
     with warnings.catch_warnings(action="ignore"):  # some of the modules are warned about
-        return _train(layout, module)
+        return _train(layout, module, number)
 
 
-def _train(layout: Layout, module: Any) -> End:
+def _train(layout: Layout, module: Any, number: int) -> End:
     seed_everything(5, verbose=False)
     try:
         trainer = Trainer(
@@ -503,17 +505,17 @@ def _train(layout: Layout, module: Any) -> End:
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(module, DataLoader(samples(), BATCH))
+        trainer.fit(module, DataLoader(samples(number), BATCH))
         state = {name: value.clone() for name, value in whole_state(trainer, module).items()}
         return End(state, trainer.callback_metrics["loss"].item())
     except Exception:  # noqa: BLE001 - the test shows it, and the other modules still run
         return End(error=traceback.format_exc())
 
 
-def train_all(processes: int, modules: dict[tuple[str, str], Any]) -> dict[tuple[str, str], End]:
+def train_all(processes: int, modules: dict[tuple[str, str], Any], number: int = 16) -> dict[tuple[str, str], End]:
     """Train the modules, which the starting process has built, on each layout; in one of its processes."""
     layouts = {layout.title: layout for layout in LAYOUTS if layout.processes == processes}
-    return {(at, kind): train(layouts[at], module) for (at, kind), module in modules.items()}
+    return {(at, kind): train(layouts[at], module, number) for (at, kind), module in modules.items()}
 
 
 def ends_of(processes: int) -> list[dict[tuple[str, str], End]]:
@@ -525,9 +527,9 @@ def ends_of(processes: int) -> list[dict[tuple[str, str], End]]:
     for cells in (together, *alone):
         modules = {(title, kind): built(kind) for title, kind in cells}
         starts = (
-            [train_all(1, modules)]
+            [train_all(1, modules, NUM_SAMPLES)]
             if processes == 1
-            else run_ranks(train_all, processes, processes, modules, timeout=420)
+            else run_ranks(train_all, processes, processes, modules, NUM_SAMPLES, timeout=420)
         )
         for rank, ends in zip(found, starts, strict=True):
             rank.update(ends)
@@ -537,4 +539,4 @@ def ends_of(processes: int) -> list[dict[tuple[str, str], End]]:
 @functools.cache
 def alone(global_batch: int, kind: str) -> End:
     """Return how a module ends in one process that takes the same steps."""
-    return train(Layout("single", 1, lambda: "single", global_batch, devices=1), built(kind))
+    return train(Layout("single", 1, lambda: "single", global_batch, devices=1), built(kind), NUM_SAMPLES)

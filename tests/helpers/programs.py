@@ -230,6 +230,8 @@ class _Program:
         os.environ.clear()
         os.environ.update(self.environ)
         sys.dont_write_bytecode = "PYTHONDONTWRITEBYTECODE" in self.environ
+        tempfile.tempdir = None  # the environment names another, perhaps
+        multiprocessing.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]
 
     def _execute(self, words: list[str]) -> None:
         main = sys.modules["__main__"] = ModuleType("__main__")

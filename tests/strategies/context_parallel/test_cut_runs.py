@@ -98,7 +98,7 @@ def test_a_run_goes_on_with_whole_sequences_and_the_other_way_round(is_cut_first
 
 
 def test_predictions_are_of_whole_sequences_each_once():
-    module, trainer = trained(ParallelStrategy(cp=2), devices=2)
+    module, trainer = trained(ParallelStrategy(cp=2), devices=2, max_epochs=1)
     seen = trainer.predict(module, loader())
     expected = quiet(strategy="single", precision="64-true").predict(module, loader())
     assert [prediction.shape for prediction in seen] == [prediction.shape for prediction in expected]

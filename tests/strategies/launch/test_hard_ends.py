@@ -3,7 +3,6 @@
 import getpass
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -12,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from programs import WatchedProgram, run_program
 
 from echelon.strategies.cluster.environment import Environment
 from echelon.strategies.launch.launcher import launch
@@ -124,16 +124,16 @@ def test_a_kill_leaves_nothing_that_the_next_launch_does_not_remove_and_no_passw
 def kill_and_launch_again(tmp_path, temporary, seen):
     (tmp_path / "program.py").write_text(PROGRAM)
     environ = {**os.environ, "TMPDIR": str(temporary), "TOKEN": "correct-horse-battery-staple"}
-    command = [sys.executable, "program.py", str(seen)]
-    with subprocess.Popen([*command, "600"], cwd=tmp_path, env=environ) as program:
-        try:
-            wait_until(lambda: len(list(seen.iterdir())) == 2 or program.poll() is not None)
-            files = [path for path in temporary.rglob("*") if path.is_file()]
-            assert not [path for path in files if b"horse-battery" in path.read_bytes()]
-            assert sum(path.stat().st_size for path in files) < 1000
-        finally:
-            program.kill()
-    subprocess.run([*command, "0"], cwd=tmp_path, env=environ, timeout=240, check=True)
+    program = WatchedProgram(["program.py", seen, "600"], folder=tmp_path, environ=environ)
+    try:
+        wait_until(lambda: len(list(seen.iterdir())) == 2 or program.poll() is not None)
+        files = [path for path in temporary.rglob("*") if path.is_file()]
+        assert not [path for path in files if b"horse-battery" in path.read_bytes()]
+        assert sum(path.stat().st_size for path in files) < 1000
+    finally:
+        program.close()
+    done = run_program("program.py", seen, "0", folder=tmp_path, environ=environ)
+    assert done.returncode == 0, done.stderr
     # Python's folder of a killed fork server stays, with an empty socket: only a connection shows that nobody listens
     left = [path for path in temporary.iterdir() if not path.name.startswith("pymp-")]
     assert [path.name for path in left if path.name != f"torchinductor_{getpass.getuser()}"] == []

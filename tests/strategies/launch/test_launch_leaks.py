@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 from echelon.strategies.launch import launcher
 from echelon.testing import run_ranks
@@ -20,7 +21,7 @@ BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "launch.py"
 
 @linux_only
 def test_nothing_stays_of_launches(tmp_path):
-    command = [sys.executable, str(BENCHMARK), "--json", "--rounds", "1", "--launches", "8"]
+    command = [sys.executable, str(BENCHMARK), "--json", "--rounds", "1", "--launches", "4"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=440, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     counted = json.loads(done.stdout)
@@ -37,9 +38,8 @@ def test_nothing_stays_of_launches(tmp_path):
 @pytest.mark.parametrize("trainers", [1, 2])
 def test_nothing_stays_of_fits_with_a_parameter_server(trainers, tmp_path):
     """One trainer is this process, whose servers are started by another process each time."""
-    words = ["--json", "--strategy", "ps", "--trainers", str(trainers), "--launches", "5"]
-    command = [sys.executable, str(BENCHMARK), *words]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=440, check=False)
+    words = ["--json", "--strategy", "ps", "--trainers", str(trainers), "--launches", "3"]
+    done = run_program(BENCHMARK, *words, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     counted = json.loads(done.stdout.splitlines()[-1])
     before, after = counted["before"], counted["after"]
@@ -47,7 +47,9 @@ def test_nothing_stays_of_fits_with_a_parameter_server(trainers, tmp_path):
         assert after.pop(name) < before.pop(name) + 8  # a server that stayed would keep 100
     assert {name: count for name, count in after.items() if count > before[name]} == {}
     assert after["ports"] == after["shared_memory"] == 0
-    assert max(after["sockets"], after["temporary"]) <= 1  # the socket of the fork server, and torch's cache
+    # the socket of the fork server, or, with one trainer, that of the nursery and of this program's spare fork server
+    assert after["sockets"] <= (2 if trainers == 1 else 1)
+    assert after["temporary"] <= 1  # torch's cache
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from programs import WatchedProgram, run_program
 
 from echelon import ModelCheckpoint
 from echelon.common.errors import ConfigError, ProcessError
@@ -141,9 +142,13 @@ print("began once", net.doubled().tolist())
 @pytest.mark.parametrize("file", ["program.py", "-"], ids=["in a file", "typed in"])
 def test_a_plain_program_needs_no_guard_and_its_own_classes_travel(tmp_path, file):
     (tmp_path / "program.py").write_text(PROGRAM)
-    done = subprocess.run(
-        [sys.executable, file], input=PROGRAM, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False
-    )
+    if file == "-":
+        words = [sys.executable, file]
+        done = subprocess.run(
+            words, input=PROGRAM, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False
+        )
+    else:
+        done = run_program(file, folder=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == ["caught 3", "began once [50.0, 50.0, 50.0]"]
 
@@ -399,11 +404,11 @@ run_ranks(run, 2, timeout=600)
 def test_workers_die_with_a_caller_that_is_killed(tmp_path):
     (tmp_path / "program.py").write_text(ENDLESS)
     files = [tmp_path / "pid0", tmp_path / "pid1"]
-    with subprocess.Popen([sys.executable, "program.py"], cwd=tmp_path) as program:
-        try:
-            wait_until(lambda: all(file.exists() for file in files) or program.poll() is not None)
-        finally:
-            program.kill()
+    program = WatchedProgram(["program.py"], folder=tmp_path)
+    try:
+        wait_until(lambda: all(file.exists() for file in files) or program.poll() is not None)
+    finally:
+        program.close()
     pids = [int(file.read_text()) for file in files]
     wait_until(lambda: not any(map(is_there, pids)))
 

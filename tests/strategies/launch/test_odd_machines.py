@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs import run_program
 from small import Regression, loader
 
 from echelon import Trainer
@@ -39,8 +40,7 @@ def launched(folder: Path, **environ: str | None) -> subprocess.CompletedProcess
     """Run a program that starts two processes, with these changes of the environment."""
     (folder / "program.py").write_text(textwrap.dedent(LAUNCH))
     changed = {name: value for name, value in {**os.environ, **environ}.items() if value is not None}
-    words = [sys.executable, "program.py"]
-    return subprocess.run(words, cwd=folder, env=changed, capture_output=True, text=True, timeout=400, check=False)
+    return run_program("program.py", folder=folder, environ=changed)
 
 
 def test_a_long_a_strange_or_no_temporary_folder_and_no_home_are_fine(tmp_path: Path) -> None:

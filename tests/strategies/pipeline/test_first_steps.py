@@ -224,11 +224,11 @@ def batches(number: int = 8, *, tasks_from: int = 99) -> DataLoader[Any]:
 
 
 def train(kind: type[Model], degrees: dict[str, Any], **options: Any) -> Any:
-    """Return the parameters and the metrics after two epochs."""
+    """Return the parameters and the metrics after an epoch."""
     seed_everything(1, verbose=False)
     is_alone = world_size() == 1
     strategy = "single" if is_alone else ParallelStrategy(**degrees)
-    trainer = double_trainer(strategy=strategy, max_epochs=2, accumulate_grad_batches=2, num_sanity_val_steps=0)
+    trainer = double_trainer(strategy=strategy, max_epochs=1, accumulate_grad_batches=2, num_sanity_val_steps=0)
     trainer.fit(kind(), batches(**options), batches())
     state = trainer.strategy.ranks.all.broadcast(trainer.strategy.full_model_state())
     parameters = {name: value for name, value in state.items() if "seen" not in name}

@@ -1,11 +1,10 @@
 """Servers compute on the CPU of a machine with GPUs, whatever their trainer has asked of these before."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from programs import run_program
 
 SERVER = """
 import os
@@ -46,7 +45,6 @@ def test_servers_see_no_gpu_and_fork_from_no_process_that_has_asked_for_one(tmp_
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(before=before))
     (tmp_path / "server.py").write_text(SERVER)
-    command = [sys.executable, str(program), str(tmp_path / "seen")]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "0"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=variables)
+    done = run_program(program, tmp_path / "seen", folder=tmp_path, environ=variables)
     assert done.stdout.strip() == f"{is_forked} ''", done.stderr

@@ -187,7 +187,7 @@ def data():
 def fit(kind, **settings):
     seed_everything(3, verbose=False)
     module = kind()
-    trainer = double_trainer(**{"max_epochs": 2, **settings})
+    trainer = double_trainer(**{"max_epochs": 1, **settings})
     trainer.fit(module, DataLoader(data(), 8 // world_size()), DataLoader(data(), 8 // world_size()))
     weights = {name: whole(value).clone() for name, value in module.state_dict().items()}
     return module, trainer, weights

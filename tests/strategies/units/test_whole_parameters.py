@@ -9,6 +9,7 @@ import pytest
 import torch
 from as_rank import calm_down, double_trainer, step_by_hand_on, world_size
 from once import once
+from sweep import IS_SWEEP
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -82,6 +83,9 @@ BOUND = {"scaled losses": 10.0}
 RESUMED_FROM = {"plain": (0, 1), "by hand": (0,), "deferred": (0, 1)}
 """Whose checkpoints a case resumes from: those of as many processes (0), or of one."""
 LAYOUTS = {"fsdp": (2, 1), "hsdp": (4, 2)}
+IN_REPLICAS = CASES if IS_SWEEP else ("plain", "clipped", "reduced each time", "by hand")
+"""The cases on four ranks."""
+CELLS = [(layout, name) for layout in LAYOUTS for name in (IN_REPLICAS if layout == "hsdp" else CASES)]
 
 
 def fit(folder, name, replicate, ckpt_path=None, **changed):
@@ -98,8 +102,8 @@ def fit(folder, name, replicate, ckpt_path=None, **changed):
         **settings,
         strategy="single" if world_size() == 1 else FSDPStrategy(replicate=replicate, **options),
         max_epochs=EPOCHS,
-        enable_checkpointing=True,
-        callbacks=[ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1)],
+        enable_checkpointing=name in RESUMED_FROM,
+        callbacks=[ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1)] if name in RESUMED_FROM else [],
         default_root_dir=folder,
         **changed,
     )
@@ -112,7 +116,7 @@ def fit_all(folder, replicate):
     """Return the weights of each case, and those after a resume just before a step without samples."""
     calm_down()
     found = {}
-    for name in CASES:
+    for name in IN_REPLICAS if replicate > 1 else CASES:
         place = Path(folder) / f"{name} {world_size()}"
         found[name] = fit(place, name, replicate)
         for number in RESUMED_FROM.get(name, ()) if world_size() > 1 else ():
@@ -138,8 +142,8 @@ def weights_of():
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.sweep
+@pytest.mark.parametrize(("layout", "name"), CELLS)
 def test_numbers_train_as_in_one_process(weights_of, layout, name):
     alone, ranks = weights_of(layout)
     for rank in ranks:
