@@ -91,6 +91,73 @@ def side_streams():
     return seen
 
 
+def late_kernels():
+    """Return what is seen of a kernel of another stream: its result, if an input is changed, and if one is freed.
+
+    Each without the wait, or the record, that it takes, and with it.
+    """
+    module = torch.get_device_module(NAME)
+    results, changed, freed = [], [], []
+    for is_right in (False, True):
+        own, stream = module.current_stream(), module.Stream()
+        x, z = torch.ones(64, device=device()), torch.empty(64, device=device())
+        stream.wait_stream(own)
+        with module.stream(stream):
+            y = x * 2
+        if is_right:
+            own.wait_stream(stream)
+        results.append((y + 1).cpu().tolist())
+        stream.wait_stream(own)
+        with module.stream(stream):
+            z.copy_(x)
+        if is_right:
+            own.wait_stream(stream)
+        x.fill_(7.0)
+        stream.synchronize()
+        changed.append(z.cpu().tolist())
+        with module.stream(stream):
+            y = x + 1
+        if is_right:
+            x.record_stream(stream)
+        del x
+        torch.zeros(64, device=device())
+        stream.synchronize()
+        freed.append(y.cpu().tolist())
+    return {"result": results, "changed": changed, "freed": freed}
+
+
+def early_copies():
+    """Return what a copy of another stream takes from a late kernel's result, without a wait and with one."""
+    module, taken = torch.get_device_module(NAME), []
+    simulated_device.library().set_early(True)
+    try:
+        for is_right in (False, True):
+            own, stream = module.current_stream(), module.Stream()
+            value = torch.ones(3, device=device()) * 2
+            if is_right:
+                stream.wait_stream(own)
+            with module.stream(stream):
+                host = torch.empty(3, pin_memory=True).copy_(value, non_blocking=True)
+            torch.accelerator.synchronize()
+            taken.append(host.tolist())
+    finally:
+        simulated_device.library().set_early(False)
+    return taken
+
+
+def there_and_back():
+    """Return what comes back from the host's memory to the device, for which the host has not waited."""
+    module, stream = torch.get_device_module(NAME), torch.get_device_module(NAME).Stream()
+    host = torch.empty(3, pin_memory=True)
+    host.copy_(torch.full((3,), 4.0, device=device()), non_blocking=True)
+    stream.wait_stream(module.current_stream())
+    with module.stream(stream):
+        value = torch.empty(3, device=device()).copy_(host, non_blocking=True)
+    module.current_stream().wait_stream(stream)
+    seen_here = host.tolist()
+    return (value + 1).cpu().tolist(), seen_here == [4.0] * 3
+
+
 def freed_memory():
     """Return whether a tensor freed while another stream copies from it comes whole, without and with record_stream."""
     module, whole = torch.get_device_module(NAME), []

@@ -1,5 +1,6 @@
 """Training on a device beyond the matrix: names, launching, checkpoints, precisions, and copies to the host."""
 
+import contextlib
 import os
 import time
 import warnings
@@ -28,6 +29,7 @@ from echelon import (
 )
 from echelon.strategies.devices.kinds import available_types, device_type_of
 from echelon.strategies.devices.moves import move_module, move_tensor
+from echelon.strategies.module import activation_offload
 from echelon.testing import run_ranks
 from echelon.trainer.savings.advisor import MEASURED, WARM_UP, TimeAdvisor
 
@@ -208,8 +210,23 @@ def refused_precision():
     return ""
 
 
-def parts(folder):
-    """Return how far runs with each part are from those on the CPU."""
+@contextlib.contextmanager
+def in_order(order):
+    """Run copies late, or early where the device is simulated; and keep few bytes in flight, as if all were large."""
+    before = activation_offload._IN_FLIGHT
+    if is_simulated := DEVICE == "sim":
+        simulated_device.library().set_early(order == "early")
+    activation_offload._IN_FLIGHT = 2000
+    try:
+        yield
+    finally:
+        activation_offload._IN_FLIGHT = before
+        if is_simulated:
+            simulated_device.library().set_early(False)
+
+
+def parts(order):
+    """Return how far runs with each part are from those on the CPU; copies are late or early, as far as they may be."""
     cases = {
         "activation offload": lambda: {"activation_checkpointing": ActivationCheckpointing(offload=True)},
         "averaging": lambda: {"callbacks": [EMAWeightAveraging()]},
@@ -224,14 +241,16 @@ def parts(folder):
     }
     found = {}
     for name, settings in cases.items():
-        (_, here), (_, there) = fitted("cpu", **settings()), fitted(DEVICE, **settings())
+        with in_order(order):
+            (_, here), (_, there) = fitted("cpu", **settings()), fitted(DEVICE, **settings())
         found[name] = far(here, there)
-    workers = fitted(DEVICE, data=loader(num_workers=1))[1]
+    with in_order(order):
+        workers = fitted(DEVICE, data=loader(num_workers=1))[1]
     found["pinned by a worker"] = far(workers, fitted("cpu")[1])
     return found
 
 
-def saved_while_training(folder):
+def saved_while_training(folder, order):
     """Return how far each checkpoint that was written beside the steps is from the weights of its step."""
 
     class Keeping(Callback):
@@ -243,7 +262,8 @@ def saved_while_training(folder):
             trainer.save_checkpoint(os.path.join(folder, str(trainer.global_step)))
 
     keeping = Keeping()
-    fitted(DEVICE, callbacks=[keeping])
+    with in_order(order):
+        fitted(DEVICE, callbacks=[keeping])
     found = []
     for step, weights in keeping.kept.items():
         loaded = Net.load_from_checkpoint(os.path.join(folder, str(step)), map_location="cpu")

@@ -52,13 +52,15 @@ def test_a_precision_that_the_device_does_not_autocast_to_is_refused_by_name(sim
     assert "precision='16-mixed' autocasts to float16, but accelerator='sim' autocasts to bfloat16 only" in said
 
 
-def test_parts_that_copy_to_the_host_or_from_it_change_nothing(elsewhere, tmp_path):
-    found = elsewhere.call(training.parts, str(tmp_path))
+@pytest.mark.parametrize("order", ["late", "early"])
+def test_parts_that_copy_to_the_host_or_from_it_change_nothing(elsewhere, order):
+    found = elsewhere.call(training.parts, order)
     assert {name: far for name, far in found.items() if not far <= 1e-12} == {}
 
 
-def test_what_is_saved_while_training_goes_on_is_of_its_step(elsewhere, tmp_path):
-    found = elsewhere.call(training.saved_while_training, str(tmp_path))
+@pytest.mark.parametrize("order", ["late", "early"])
+def test_what_is_saved_while_training_goes_on_is_of_its_step(elsewhere, tmp_path, order):
+    found = elsewhere.call(training.saved_while_training, str(tmp_path), order)
     assert found == [0.0] * 6
 
 

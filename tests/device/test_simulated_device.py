@@ -21,6 +21,24 @@ def test_a_missing_wait_between_streams_is_seen(simulated):
     assert ordered == [2.0, 2.0]
 
 
+def test_a_kernel_runs_late_and_what_it_reads_must_be_there_until_then(simulated):
+    found = simulated.call(properties.late_kernels)
+    right = {"result": [3.0] * 64, "changed": [1.0] * 64, "freed": [8.0] * 64}
+    assert {name: with_it for name, (_, with_it) in found.items()} == right
+    for name, (without, _) in found.items():
+        assert without != right[name], name
+
+
+def test_an_early_copy_takes_what_is_there_before_a_kernel_that_it_does_not_wait_for(simulated):
+    without, with_it = simulated.call(properties.early_copies)
+    assert without != [2.0] * 3
+    assert with_it == [2.0] * 3
+
+
+def test_the_device_reads_what_it_wrote_to_the_host_before_the_host_can(simulated):
+    assert simulated.call(properties.there_and_back) == ([5.0] * 3, False)
+
+
 def test_a_missing_wait_between_computation_and_communication_is_seen(simulated):
     for before, after in simulated.call(properties.communication):
         assert before != [6.0] * 3

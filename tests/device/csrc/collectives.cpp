@@ -4,7 +4,6 @@
 // is garbage for those who do not wait for the work. Waiting for it lets the current stream wait, and not the host.
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
-#include <torch/extension.h>
 
 #include <cstring>
 

@@ -2,7 +2,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include "kernels.h"
 #include "memory.h"
@@ -240,6 +240,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return false;
   });
   m.def("set_limit", &set_limit);
+  m.def("set_early", &set_early);
   m.def("lose", &lose);
   m.def("count_waits", &count_waits);
   m.def("taken_waits", &taken_waits);

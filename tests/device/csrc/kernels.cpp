@@ -1,4 +1,4 @@
-// Kernels of a simulated accelerator: those of the CPU on the same memory, copies that run late, and views.
+// Kernels of a simulated accelerator: those of the CPU on the same memory, whose results come late, copies, and views.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/InferSize.h>
@@ -8,7 +8,9 @@
 #include <ATen/native/Resize.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <cstring>
+#include <unordered_map>
 #include <unordered_set>
 
 #include "kernels.h"
@@ -197,19 +199,92 @@ void poison(const at::Tensor& cpu) {
   }
 }
 
+// The memory of a tensor, without what torch computes when it is read.
+at::Tensor memory_of(const at::Tensor& tensor) {
+  auto cpu = on_cpu(tensor);
+  cpu._set_conj(false);
+  cpu._set_neg(false);
+  return cpu;
+}
+
+bool holds(const at::Tensor& cpu, const at::Tensor& bytes) {
+  auto now = cpu.contiguous(), then = bytes.contiguous();
+  return std::memcmp(now.const_data_ptr(), then.const_data_ptr(), now.nbytes()) == 0;
+}
+
+// Let what a kernel of this stream has written be there only once the stream has come so far: until then it is garbage,
+// and it stays that if another stream has meanwhile changed what the kernel reads.
+void finish_late(c10::Stream stream, const std::vector<at::Tensor>& written, const std::vector<at::Tensor>& read) {
+  using Kept = std::vector<std::pair<at::Tensor, at::Tensor>>; // memory of the device, and what was in it
+  at::AutoDispatchBelowADInplaceOrView below;
+  Kept results, inputs;
+  std::unordered_set<const void*> changed;
+  for (auto& tensor : written) {
+    if (tensor.numel() > 0) {
+      changed.insert(tensor.storage().data());
+      auto memory = memory_of(tensor);
+      results.emplace_back(memory, memory.clone());
+    }
+  }
+  for (auto& tensor : read) {
+    if (tensor.numel() > 0 && changed.count(tensor.storage().data()) == 0) {
+      auto memory = memory_of(tensor);
+      inputs.emplace_back(memory, memory.clone());
+    }
+  }
+  for (auto& result : results) {
+    poison(result.first);
+  }
+  enqueue(stream, [results = std::move(results), inputs = std::move(inputs)] {
+    at::AutoDispatchBelowADInplaceOrView below;
+    bool is_right = true;
+    for (auto& [memory, value] : inputs) {
+      is_right = is_right && holds(memory, value);
+    }
+    if (is_right) {
+      for (auto& [memory, value] : results) {
+        memory.copy_(value);
+      }
+    }
+  });
+}
+
+// What has come to memory of the host that the host itself cannot see yet: the device can read it there. Used by jobs.
+std::unordered_map<const void*, std::shared_ptr<at::Tensor>> arrived;
+std::atomic<int> num_readers{0}; // copies from the host that have not run
+
 void to_host(const at::Tensor& self, const at::Tensor& host) {
+  if (num_readers > 0) {
+    run(stream_for(self.device())); // one of them may read what becomes garbage here
+  }
   poison(host);
   auto staged = std::make_shared<at::Tensor>();
+  auto place = host.const_data_ptr();
   enqueue(
       stream_for(self.device()),
-      [from = by_pointer(self), staged] { *staged = from.clone(); },
-      [host, staged] { host.copy_(*staged); });
+      [from = by_pointer(self), staged, place] {
+        *staged = from.clone();
+        arrived[place] = staged;
+      },
+      [host, staged, place] {
+        host.copy_(*staged);
+        if (arrived[place] == staged) {
+          arrived.erase(place);
+        }
+      });
+  run_if_early(stream_for(self.device()));
 }
 
 void from_pinned(const at::Tensor& host, const at::Tensor& device) {
   auto to = by_pointer(device);
   poison(to);
-  enqueue(stream_for(device.device()), [host, to] { to.copy_(host); });
+  ++num_readers;
+  enqueue(stream_for(device.device()), [host, to] {
+    --num_readers;
+    auto found = arrived.find(host.const_data_ptr());
+    to.copy_(found != arrived.end() && found->second->sizes() == host.sizes() ? *found->second : host);
+  });
+  run_if_early(stream_for(device.device()));
 }
 
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bool non_blocking) {
@@ -218,12 +293,16 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bool non_
     return target;
   }
   if (is_on_device(self) && is_on_device(target)) {
-    run(stream_for(self.device()));
-    run(stream_for(target.device()));
+    // between two devices, it runs in order with the work of both
+    auto from = stream_for(self.device()), to = stream_for(target.device());
+    run(from);
+    run(to);
     on_cpu(target).copy_(on_cpu(self));
+    finish_late(from, {target}, {self});
+    std::unique_ptr<Event> copied(record(from));
+    wait_for(to, *copied);
   } else if (is_on_device(self)) {
     if (non_blocking) {
-      run(stream_for(self.device())); // in order: what the stream was given before
       to_host(self, target);
     } else {
       synchronize("copy to the host", stream_for(self.device()));
@@ -276,6 +355,7 @@ const std::unordered_set<std::string> kReads = {
 struct Call {
   std::vector<std::pair<at::Tensor, at::Tensor>> pairs; // of the device, and the same memory on the CPU
   std::vector<std::pair<at::Tensor, at::Tensor>> outputs;
+  std::vector<at::Tensor> written;
   std::optional<c10::Device> device;
   std::optional<at::Generator> generator;
 
@@ -348,6 +428,7 @@ struct Call {
     auto made = at::empty_strided(
         result.sizes(), result.strides(), result.options().device(c10::Device(kType, current_device())));
     on_cpu(made).copy_(result);
+    written.push_back(made);
     return made;
   }
 
@@ -383,7 +464,26 @@ struct Call {
         own.resize_(cpu.sizes());
       }
       on_cpu(own).copy_(cpu);
+      written.push_back(own);
     }
+  }
+
+  void note_written(const c10::IValue& value) {
+    if (value.isTensor() && is_on_device(value.toTensor())) {
+      written.push_back(value.toTensor());
+    } else if (value.isTensorList()) {
+      for (at::Tensor tensor : value.toTensorList()) {
+        note_written(tensor);
+      }
+    }
+  }
+
+  std::vector<at::Tensor> read() const {
+    std::vector<at::Tensor> tensors;
+    for (auto& pair : pairs) {
+      tensors.push_back(pair.first);
+    }
+    return tensors;
   }
 };
 
@@ -396,7 +496,11 @@ void on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   lowered.reserve(num_arguments);
   for (size_t index = 0; index < num_arguments; ++index) {
     auto& value = *(begin + static_cast<std::ptrdiff_t>(index));
-    lowered.push_back(schema.arguments()[index].is_out() ? call.lower_output(value) : call.lower(value));
+    auto& argument = schema.arguments()[index];
+    lowered.push_back(argument.is_out() ? call.lower_output(value) : call.lower(value));
+    if (!argument.is_out() && argument.alias_info() != nullptr && argument.alias_info()->isWrite()) {
+      call.note_written(value);
+    }
   }
   auto device = call.device.value_or(c10::Device(kType, current_device()));
   initialize(device.index());
@@ -413,6 +517,7 @@ void on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (auto result = stack->end() - static_cast<std::ptrdiff_t>(num_results); result != stack->end(); ++result) {
     *result = call.raise(schema.name(), *result);
   }
+  finish_late(stream, call.written, call.read());
 }
 
 int64_t fused_sdp_choice(

@@ -36,9 +36,13 @@ struct Allocator final : c10::DeviceAllocator {
     initialize(device);
     auto stream = current_stream(device);
     auto size = rounded(bytes);
-    run(stream); // work that it was given before may still read what was freed
     std::unique_lock<std::mutex> lock(mutex_);
     auto* block = cached(device, stream, size);
+    if (block == nullptr && reserved(device) + size > limits_[device]) {
+      lock.unlock();
+      run(stream);
+      lock.lock();
+    }
     if (block == nullptr) {
       block = fresh(device, stream, size);
     }
@@ -46,7 +50,9 @@ struct Allocator final : c10::DeviceAllocator {
     live_[block->pointer] = block;
     count(device, block->size, 1);
     lock.unlock();
-    std::memset(block->pointer, kGarbage, block->size);
+    if (is_done(stream, position(stream))) { // else its work may still use the block, which it had before
+      std::memset(block->pointer, kGarbage, block->size);
+    }
     return {block->pointer, block->pointer, &release, c10::Device(kType, device)};
   }
 

@@ -35,6 +35,8 @@ std::atomic<pid_t> owner{0};
 thread_local int device_of_thread = 0;
 thread_local int stream_of_thread[kDevices] = {};
 
+std::atomic<bool> are_early{false};
+
 std::atomic<bool> counts{false};
 std::vector<std::string> waits;
 Where where_of_now = nullptr;
@@ -158,6 +160,16 @@ void run(c10::Stream stream, uint64_t position) {
   std::vector<Item> spent; // destroyed last
   Taken taken;
   run_to(queue_of(stream), position, spent);
+}
+
+void run_if_early(c10::Stream stream) {
+  if (are_early) {
+    run(stream);
+  }
+}
+
+void set_early(bool enabled) {
+  are_early = enabled;
 }
 
 bool is_done(c10::Stream stream, uint64_t position) {

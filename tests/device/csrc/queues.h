@@ -1,8 +1,10 @@
 // Queues of a simulated accelerator: one for each stream of each device, whose work runs as late as it may.
 //
-// Kernels run at once, in the thread that gives them. What runs late are copies to and from the host and collectives:
-// they run when a kernel of their stream, or of one that waits for it, needs them. What a copy brings to the host can be
-// read there once the host has waited for its stream, an event behind it, or the device.
+// What runs late are kernels, copies and collectives: when the next kernel of their stream, or of one that waits for it,
+// needs them. (The CPU computes a kernel's results in the thread that gives it, and the device gets them late.) What a
+// copy brings to the host can be read there once the host has waited for its stream, an event behind it, or the device.
+// Copies can also be early: they then run as soon as they are given, before late kernels of streams that theirs does not
+// wait for.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -42,6 +44,8 @@ void wait_for(c10::Stream stream, const Event& event);
 
 // Run what a stream was given up to a position, as the device does; the host does not wait for it.
 void run(c10::Stream stream, uint64_t position = kAll);
+void run_if_early(c10::Stream stream);
+void set_early(bool enabled);
 bool is_done(c10::Stream stream, uint64_t position);
 uint64_t position(c10::Stream stream);
 
