@@ -97,6 +97,18 @@ def tell_compiled_shards_apart() -> None:
     DTensor._stable_hash_for_caching = of_the_shard  # type: ignore[assignment, method-assign] # noqa: SLF001
 
 
+def forget_meshes() -> None:
+    """Have the operations of DTensors return none on a mesh that an earlier run of this process has made.
+
+    torch treats two meshes with the same ranks and names as one, whatever they are part of, and remembers what an
+    operation returns for them: the result would be on the earlier mesh, whose process groups are gone, and which may
+    repeat it over other ranks (torch 2.11 to 2.15).
+    """
+    with names_of_torch:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+
+
 def root_mesh(mesh: Any) -> Any:
     """Return the DeviceMesh that a mesh is part of."""
     with names_of_torch:

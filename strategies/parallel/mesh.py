@@ -9,7 +9,7 @@ from math import prod
 from typing import Any, Final, Literal
 
 from ...common.errors import ConfigError
-from ..torch_internals import tell_compiled_shards_apart
+from ..torch_internals import forget_meshes, tell_compiled_shards_apart
 
 Replicas = int | Literal["nodes"]
 """The number of replicas; ``"nodes"`` means one per node, or two on a single node."""
@@ -150,6 +150,7 @@ def make_mesh(device_type: str, degrees: Degrees, *, axes: Collection[str] = (),
     if degrees.pp > 1:
         sizes = {axis if axis == "pp" else in_stage(axis): size for axis, size in sizes.items()}
     tell_compiled_shards_apart()
+    forget_meshes()
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 

@@ -142,8 +142,7 @@ class Line:
     @property
     def start(self):
         """What it has in common with the lines whose processes start once for all of them."""
-        # torch's caches give a later run that is also cut the meshes of four stages, and gradients are clipped wrong
-        is_alone = self.processes == 1 or self.nodes > 1 or self.title == "pp x 4, 1f1b"
+        is_alone = self.processes == 1 or self.nodes > 1
         return self.processes, self.network, self.title if is_alone else ""
 
     @property
