@@ -354,7 +354,9 @@ def dealt_cases(cases, number, met):
     chosen = []
     for _ in range(min(number, len(cases))):
         left = [case for case in cases if case not in chosen]
-        chosen.append(max(left, key=lambda case: (is_hardest(case), sum(0.1 ** met[pair] for pair in pairs_of(case)))))
+        # whole numbers: the sum of others would depend on their order, which is another one in each process
+        rarity = {case: sum(10 ** max(9 - met[pair], 0) for pair in pairs_of(case)) for case in left}
+        chosen.append(max(left, key=lambda case: (is_hardest(case), rarity[case])))
         met.update(pairs_of(chosen[-1]))
     return chosen
 
