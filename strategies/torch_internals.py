@@ -106,7 +106,7 @@ def forget_meshes() -> None:
     """
     with names_of_torch:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    _clear_sharding_prop_cache()
 
 
 def root_mesh(mesh: Any) -> Any:

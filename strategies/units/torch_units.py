@@ -109,6 +109,10 @@ def join_gather(group: Any, *, from_part: bool = False, in_forward: bool = False
         in_forward: whether they are gathered for a forward.
     """
     with names_of_torch:
+        if group._all_gather_result is not None:  # fetched ahead in an earlier step, which did not use it
+            group.wait_for_unshard()
+            if from_part:
+                group._to_sharded_post_forward()
         if not from_part:
             group._to_sharded()
         type(group).unshard(group)
@@ -202,7 +206,9 @@ def join_reduce(group: Any, has_gradient: Sequence[bool]) -> None:
         has_gradient: for each of its parameters, whether the other ranks have a gradient.
     """
     with names_of_torch, torch.no_grad():
-        if not all(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params):
+        if group._all_gather_result is not None:
+            group.wait_for_unshard()  # fetched ahead, and not used by this rank
+        elif not all(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params):
             join_gather(group)  # a single rank has the shards, and sends nothing to gather
         held = [parameter.unsharded_accumulated_grad for parameter in group.fsdp_params]
         dtype = next((gradient.dtype for gradient in held if gradient is not None), None)  # torch sends one dtype

@@ -189,6 +189,9 @@ CASES = {
     "experts, accumulated": case(Experts, "some", global_batch_size=8),
     "experts, reduced each time": case(Experts, "some", FSDPStrategy(sync_each_micro_batch=True), global_batch_size=8),
     "experts, without samples": case(Experts, "some", rows=13),
+    "experts, fetched ahead, without samples": case(
+        Experts, "some", FSDPStrategy(timeout=timedelta(seconds=60), forward_prefetch=1, backward_prefetch=1), rows=5
+    ),
     "heads": case(Heads, "some"),
     "equal heads": case(EqualHeads),
     "equal heads, alike at first": case(EqualHeads, "alike first"),
