@@ -104,6 +104,8 @@ def namespace():
 def documented():
     """Yield the place of each docstring of the package that has an example, and its code."""
     for source in package_sources(ROOT):
+        if not EXAMPLE.search(source.text):
+            continue  # parsed by each worker of a session, all files would take seconds
         for node in ast.walk(source.tree):
             if isinstance(node, ast.ClassDef | ast.FunctionDef):
                 for code in EXAMPLE.findall((ast.get_docstring(node) or "") + "\n"):
