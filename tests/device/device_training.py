@@ -258,8 +258,8 @@ def saved_while_training(folder, order):
             self.kept = {}
 
         def on_train_step_end(self, trainer, module):
-            self.kept[trainer.global_step] = weights_of(module)
             trainer.save_checkpoint(os.path.join(folder, str(trainer.global_step)))
+            self.kept[trainer.global_step] = weights_of(module)  # which waits for the device: not before the copies
 
     keeping = Keeping()
     with in_order(order):
