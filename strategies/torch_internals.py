@@ -66,17 +66,6 @@ def strided_shard(dim: int, split_factor: int) -> Any:
     return _StridedShard(dim, split_factor=split_factor)
 
 
-def read_by_placements(tensor: Any) -> None:
-    """Have a DTensor on a one-axis mesh gathered by its placement, where torch 2.11 would look for a shard order.
-
-    A packed tensor has none, and torch would raise.
-    """
-    with names_of_torch:
-        spec = tensor._spec  # noqa: SLF001
-        order = spec.compute_default_shard_order(spec.placements)
-        spec.use_strided_shard_as_shard_order, spec.shard_order = False, order
-
-
 def tell_compiled_shards_apart() -> None:
     """Have torch.compile keep a compiled function on disk for each shape of a DTensor's shard.
 

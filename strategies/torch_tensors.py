@@ -50,6 +50,16 @@ def with_shard_elsewhere(dtensor: Any, shard: Tensor) -> Any:
     return type(dtensor)(shard, dtensor._spec, requires_grad=False)  # noqa: SLF001
 
 
+def read_by_placements(dtensor: Any) -> None:
+    """Have a DTensor on a one-axis mesh gathered by its placement (`_spec`), where torch 2.11 looks for a shard order.
+
+    A packed tensor has none, and torch would raise.
+    """
+    spec = dtensor._spec  # noqa: SLF001
+    order = spec.compute_default_shard_order(spec.placements)
+    spec.use_strided_shard_as_shard_order, spec.shard_order = False, order
+
+
 def is_view(tensor: Tensor) -> bool:
     """Return whether autograd takes a tensor for a view of another one (`_is_view`)."""
     return tensor._is_view()  # noqa: SLF001

@@ -15,8 +15,8 @@ from torch.nn.parameter import is_lazy
 
 from ...common.errors import CheckpointError, ModuleError
 from ..distributed.collectives import Collectives
-from ..torch_internals import is_traceable_wrapper_subclass, is_without_memory, read_by_placements, strided_shard
-from ..torch_tensors import norms_of, with_shard_elsewhere
+from ..torch_internals import is_traceable_wrapper_subclass, is_without_memory, strided_shard
+from ..torch_tensors import norms_of, read_by_placements, with_shard_elsewhere
 from ..wrapped.wrapped_tensors import (
     copied,
     held_tensors,
