@@ -83,7 +83,7 @@ def test_data_without_a_length_and_leave(tmp_path: Path, monkeypatch: pytest.Mon
         fit(tmp_path, bar, data=DataLoader(Endless(), batch_size=None))
     drawn = rows(seen.written)
     for epoch in (0, 1):
-        assert any(re.match(rf"Epoch {epoch}/1 ━* *7/-- .*it/s shown: [-\d.e]+ \| ", row) for row in drawn), drawn[-5:]
+        assert any(re.match(rf"Epoch {epoch}/1 ━* *7/-- .*it/s shown: [-+\d.e]+ \| ", row) for row in drawn), drawn[-5:]
 
 
 def test_piped_output_and_a_notebook_without_widgets_get_lines(
