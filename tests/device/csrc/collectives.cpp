@@ -251,6 +251,7 @@ class LateBackend final : public c10d::Backend {
     auto stream = stream_of(index);
     std::unique_ptr<Event> before(record(current_stream(index)));
     wait_for(stream, *before);
+    run(current_stream(index)); // what it was given before may still use the memory that becomes garbage here
     Tensors targets;
     for (auto& result : results) {
       targets.push_back(on_cpu(result));
