@@ -3,14 +3,13 @@
 import ctypes
 import math
 import os
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import combinations, product
 
 import torch
+from as_rank import attempt
 from pairwise import covering
 from sweep import IS_SWEEP
 from torch import nn
@@ -727,15 +726,7 @@ def run_together(jobs):
 
 def train_each(jobs):
     """Train the cases of each line, in one of their processes; return the results by title."""
-    return {line.title: attempt(partial(train_all, line, cases)) for line, cases in jobs}
-
-
-def attempt(function):
-    """Return what a function returns, or the text of its error."""
-    try:
-        return function()
-    except Exception:  # noqa: BLE001 - the test of this program shows it, and the others still run
-        return traceback.format_exc()
+    return {line.title: attempt(train_all, line, cases) for line, cases in jobs}
 
 
 def train_on_node(line, cases, nodes):

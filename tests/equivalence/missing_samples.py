@@ -4,13 +4,12 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
-from as_rank import step_by_hand_on
-from matrix import attempt, whole_state
+from as_rank import attempt, step_by_hand_on
+from matrix import whole_state
 from pairwise import covering
 from residual import PLAN, Block
 from sweep import IS_SWEEP, dealt
@@ -334,7 +333,7 @@ def run_all(processes: int) -> dict[Any, Any]:
     cells = [(layout, number) for layout, number in CELLS if layout.processes == processes]
     loops = [(strategy, n) for (strategy, here), n in NUMBERS_OF_LOOPS if here == processes]
     return {
-        **{(layout.title, n): attempt(partial(program, layout, n)) for layout, n in cells},
-        **{("own loop", strategy, n): attempt(partial(in_own_loop, strategy, n)) for strategy, n in loops},
-        **{("drawing", name): attempt(partial(draw, name, 9)) for name, here in OWN_LOOPS if here == processes},
+        **{(layout.title, n): attempt(program, layout, n) for layout, n in cells},
+        **{("own loop", strategy, n): attempt(in_own_loop, strategy, n) for strategy, n in loops},
+        **{("drawing", name): attempt(draw, name, 9) for name, here in OWN_LOOPS if here == processes},
     }

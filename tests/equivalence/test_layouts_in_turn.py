@@ -3,10 +3,11 @@
 from itertools import pairwise
 
 import pytest
+from as_rank import double_trainer
 from matrix import UNEVEN, Case, Staged, largest, samples
 from torch.utils.data import DataLoader
 
-from echelon import ParallelStrategy, Trainer, seed_everything
+from echelon import ParallelStrategy, seed_everything
 from echelon.testing import run_ranks
 from echelon.trainer.checkpoint import load
 
@@ -26,18 +27,7 @@ def trained(path, strategy, share):
     """Train with clipped gradients, and save the weights on the way."""
     seed_everything(5, verbose=False)
     module = Staged(Case("adamw", clip=0.05))
-    trainer = Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        precision="64-true",
-        max_steps=2,
-        accumulate_grad_batches=4,
-        gradient_clip_val=0.05,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = double_trainer(strategy=strategy, max_steps=2, accumulate_grad_batches=4, gradient_clip_val=0.05)
     trainer.fit(module, DataLoader(samples(UNEVEN, 1), 16 // 4 // share))
     trainer.save_checkpoint(path)
 

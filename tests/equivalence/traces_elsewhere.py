@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from missing_samples import BATCH, Tracing, attempt, of, samples
+from as_rank import attempt
+from missing_samples import BATCH, Tracing, of, samples
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data import DataLoader
 
@@ -225,6 +226,4 @@ def run_all(processes: int) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             return program(layout, Path(folder))
 
-    return {
-        layout.title: attempt(lambda layout=layout: run(layout)) for layout in LAYOUTS if layout.processes == processes
-    }
+    return {layout.title: attempt(run, layout) for layout in LAYOUTS if layout.processes == processes}

@@ -1,6 +1,7 @@
 """Helpers for tests that train in this process, or as one rank of several."""
 
 import os
+import traceback
 import warnings
 
 from echelon import Trainer
@@ -40,6 +41,14 @@ def calm_down():
     """Limit this rank to one core, and silence torch's warnings."""
     os.environ["OMP_NUM_THREADS"] = "1"
     warnings.simplefilter("ignore")
+
+
+def attempt(function, *args):
+    """Return what a function returns, or the text of its error, which the test of its case shows; others still run."""
+    try:
+        return function(*args)
+    except Exception:  # noqa: BLE001 - an error of a rank would end the other cases
+        return traceback.format_exc()
 
 
 def run_all(train, cases):

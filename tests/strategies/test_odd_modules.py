@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import pytest
 import torch
+from as_rank import attempt
 from once import once
 from small import quiet
 from torch import Tensor, nn
@@ -219,23 +219,25 @@ def by_hand() -> dict[str, Tensor]:
     return dict(module.state_dict())
 
 
+def end_of(strategy: str, module: nn.Module) -> dict[str, Tensor]:
+    """Train a module, and return copies of its weights."""
+    seed_everything(5, verbose=False)
+    trainer = quiet(
+        strategy=STRATEGIES[strategy](),
+        max_epochs=1,
+        global_batch_size=4,
+        callbacks=[WeightAveraging()] * (strategy in AVERAGED),
+        enable_model_summary=True,
+    )
+    trainer.fit(module, data(), data())
+    return {name: value.clone() for name, value in trainer.strategy.full_model_state().items()}
+
+
 def train_all(modules: dict[tuple[str, str], Net]) -> dict[tuple[str, str], dict[str, Tensor] | str]:
     """Train the modules, which the starting process has built, on this rank."""
     ends: dict[tuple[str, str], dict[str, Tensor] | str] = {}
     for (strategy, kind), module in modules.items():
-        seed_everything(5, verbose=False)
-        try:
-            trainer = quiet(
-                strategy=STRATEGIES[strategy](),
-                max_epochs=1,
-                global_batch_size=4,
-                callbacks=[WeightAveraging()] * (strategy in AVERAGED),
-                enable_model_summary=True,
-            )
-            trainer.fit(module, data(), data())
-            ends[strategy, kind] = {n: t.clone() for n, t in trainer.strategy.full_model_state().items()}
-        except Exception:  # noqa: BLE001 - the test shows it, and the other modules still run
-            ends[strategy, kind] = traceback.format_exc()
+        ends[strategy, kind] = attempt(end_of, strategy, module)
     return ends
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from as_rank import attempt
 from once import once
 from small import quiet
 from torch import Tensor, nn
@@ -126,18 +126,20 @@ def by_hand(kind: str) -> dict[str, Tensor]:
     return dict(module.state_dict())
 
 
+def end_of(strategy: str, module: Net) -> dict[str, Tensor]:
+    """Train a module, and return copies of its weights."""
+    seed_everything(5, verbose=False)
+    trainer = quiet(strategy=STRATEGIES[strategy](), max_epochs=1, global_batch_size=4)
+    trainer.fit(module, DataLoader(data(), 2))
+    return {name: value.clone() for name, value in trainer.strategy.full_model_state().items()}
+
+
 def train_all(modules: dict[tuple[str, str], Net]) -> dict[tuple[str, str], dict[str, Tensor] | str]:
     """Train the modules, which the starting process has built and parametrized, on this rank."""
     ends: dict[tuple[str, str], dict[str, Tensor] | str] = {}
     for (strategy, kind), module in modules.items():
         assert any(is_parametrized(part) for part in module.modules())
-        seed_everything(5, verbose=False)
-        try:
-            trainer = quiet(strategy=STRATEGIES[strategy](), max_epochs=1, global_batch_size=4)
-            trainer.fit(module, DataLoader(data(), 2))
-            ends[strategy, kind] = {n: t.clone() for n, t in trainer.strategy.full_model_state().items()}
-        except Exception:  # noqa: BLE001 - the test shows it, and the other modules still run
-            ends[strategy, kind] = traceback.format_exc()
+        ends[strategy, kind] = attempt(end_of, strategy, module)
     return ends
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import traceback
 from importlib.util import find_spec
 
 import pytest
 import torch
-from as_rank import calm_down, double_trainer, world_size
+from as_rank import attempt, calm_down, double_trainer, world_size
 from once import once
 from shared_replicas import SharedReplicas
 from torch import nn
@@ -51,13 +50,7 @@ OF_RANKS = {}
 
 def run_cases(cases, size):
     """Return the result of each case on this rank, or its error."""
-    ends = {}
-    for name, (function, *args) in cases.items():
-        try:
-            ends[name] = function(size, *args)
-        except Exception:  # noqa: BLE001 - the test shows it, and the other cases still run
-            ends[name] = traceback.format_exc()
-    return ends
+    return {name: attempt(function, size, *args) for name, (function, *args) in cases.items()}
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import traceback
 
 import pytest
 import torch
-from as_rank import calm_down, double_trainer, world_size
+from as_rank import attempt, calm_down, double_trainer, world_size
 from once import once
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -86,13 +85,8 @@ def count(dp_shard):
 
 def run_cases():
     """Return what each run gives on this rank, or its error."""
-    ends = {}
-    for case in (count, drop, overflow, stop) if world_size() > 1 else (count,):
-        try:
-            ends[case] = case(world_size() // 2)
-        except Exception:  # noqa: BLE001 - the test shows it, and the other cases still run
-            ends[case] = traceback.format_exc()
-    return ends
+    cases = (count, drop, overflow, stop) if world_size() > 1 else (count,)
+    return {case: attempt(case, world_size() // 2) for case in cases}
 
 
 @pytest.fixture(scope="module")

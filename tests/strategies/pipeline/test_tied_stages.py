@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from as_rank import calm_down, double_trainer
+from as_rank import attempt, calm_down, double_trainer
 from once import once
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -123,18 +122,18 @@ def num_processes(layout: str) -> int:
 def train_all(layouts: list[str]) -> dict[str, Any]:
     """Return the ends of a layout, or the text of its error, which a step is that could not be compared."""
     calm_down()
-    found: dict[str, Any] = {}
-    for layout in layouts:
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("error", message=".*could not be compared")
-                found[layout] = [train(*case, LAYOUTS[layout]) for case in cases_of(layout)]
-                if layout in COLLECTING:
-                    with pytest.raises(ModuleError, match="the loss is .* Not passed between stages: collected"):
-                        train(Collecting, 2, LAYOUTS[layout])
-        except Exception:  # noqa: BLE001 - its test shows it, and the others still run
-            found[layout] = traceback.format_exc()
-    return found
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*could not be compared")
+        return {layout: attempt(train_on, layout) for layout in layouts}
+
+
+def train_on(layout: str) -> list[dict[str, Any]]:
+    """Return the ends of the cases of a layout; what it cannot train is refused."""
+    ends = [train(*case, LAYOUTS[layout]) for case in cases_of(layout)]
+    if layout in COLLECTING:
+        with pytest.raises(ModuleError, match="the loss is .* Not passed between stages: collected"):
+            train(Collecting, 2, LAYOUTS[layout])
+    return ends
 
 
 @pytest.fixture(scope="module")

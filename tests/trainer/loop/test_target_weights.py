@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from as_rank import attempt
 from once import once
 from residual import Block
 from small import quiet, raises
@@ -206,6 +206,11 @@ def train(strategy: str | Strategy, module: Tokens, batch_size: int = 2, **setti
     return dict(trainer.strategy.full_model_state())
 
 
+def end_of(strategy: Any, module: Tokens, devices: dict[str, int]) -> dict[str, Tensor]:
+    """Train a module, and return copies of its weights."""
+    return {name: value.clone() for name, value in train(strategy, module, **devices).items()}
+
+
 def train_all(processes: int, modules: dict[tuple[str, str], Tokens]) -> dict[tuple[str, str], dict[str, Tensor] | str]:
     """Train each module on its layout, in one of the processes; all warnings are errors."""
     layouts = {layout.title: layout for layout in LAYOUTS if layout.processes == processes}
@@ -213,10 +218,7 @@ def train_all(processes: int, modules: dict[tuple[str, str], Tokens]) -> dict[tu
     for (title, kind), module in modules.items():
         layout = layouts[title]
         devices = {"devices": layout.devices} if processes == 1 else {}
-        try:
-            ends[title, kind] = {n: t.clone() for n, t in train(layout.make(), module, **devices).items()}
-        except Exception:  # noqa: BLE001 - the test shows it, and the other modules still run
-            ends[title, kind] = traceback.format_exc()
+        ends[title, kind] = attempt(end_of, layout.make(), module, devices)
     return ends
 
 

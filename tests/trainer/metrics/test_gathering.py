@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
-import traceback
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torchmetrics
-from as_rank import calm_down, double_trainer, world_size
+from as_rank import attempt, calm_down, double_trainer, world_size
 from once import once
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -128,13 +127,7 @@ def found_here() -> dict[Any, Any]:
     strategy = "ddp" if world_size() > 1 else "single"
     cases: dict[Any, Any] = {number: partial(validated, strategy, number) for number in NUMBERS}
     cases |= {"elsewhere": computed_elsewhere, "copied": partial(validated, strategy, 8, copies=True)}
-    ends = {}
-    for name, case in cases.items():
-        try:
-            ends[name] = case()
-        except Exception:  # noqa: BLE001 - the test shows it, and the other cases still run
-            ends[name] = traceback.format_exc()
-    return ends
+    return {name: attempt(case) for name, case in cases.items()}
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import traceback
+from functools import partial
 
 import pytest
 import torch
-from as_rank import calm_down, double_trainer, world_size
+from as_rank import attempt, calm_down, double_trainer, world_size
 from once import once
 from shared_replicas import SharedReplicas
 from torch import nn
@@ -83,13 +83,7 @@ OTHER = [((2, 2), (4, 2)), ((2, 1), (3, 1)), ((4, 2), (4, 4)), ((2, 1), (2, 2))]
 
 def train_all(runs):
     """Return weights and random numbers of each run, or its error, by name."""
-    ends = {}
-    for name, (size, options) in runs.items():
-        try:
-            ends[name] = train(size, **options)
-        except Exception:  # noqa: BLE001 - the test shows it, and the other runs go on
-            ends[name] = traceback.format_exc()
-    return ends
+    return {name: attempt(partial(train, size, **options)) for name, (size, options) in runs.items()}
 
 
 def result_of(ends, name):
