@@ -77,6 +77,20 @@ def status_of(pid: int) -> dict[str, str]:
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
+def children_of(pid: int) -> list[int]:
+    """Return the processes that a process has started and not yet waited for; none on systems other than Linux."""
+    pids = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
+    return [child for child in pids if status_of(child).get("PPid") == str(pid)]
+
+
+def leads_session(pid: int) -> bool:
+    """Return whether a process was started with a session of its own."""
+    try:
+        return os.getsid(pid) == pid
+    except OSError:
+        return False
+
+
 def started_at(pid: int) -> int:
     """Return when a process started, in clock ticks since boot; 0 for one that is gone, or not on Linux."""
     try:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
+import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -16,12 +19,17 @@ from ...strategies.cluster.network import address_towards, is_this_machine, loop
 from ...strategies.devices.kinds import available_types
 from ...strategies.elastic import parse_nodes
 from ...strategies.launch.node_folder import NodeFolder
+from ...strategies.launch.proc_status import children_of, leads_session, look_at
 from .launch_elastic import START_TIMEOUT, Program, run_elastic
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
 _MAX_RESTARTS: Final = 10  # of an elastic run
+_GRACE: Final = 30.0  # seconds that torchrun gives processes to end by a signal
+_LOOK: Final = 0.05
 
 _EPILOG: Final = f"""\
 on one machine, with a store that listens only on loopback:
@@ -258,6 +266,25 @@ def _run_torchrun(words: list[str], arguments: list[str]) -> int:
         print(f"echelon: rank {rank} (pid {failure.pid}) ended with {end}; see its output", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as error:
+        _end_children(error.sigval)
         print(f"echelon: ended by {error.sigval.name}", file=sys.stderr)
         return 128 + error.sigval
     return 0
+
+
+def _end_children(number: signal.Signals) -> None:
+    """End what torchrun leaves when a signal arrives while it starts the processes: those that it had started."""
+    children = [child for child in children_of(os.getpid()) if leads_session(child)]
+    _signal_each(children, number)
+    limit = time.monotonic() + _GRACE
+    while children and time.monotonic() < limit:
+        time.sleep(_LOOK)
+        children = [child for child in children if look_at(child).state != "ended"]
+    if children:
+        _signal_each(children, signal.SIGKILL)
+
+
+def _signal_each(sessions: Iterable[int], number: signal.Signals) -> None:
+    for session in sessions:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(session, number)

@@ -88,7 +88,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def start(folder, *options):
+def start(folder, *options, program=tuple(ECHELON[1:])):
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     environ |= {
@@ -97,7 +97,7 @@ def start(folder, *options):
         MARK: str(folder),
         "EXPECTED_THREADS": str(threads),
     }
-    return WatchedProgram([*ECHELON[1:], *options], folder=folder / "work", environ=environ)
+    return WatchedProgram([*program, *options], folder=folder / "work", environ=environ)
 
 
 def end(launch, folder):
@@ -128,6 +128,19 @@ def test_the_exit_code_is_that_of_the_rank_that_failed(folder, program, given, c
     assert re.search(rf"^echelon: rank 1 \(pid \d+\) ended with {reason}; see its output$", errors, re.MULTILINE)
 
 
+LAUNCHED_AND_ENDED = """
+import os, signal, subprocess, sys
+from echelon.trainer.cli.main import main
+
+def end_at_first_process(frame, event, _):
+    if event == "return" and frame.f_code is subprocess.Popen.__init__.__code__ and frame.f_locals["start_new_session"]:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+sys.setprofile(end_at_first_process)
+sys.exit(main())
+"""
+
+
 def test_a_signal_reaches_the_processes_and_is_the_exit_code(folder):
     launch = start(folder, "--nproc", "2", "program.py", "--wait")
     try:
@@ -138,3 +151,11 @@ def test_a_signal_reaches_the_processes_and_is_the_exit_code(folder):
         _, errors, code = end(launch, folder)
     assert code == 143
     assert "echelon: ended by SIGTERM" in errors
+
+
+def test_a_signal_while_processes_start_ends_those_that_were_started(folder):
+    launch = start(folder, "--nproc", "2", "program.py", "--wait", program=["-c", LAUNCHED_AND_ENDED, "launch"])
+    output, errors, code = end(launch, folder)
+    assert code == 143
+    assert "echelon: ended by SIGTERM" in errors
+    assert "rank 1 of 2 --wait" not in output  # it was not started
