@@ -27,6 +27,7 @@ PRELOADED = (
     "torch",
     "torch._dynamo",
     "torch.distributed.optim",
+    "torch.distributed.tensor.debug",
     "cloudpickle",
     f"{__package__}.forkserver_preload",
 )
