@@ -313,7 +313,7 @@ class Runner:
             session.resumed_from = strategy.ranks.all.on_first_rank(partial(self._find_checkpoint, request))
         if strategy.world_size > 1:
             if strategy.rank == 0 and not (self._has_described or strategy.ranks.all.is_rehearsed):
-                say(environment.describe())
+                say(self.hardware.describe(strategy.ranks.environment))
             self._has_described = True
             session.state.seed = strategy.ranks.all.broadcast(session.state.seed)
         is_link = names_a_link(session, request.ckpt_path)

@@ -41,6 +41,15 @@ class Hardware:
             )
         return replace(self, devices=devices[:count], num_nodes=environment.num_nodes, environment=environment)
 
+    def describe(self, found: Environment) -> str:
+        """Return a line about the processes that have met; each node may have another number of devices.
+
+        Args:
+            found: the environment of one of them.
+        """
+        total, here = found.world_size, found.local_world_size
+        return replace(self.environment, world_size=total, local_world_size=here).describe()
+
     def device(self, local_rank: int) -> torch.device:
         """Return the device of the process with this local rank."""
         if self.device_type == "cpu":

@@ -205,8 +205,12 @@ class ProcessGroup:
 
         limit = self.settings.get("start_timeout", START_TIMEOUT)
         store = self._open_store(limit)
-        store.set(f"echelon/start/{self.rank}", socket.gethostname())
+        sends_by = f"{self.device.type} ({self.backend})"
+        store.add(f"echelon/start/{sends_by}", 1)
+        store.set(f"echelon/start/{self.rank}", f"{sends_by} {socket.gethostname()}")
         self._await_others(store, limit)
+        if store.add(f"echelon/start/{sends_by}", 0) < self.world_size:  # torch's groups would wait for each other
+            raise self._unlike(store)
         is_one_machine = self.environment.num_nodes == 1
         set_defaults(loopback_variables() if is_one_machine else variables_towards(self.environment.main_address))
         dist.init_process_group(
@@ -245,6 +249,18 @@ class ProcessGroup:
                     ) from error
             address = f"{self.environment.main_address}:{self.environment.main_port}"
             wait.tell(lambda: f"{missing()} of {self.world_size} processes to connect to {address}")  # noqa: B023
+
+    def _unlike(self, store: Any) -> ConfigError:
+        """Return the error of ranks whose devices or backends differ; each rank says the same."""
+        others: dict[str, tuple[int, str]] = {}
+        for rank, posted in enumerate(store.multi_get([f"echelon/start/{rank}" for rank in range(self.world_size)])):
+            sends_by, _, host = posted.decode().rpartition(" ")
+            others.setdefault(sends_by, (rank, host))
+        first, *unlike = (f"rank {rank} on {host} has {sends_by}" for sends_by, (rank, host) in others.items())
+        return ConfigError(
+            f"Ranks have devices of different types or backends: {first}, but {' and '.join(unlike)}. See why a device "
+            "is missing there (`echelon doctor`), or give each the same accelerator and process_group_backend."
+        )
 
     def _say_farewell(self, store: Any) -> None:
         """Tell rank 0 that this rank no longer needs the store; if rank 0 hosts it, rank 0 waits for the others."""

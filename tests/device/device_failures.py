@@ -1,6 +1,7 @@
 """What goes wrong on devices: memory that runs out, a device that is lost, and workers that touch one."""
 
 import os
+from functools import partial
 
 import simulated_device
 import torch
@@ -81,6 +82,15 @@ def _on_rank(where):
 
 def out_of_memory_on_a_rank(where):
     return said_by(run_ranks, _on_rank, 2, where)
+
+
+def _with_a_device_on_rank_0(strategy):
+    accelerator = DEVICE if os.environ["RANK"] == "0" else "cpu"
+    trainer_on(accelerator, strategy=strategy, devices="auto").fit(Net(ties=False), loader())
+
+
+def unlike_devices(strategy):
+    return said_by(partial(run_ranks, timeout=60), _with_a_device_on_rank_0, 2, strategy)
 
 
 class Wide(TrainModule):

@@ -1,5 +1,7 @@
 """What goes wrong on devices ends a run with an error that says where, on all ranks, and the next one works."""
 
+import re
+
 import device_failures as failures
 import pytest
 
@@ -29,6 +31,14 @@ def test_a_device_that_is_lost_ends_all_ranks_with_its_error(simulated, strategy
     assert kind == "RuntimeError"
     assert "simulated device 1 was lost" in said
     assert "Raised on rank 1 of 2" in said
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_with_devices_of_different_types_end_before_they_send_anything(elsewhere, strategy):
+    kind, said = elsewhere.call(failures.unlike_devices, strategy)
+    assert kind == "ConfigError"
+    assert re.search(r"rank 0 on \S+ has \w+ \(\w+\), but rank 1 on \S+ has cpu \(gloo\)", said)
+    assert "give each the same accelerator" in said
 
 
 def test_a_data_set_may_make_samples_on_the_device_without_workers(simulated):

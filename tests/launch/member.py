@@ -41,11 +41,11 @@ def main():
     dist.barrier()
 
 
-def launch_members():
-    """Start two of them on this node, which has been told its rank by NODE_RANK."""
-    environment = reconcile(detect_environment(), 2, 2)
-    launch(main, static_agents(2, environment, timedelta(seconds=40)), is_local=environment.num_nodes == 1)
+def launch_members(number):
+    """Start a number of them on this node, one of two, which has been told its rank by NODE_RANK."""
+    environment = reconcile(detect_environment(), number, 2)
+    launch(main, static_agents(number, environment, timedelta(seconds=40)), is_local=environment.num_nodes == 1)
 
 
 if __name__ == "__main__":
-    launch_members() if sys.argv[1:] == ["--launch"] else main()
+    launch_members(int(sys.argv[2])) if sys.argv[1:2] == ["--launch"] else main()

@@ -6,6 +6,7 @@ import pytest
 
 from echelon.common.errors import ConfigError
 from echelon.strategies.cluster.environment import Environment, reconcile
+from echelon.strategies.cluster.hardware import Hardware
 from echelon.strategies.cluster.launchers import detect_environment
 from echelon.strategies.cluster.slurm import first_host
 
@@ -294,6 +295,13 @@ def test_contradictions_name_both_numbers(environ, devices, nodes, message):
 )
 def test_one_line_describes_the_processes(environ, line):
     assert detect_environment(environ).describe() == line
+
+
+def test_the_line_of_nodes_with_different_numbers_of_devices_counts_all():
+    here = reconcile(detect_environment({**STATIC, "NODE_RANK": "0"}), 2, 2)
+    found = detect_environment({**TORCHRUN, "WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "2"})
+    line = Hardware("cpu", (0, 1), 2, here).describe(found)
+    assert line.startswith("5 processes on 2 nodes (2 on this one), started by Echelon; store at ")
 
 
 def test_an_environment_cannot_be_changed():

@@ -121,3 +121,21 @@ def test_a_rank_says_that_it_cannot_reach_the_store(unused_port, monkeypatch, ca
         expected = f"Waiting for rank 0, whose store is to be at {address}:{unused_port}{remark}; giving up in [12] s"
         assert re.match(expected, caplog.messages[0])
         caplog.clear()
+
+
+def join_with_another_backend():
+    settings = {"process_group_backend": "gloo"} if detect_environment().rank == 0 else {}
+    group = ProcessGroup(detect_environment(), CPU, **settings)
+    group.backend += "" if group.rank == 0 else "2"
+    try:
+        group.join()
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def test_ranks_whose_backends_differ_are_named_before_any_waits():
+    messages = run_ranks(join_with_another_backend, 2, timeout=60.0)
+    host = re.escape(socket.gethostname())
+    expected = rf"rank 0 on {host} has cpu \(gloo\), but rank 1 on {host} has cpu \(gloo2\)\. .*the same accelerator"
+    assert all(re.search(expected, message) for message in messages)
