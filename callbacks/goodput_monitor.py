@@ -251,7 +251,7 @@ class GoodputMonitor(Callback):
             self._write(EndRecord(micros(monotonic() + self._offset), self._status, self._cause))
         self._close()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return the state without the open file."""
         return {**self.__dict__, "_file": None}
 

@@ -142,7 +142,7 @@ class ThroughputMonitor(Callback):
         self._counter = None
         self.on_train_end(trainer, module)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Leave out the count of FLOPs, which belongs to this process."""
         return {**self.__dict__, "_counter": None, "_count": ExitStack()}
 

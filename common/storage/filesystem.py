@@ -28,7 +28,7 @@ _PACKAGES: Final[Mapping[str, str]] = {
 }
 """The package to install for a scheme."""
 
-_OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
+_OPTIONS: Final[Mapping[str, Mapping[str, object]]] = {
     # botocore waits 60 s for a connection and tries 5 times, and s3fs 5 times each of these: our own retries have a
     # stated limit instead
     "s3": {"config_kwargs": {"connect_timeout": 5, "read_timeout": 30, "retries": {"max_attempts": 1}}},
@@ -97,7 +97,7 @@ def forget_filesystem(scheme: str) -> None:
     _clients.clear()
 
 
-_clients: Final[dict[tuple[int, str, str], Any]] = {}
+_clients: Final[dict[tuple[int, str, str], object]] = {}
 """Those of this process, by scheme and options: all buckets share one, and each host has its own."""
 
 

@@ -227,12 +227,12 @@ def store_of(scheme: str) -> Store:
     return Store(scheme)
 
 
-def _version(info: Mapping[str, Any]) -> str:
+def _version(info: Mapping[str, object]) -> str:
     known = [str(info[name]) for name in _VERSIONS if info.get(name)]
     return " ".join([str(info.get("size")), *known]) if known else ""
 
 
-def _is_inside(info: dict[str, Any], folder: str) -> bool:
+def _is_inside(info: dict[str, object], folder: str) -> bool:
     """Return whether an entry of a listing is below a folder: that of an object has the object itself."""
     return str(info["name"]).strip("/") != folder.strip("/")
 

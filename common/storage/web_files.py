@@ -33,7 +33,7 @@ class WebFiles:
 
     def info(self, path: str) -> dict[str, Any]:
         """Return what the server says of a file; a folder is one whose request is redirected to its page."""
-        found: dict[str, Any] = self._fs.info(path)
+        found: dict[str, object] = self._fs.info(path)
         return {**found, "type": "directory"} if str(found.get("url", "")).endswith("/") else found
 
     def ls(self, path: str, detail: bool = True) -> Sequence[dict[str, Any]]:
@@ -42,9 +42,9 @@ class WebFiles:
         folder = f"{unquote(path).rstrip('/')}/"
         return [one for one in found if one["name"].startswith(folder) and one["name"] != folder]
 
-    def find(self, path: str, detail: bool = True) -> dict[str, dict[str, Any]]:
+    def find(self, path: str, detail: bool = True) -> dict[str, dict[str, object]]:
         """Return the files below a folder, at any depth."""
-        found: dict[str, dict[str, Any]] = {}
+        found: dict[str, dict[str, object]] = {}
         for one in self.ls(path):
             name = one["name"].rstrip("/")
             found.update(self.find(name) if one["type"] == "directory" else {name: self.info(name)})
