@@ -120,7 +120,7 @@ class ParallelStrategy(ShardedStrategy):
         check_degrees(self._given)
         _check_ep(ep, sequence_parallel=sequence_parallel)
         self.ep = ep
-        self._expert_mesh: Any = None
+        self._expert_mesh: object = None
         check_schedule(schedule, virtual_stages)
         self.schedule, self.virtual_stages = schedule, virtual_stages
         self.can_try_steps = pp == 1

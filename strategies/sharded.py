@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Unpack
+from typing import ClassVar, Unpack
 
 from torch import nn
 
@@ -50,7 +50,7 @@ class ShardedStrategy(Strategy):
         self.deferred_init = deferred_init
         self.degrees = Degrees()
         """The degrees of parallelism; known after `validate`."""
-        self._mesh: Any = None
+        self._mesh: object = None
         self._deferred = DeferredInit()
 
     @abstractmethod

@@ -59,7 +59,7 @@ with names_of_torch:
     OpOverload = torch._ops.OpOverload  # noqa: SLF001
 
 
-def strided_shard(dim: int, split_factor: int) -> Any:
+def strided_shard(dim: int, split_factor: int) -> object:
     """Return the placement of a DTensor that is sharded within each of `split_factor` parts of a dimension."""
     with names_of_torch:
         from torch.distributed.tensor.placement_types import _StridedShard
@@ -130,7 +130,7 @@ def fake_mode_beside_real() -> Any:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
     class BesideReal(FakeTensorMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
             kinds = {type(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
             if kinds and kinds <= {torch.Tensor, torch.nn.Parameter}:
                 return func(*args, **(kwargs or {}))
@@ -178,7 +178,7 @@ def function_modes() -> list[Any]:
     return list(_get_current_function_mode_stack())
 
 
-def dispatch_modes() -> list[Any]:
+def dispatch_modes() -> list[object]:
     """Return the TorchDispatchModes around the caller, the outermost first."""
     with names_of_torch:
         from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -255,7 +255,7 @@ def ignore_in_ddp(module: torch.nn.Module, names: list[str]) -> None:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)  # noqa: SLF001
 
 
-def join_rpc(name: str, rank: int, world_size: int, store: Any, options: Any) -> None:
+def join_rpc(name: str, rank: int, world_size: int, store: object, options: object) -> None:
     """Do what ``torch.distributed.rpc.init_rpc`` does, but over the caller's store.
 
     torch prefixes the keys of its store with the number of calls in this process, which can differ between peers.
@@ -285,7 +285,7 @@ def is_rpc_initialized() -> bool:
         return bool(rpc.api._is_current_rpc_agent_set())  # type: ignore[attr-defined] # noqa: SLF001
 
 
-def processes_of(context: Any) -> list[Any]:
+def processes_of(context: Any) -> list[object]:
     """Return the processes that an agent of torch's elastic has started, for their exit codes."""
     with names_of_torch:
         return list(context._pc.processes)  # noqa: SLF001
@@ -391,7 +391,7 @@ def is_in_backward() -> bool:
         return torch._C._current_graph_task_id() != -1  # noqa: SLF001
 
 
-def set_dtensor_handler(operation: Any, handler: Callable[..., Any]) -> None:
+def set_dtensor_handler(operation: Any, handler: Callable[..., object]) -> None:
     """Let DTensors compute an operation by calling ``handler(operation, args, kwargs)``."""
     with names_of_torch:
         from torch.distributed.tensor import DTensor

@@ -45,7 +45,7 @@ def takes_data_of(tensor: Tensor, other: Tensor) -> bool:
     return bool(torch._has_compatible_shallow_copy_type(tensor, other))  # noqa: SLF001
 
 
-def with_shard_elsewhere(dtensor: Any, shard: Tensor) -> Any:
+def with_shard_elsewhere(dtensor: Any, shard: Tensor) -> object:
     """Return a DTensor with the layout of one (`_spec`) and a shard that need not be on the mesh's type of device."""
     return type(dtensor)(shard, dtensor._spec, requires_grad=False)  # noqa: SLF001
 
@@ -133,12 +133,12 @@ def copy_without_parameters(module: M) -> M:
     return copied
 
 
-def compiled_call_of(module: nn.Module) -> Callable[..., Any] | None:
+def compiled_call_of(module: nn.Module) -> Callable[..., object] | None:
     """Return what runs in place of a module's call, as ``module.compile()`` sets it (`_compiled_call_impl`)."""
     return vars(module).get("_compiled_call_impl")
 
 
-def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
+def set_compiled_call(module: nn.Module, call: Callable[..., object]) -> None:
     """Let a function run in place of a module's call, before its hooks (`_compiled_call_impl`)."""
     module._compiled_call_impl = call  # noqa: SLF001
 
@@ -148,7 +148,7 @@ def drop_compiled_call(module: nn.Module) -> None:
     vars(module).pop("_compiled_call_impl", None)
 
 
-def call_uncompiled(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+def call_uncompiled(module: Any, /, *args: object, **kwargs: object) -> Any:
     """Call a module, with its hooks, whatever was set in place of its call (`_call_impl`)."""
     return module._call_impl(*args, **kwargs)  # noqa: SLF001
 
@@ -167,7 +167,7 @@ def compiled_from(module: Any) -> nn.Module | None:
 
 def arguments_of(operator: Any) -> Sequence[Any]:
     """Return the arguments that an operator takes, with their names and whether it writes them (`_schema`)."""
-    arguments: Sequence[Any] = operator._schema.arguments  # noqa: SLF001
+    arguments: Sequence[object] = operator._schema.arguments  # noqa: SLF001
     return arguments
 
 
@@ -186,7 +186,7 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)  # noqa: SLF001
 
 
-def step_hooks(optimizer: Optimizer) -> list[Any]:
+def step_hooks(optimizer: Optimizer) -> list[object]:
     """Return the dictionaries of hooks before and after a step: an optimizer's, then those of all optimizers.
 
     They are `_optimizer_step_pre_hooks`, `_optimizer_step_post_hooks`, and with `_global_optimizer` in the module of
@@ -212,19 +212,19 @@ def takes_scaled_gradients(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def replace_step(optimizer: Optimizer, step: Any) -> dict[str, Any]:
+def replace_step(optimizer: Optimizer, step: Any) -> dict[str, object]:
     """Set the step of an optimizer, which takes unscaled gradients; return what it replaces, for `put_step_back`.
 
     Schedulers made later do not wrap it (`_wrapped_by_lr_sched`).
     """
     own = vars(optimizer)
-    replaced: dict[str, Any] = {name: own[name] for name in _STEP if name in own}
+    replaced: dict[str, object] = {name: own[name] for name in _STEP if name in own}
     step._wrapped_by_lr_sched = True  # noqa: SLF001
     own.update(step=step, _step_supports_amp_scaling=False)
     return replaced
 
 
-def put_step_back(optimizer: Optimizer, replaced: Mapping[str, Any]) -> None:
+def put_step_back(optimizer: Optimizer, replaced: Mapping[str, object]) -> None:
     """Undo a `replace_step`."""
     own = vars(optimizer)
     for name in _STEP:
@@ -252,7 +252,7 @@ def owners_of(zero: Any) -> Mapping[Tensor, int]:
     return owners
 
 
-def step_own_part(zero: Any, closure: Callable[[], Any] | None) -> Any:
+def step_own_part(zero: Any, closure: Callable[[], object] | None) -> object:
     """Update the parameters that a ZeroRedundancyOptimizer assigns to this rank (`_local_step`), and send none.
 
     torch's ``step`` would send one at a time. It warns of each change of what is trained, as of buckets, unless that
@@ -302,7 +302,7 @@ def has_compiled() -> bool:
 
 def notes_of(node: Any) -> dict[str, Any]:
     """Return the notes that an operation of a graph carries (`metadata`), which live as long as it."""
-    notes: dict[str, Any] = node.metadata
+    notes: dict[str, object] = node.metadata
     return notes
 
 

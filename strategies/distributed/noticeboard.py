@@ -33,11 +33,11 @@ class Noticeboard:
 
         self._store: Any = PrefixStore(prefix, store)
 
-    def post(self, key: str, message: Any = None) -> None:
+    def post(self, key: str, message: object = None) -> None:
         """Leave a message, replacing an earlier one under the same key."""
         self._store.set(key, _encoded(message))
 
-    def post_first(self, key: str, message: Any) -> Any:
+    def post_first(self, key: str, message: object) -> object:
         """Leave a message unless the key has one already, and return the one under the key."""
         return _decoded(self._store.compare_set(key, "", _encoded(message)))
 
@@ -83,9 +83,9 @@ class Noticeboard:
                 self._store.delete_key(key)
 
 
-def _encoded(message: Any) -> bytes:
+def _encoded(message: object) -> bytes:
     return zlib.compress(json.dumps(message).encode(), 1)  # the tensor entries of a checkpoint can take 8 MB
 
 
-def _decoded(content: bytes) -> Any:
+def _decoded(content: bytes) -> object:
     return json.loads(zlib.decompress(content))

@@ -24,7 +24,7 @@ class CountedTraffic(TorchDispatchMode):
         self.num_calls: Counter[Sequence[int]] = Counter()
         """Number of collectives, by the same ranks."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # DTensor calls it again with the tensors that are sent
         if func.namespace == "c10d":

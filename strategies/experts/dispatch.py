@@ -94,7 +94,7 @@ class Dispatch:
         self._is_checked = False
         self._noted: list[Tensor] | None = None
 
-    def chosen_by(self, run: Callable[[], Any]) -> Tensor:
+    def chosen_by(self, run: Callable[[], object]) -> Tensor:
         """Return the experts with which the layer is called in `run`, in which it computes nothing."""
         noted: list[Tensor] = []
         self._noted = noted
@@ -105,7 +105,7 @@ class Dispatch:
         # a token's experts may come in any order
         return torch.cat([indices.flatten(0, -2) for indices in noted]).to(torch.int64).sort(-1).values
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: object, **kwargs: object) -> Tensor:
         """Run the layer with its own inputs: tokens, the experts of each, and their weights."""
         tokens, indices, weights = self._bound(args, kwargs)
         if self._noted is not None:
@@ -212,7 +212,7 @@ class _NoRows(torch.autograd.Function):
         return rows.new_empty(rows.shape)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: object) -> tuple[Tensor | None, ...]:
         pairs = zip(ctx.shapes, ctx.needs_input_grad, strict=True)
         return tuple(
             torch.zeros(shape, dtype=dtype, device=device) if needs else None for (shape, dtype, device), needs in pairs

@@ -80,6 +80,6 @@ class _SentRows(torch.autograd.Function):
         return tuple(arrived)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: object) -> tuple[Tensor | None, ...]:
         assert ctx.saved_tensors
         return None, None, None, *_SentRows.apply(ctx.group, ctx.received, ctx.sent, *gradients)

@@ -51,7 +51,7 @@ class Rendezvous(RendezvousHandler):
         """End the wait for other nodes; may be called from any thread."""
         self._is_cancelled = True
 
-    def _host(self) -> Any:
+    def _host(self) -> object:
         """Open the store, and confirm to every other node that it has reached the store of this run."""
         store = PrefixStore(_PREFIX, self._open())
         board = _board(store)
@@ -81,7 +81,7 @@ class Rendezvous(RendezvousHandler):
         self.port = store.port
         return store
 
-    def _join(self) -> Any:
+    def _join(self) -> object:
         """Connect to the store of node 0 until it confirms that it belongs to this run."""
         wait = StartWait(self.limit)
         missing = [0]
@@ -148,7 +148,7 @@ class Rendezvous(RendezvousHandler):
         return True
 
 
-def _board(store: Any) -> Noticeboard:
+def _board(store: object) -> Noticeboard:
     return Noticeboard(store, "rendezvous")
 
 

@@ -64,7 +64,7 @@ class _LossOfLinear(TorchFunctionMode):
         super().__init__()
         self._head = head
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         asked = asked_of(self._head) if func is F.linear else None
         if asked is None:

@@ -106,7 +106,7 @@ class LossScaling:
 class _BlockingCopies(TorchFunctionMode):
     """Lets copies by ``Tensor.to`` wait until they have arrived."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         if func is Tensor.to and kwargs and "non_blocking" in kwargs:
             kwargs = {**kwargs, "non_blocking": False}
         return func(*args, **(kwargs or {}))

@@ -15,7 +15,7 @@ from ..state.dtensor import is_dtensor
 from .replica import copy_from_first
 
 
-def configure(module: Any, mesh: Any, device: torch.device, collectives: Collectives) -> None:
+def configure(module: Any, mesh: object, device: torch.device, collectives: Collectives) -> None:
     """Let a module shard parts of itself, with equal values on all ranks. Collective: every rank calls it."""
     if overrides(module, "configure_sharding"):
         make_equal(chain(module.parameters(), module.buffers()), device, collectives)

@@ -158,14 +158,14 @@ class Cuts:
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def run(self, module: nn.Module, run: Callable[..., Any], step_name: str, *args: Any) -> Any:
+    def run(self, module: nn.Module, run: Callable[..., object], step_name: str, *args: Any) -> Any:
         """Call `run` with a step and this rank's part of the sequences among its arguments."""
         checked = partial(self._run_checked, run)
         if self.sequences is None:
             return checked(step_name, *args)
         return self.sequences.run(step_name, module, args, checked)
 
-    def _run_checked(self, run: Callable[..., Any], step_name: str, *args: Any) -> Any:
+    def _run_checked(self, run: Callable[..., object], step_name: str, *args: Any) -> object:
         """Call `run`; in the first steps of each kind, compare cut layers with whole ones."""
         if self._check is None:
             return run(step_name, *args)
@@ -178,9 +178,9 @@ class Cuts:
     def compare(
         self,
         module: nn.Module,
-        run: Callable[..., Any],
+        run: Callable[..., object],
         step_name: str,
-        steps: Sequence[Sequence[Any]],
+        steps: Sequence[Sequence[object]],
         *,
         has_idle: bool,
     ) -> None:

@@ -41,7 +41,7 @@ class Link(C10dRendezvousBackend):
         self.counts_until = -math.inf  # the time at which this node counts as dead, on the monotonic clock
         self.allow_until: Callable[[float], None] | None = None
 
-    def _call_store(self, store_op: str, *args: Any, **kwargs: Any) -> Any:
+    def _call_store(self, store_op: str, *args: object, **kwargs: object) -> Any:
         if self._loss is not None:  # an answer that arrived now would belong to an earlier request
             raise RendezvousConnectionError("The store is lost") from self._loss
         try:

@@ -105,7 +105,7 @@ def gathered(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def number_of(value: Any) -> float | None:
+def number_of(value: object) -> float | None:
     """Return what ``self.log`` gets as a number; None for a metric object. Collective for a DTensor, see `gathered`."""
     if isinstance(value, Tensor):
         value = gathered(value).detach()
@@ -127,7 +127,7 @@ def _of_shard(local: Tensor, mesh: Any, placements: Any, shape: Any, stride: Any
 
     is_there = local.device.type in (mesh.device_type, "meta")
     shard = local if is_there else torch.empty_like(local, device="meta")
-    made: Any = DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)
+    made: object = DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)
     return made if is_there else with_shard_elsewhere(made, local)
 
 
@@ -148,7 +148,7 @@ def with_even_shards(tensor: Any) -> Any:
     return _of_shard(zeros, tensor.device_mesh, tensor.placements, shape, stride)
 
 
-def shard_like(value: Any, like: Any) -> Any:
+def shard_like(value: object, like: Any) -> Any:
     """Return a whole tensor sharded like `like`; a value of another shape is returned as is.
 
     Only this rank's shard is read, which matters if the whole tensor is in a memory-mapped file.
@@ -182,12 +182,12 @@ def own_copy_of(tensor: Tensor) -> Tensor:
 # --- all shards ------------------------------------------------------------------------------------------------------
 
 
-def gather_whole(state: Mapping[str, Any], *, is_kept: bool) -> dict[str, Any]:
+def gather_whole(state: Mapping[str, object], *, is_kept: bool) -> dict[str, object]:
     """Return a state with whole tensors on the CPU, or an empty one if it is not kept. Collective: every rank calls it.
 
     Ranks that do not keep it hold only one whole tensor at a time.
     """
-    whole: dict[str, Any] = {}
+    whole: dict[str, object] = {}
     check_whole(state)
     for name, value in state.items():
         if is_dtensor(value):

@@ -61,7 +61,7 @@ def _check_same(index: int, one: tuple[Group, str], other: tuple[Group, str]) ->
             )
 
 
-def _is_equal(one: Any, other: Any) -> bool:
+def _is_equal(one: object, other: object) -> bool:
     equal = one == other
     return bool(equal.all() if isinstance(equal, Tensor) else equal)
 

@@ -38,12 +38,12 @@ def draw_whole() -> None:
             set_dtensor_handler(overload, _make)
 
 
-def _overloads(name: str) -> list[Any]:
+def _overloads(name: str) -> list[object]:
     packet = getattr(torch.ops.aten, name)
     return [getattr(packet, each) for each in packet.overloads() if not each.endswith("out")]
 
 
-def _fill(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+def _fill(operation: Any, args: Sequence[Any], kwargs: Mapping[str, object]) -> Tensor:
     target, *others = args
     whole = torch.empty(target.shape, dtype=target.dtype, device=local_shard(target).device)
     operation(whole, *others, **kwargs)
@@ -52,7 +52,7 @@ def _fill(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ten
     return result
 
 
-def _make(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+def _make(operation: Any, args: Sequence[Any], kwargs: Mapping[str, object]) -> Tensor:
     like, *others = args
     whole = torch.empty(like.shape, dtype=like.dtype, device=local_shard(like).device)
     drawn: Tensor = shard_like(operation(whole, *others, **kwargs), like)

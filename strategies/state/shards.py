@@ -81,7 +81,7 @@ class Holders:
     """Looks up the ranks that hold the same shard of a DTensor as this one, once per mesh and placement."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], list[int]] = {}
+        self._known: dict[tuple[object, ...], list[int]] = {}
 
     def of(self, tensor: Any) -> list[int]:
         """Return these ranks in ascending order, including this one; none on a rank outside the tensor's mesh."""

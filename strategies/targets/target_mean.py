@@ -50,7 +50,7 @@ def target_mean_of(loss: Tensor) -> TargetMean | None:
 
     A loss that was multiplied or divided is none: its author may have weighted it, by its targets for example.
     """
-    node: Any = loss.grad_fn
+    node: object = loss.grad_fn
     while node is not None:
         kind = _kind_of(type(node).__name__)
         if kind == "mean":
@@ -76,7 +76,7 @@ def target_means_in(loss: Tensor) -> list[TargetMean]:
     return [mean for node in _parts(loss.grad_fn) if (mean := _mean_at(node)) is not None]
 
 
-def _parts(root: Any) -> Iterator[Any]:
+def _parts(root: Any) -> Iterator[object]:
     """Yield the cross-entropies among the operations on scalars from which a loss was computed."""
     nodes, seen = [root], 0
     while nodes and seen < _MOST_NODES:
@@ -92,17 +92,17 @@ def _kind_of(operation: str) -> _Kind:
     return _KINDS.get(operation, "other")
 
 
-def _mean_at(node: Any) -> TargetMean | None:
+def _mean_at(node: object) -> TargetMean | None:
     counts = counts_of_mean(node)
     return None if counts is None else TargetMean(*counts)
 
 
-def _source(node: Any) -> Any:
+def _source(node: Any) -> object:
     sources = [source for source, _ in node.next_functions if source is not None]
     return sources[0] if len(sources) == 1 else None
 
 
-def _only_term(node: Any) -> Any:
+def _only_term(node: Any) -> object:
     """Return what a constant was added to; the cross-entropy of one with label smoothing, which torch makes a sum."""
     (first, _), (second, _) = node.next_functions
     if second is None:

@@ -49,7 +49,9 @@ class AttentionCut(CutLayer):
         """Return the same: it takes and returns whole activations."""
         return self
 
-    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+    def run(
+        self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[object, ...], named: Any
+    ) -> Any:
         """Return the output, and the attention weights if requested."""
         assert isinstance(module, nn.MultiheadAttention)
         call = _SIGNATURE.bind(module, *inputs, **named)

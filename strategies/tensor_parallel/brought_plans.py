@@ -76,7 +76,7 @@ def reaching_inside(module: nn.Module, words: Plan) -> dict[str, Any]:
     is trained whole (``modules_to_save``) is cut as the layer that it replaces. Layers with other adapters stay whole,
     and with them all that the plan names in the same module, which would pass features to each other.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     whole: set[str] = set()
     for name, word in words.items():
         inside = _inside(module.get_submodule(name), word) if isinstance(word, str) else {"": word}
@@ -87,7 +87,7 @@ def reaching_inside(module: nn.Module, words: Plan) -> dict[str, Any]:
     return {name: word for name, word in found.items() if outside(name).rpartition(".")[0] not in whole}
 
 
-def _inside(layer: nn.Module, word: str) -> dict[str, Any] | None:
+def _inside(layer: nn.Module, word: str) -> dict[str, object] | None:
     """Return the words for what is inside a layer, by names relative to it; None if it cannot be cut."""
     children = dict(layer.named_children())
     base = word.partition(":")[0]

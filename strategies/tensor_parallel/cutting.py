@@ -98,8 +98,8 @@ def run_as(submodule: nn.Module, layer: CutLayer, group: TensorGroup, *, replace
 
 
 def _cut_forward(
-    submodule: nn.Module, layer: CutLayer, group: TensorGroup, forward: Forward, *args: Any, **kwargs: Any
-) -> Any:
+    submodule: nn.Module, layer: CutLayer, group: TensorGroup, forward: Forward, *args: object, **kwargs: object
+) -> object:
     if not layer.computes_loss and asked_of(submodule) is not None:
         raise ModuleError(
             f"the head ({type(submodule).__name__}) is cut as {type(layer).__name__}, which cannot compute a loss "

@@ -39,7 +39,7 @@ class TensorGroup:
         self.size: int = mesh.size()
         self.device = torch.device(mesh.device_type)
         self._group = mesh.get_group()
-        self._with_copies: dict[int, tuple[Any, TensorGroup]] = {}
+        self._with_copies: dict[int, tuple[object, TensorGroup]] = {}
         self._shared: dict[tuple[int, int | None, int], tuple[Tensor, Tensor]] | None = None
 
     def mesh_of(self, copies: int) -> Any:
@@ -53,7 +53,7 @@ class TensorGroup:
         """Return the `copies` neighboring ranks, this one among them, that hold the same part; see `mesh_of`."""
         return self._divided(copies)[1]
 
-    def _divided(self, copies: int) -> tuple[Any, TensorGroup]:
+    def _divided(self, copies: int) -> tuple[object, TensorGroup]:
         if copies not in self._with_copies:
             (axis,) = self.mesh.mesh_dim_names
             names = f"{axis}_heads_of_{copies}", f"{axis}_copies_of_{copies}"

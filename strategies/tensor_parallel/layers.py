@@ -76,7 +76,9 @@ class CutLayer:
         """Return the layer as it takes and returns whole activations, with the same cut; None if it cannot."""
         return None
 
-    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+    def run(
+        self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[object, ...], named: object
+    ) -> Any:
         """Run the layer's forward with this rank's part."""
         raise NotImplementedError
 
@@ -100,7 +102,9 @@ class ColumnCut(CutLayer):
     def with_whole_activations(self) -> CutLayer:
         return self if self.keeps_logits else replace(self, gathers_output=True)
 
-    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+    def run(
+        self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[object, ...], named: object
+    ) -> Any:
         first, rest, named = first_input(inputs, named)
         if self.takes_copies:
             whole = first
@@ -138,7 +142,9 @@ class RowCut(CutLayer):
     def with_whole_activations(self) -> CutLayer:
         return replace(self, splits_input=True)
 
-    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+    def run(
+        self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[object, ...], named: object
+    ) -> Any:
         first, rest, named = first_input(inputs, named)
         own = self._own(first, group) if self.splits_input else first
         bias = getattr(module, "bias", None)
@@ -169,7 +175,9 @@ class VocabularyCut(CutLayer):
     def with_whole_activations(self) -> CutLayer:
         return self
 
-    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+    def run(
+        self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[object, ...], named: object
+    ) -> Any:
         indices, rest, named = first_input(inputs, named)
         start, stop = bounds(len(module.weight), group.size, group.rank)  # type: ignore[arg-type]
         is_elsewhere = (indices < start) | (indices >= stop)
@@ -189,7 +197,9 @@ class EmbeddingColumnCut(CutLayer):
     def with_whole_activations(self) -> CutLayer:
         return replace(self, gathers_output=True)
 
-    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+    def run(
+        self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[object, ...], named: Any
+    ) -> Any:
         with local_parameters(module):
             output = forward(*inputs, **named)
         return group.join(output, -1) if self.gathers_output else output
@@ -202,7 +212,9 @@ class SummedGradients(CutLayer):
     def with_whole_activations(self) -> CutLayer:
         return WholeLayer({})
 
-    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+    def run(
+        self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[object, ...], named: Any
+    ) -> Any:
         own = {name: group.copy(local(p)) for name, p in module.named_parameters(recurse=False)}
         with local_parameters(module, **own):
             return forward(*inputs, **named)
@@ -212,7 +224,9 @@ class SummedGradients(CutLayer):
 class SummedOutput(CutLayer):
     """A layer whose output is a partial sum on each rank."""
 
-    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+    def run(
+        self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[object, ...], named: Any
+    ) -> Any:
         return group.sum(forward(*inputs, **named))
 
 
@@ -228,7 +242,9 @@ class SummedTail(CutLayer):
     def with_whole_activations(self) -> CutLayer:
         return WholeLayer({})
 
-    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+    def run(
+        self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[object, ...], named: Any
+    ) -> Any:
         output = forward(*inputs, **named)
         rest, tail = output.split([output.shape[-1] - self.num_features, self.num_features], -1)
         return torch.cat([rest, group.copy(tail)], -1)
@@ -238,7 +254,9 @@ class SummedTail(CutLayer):
 class ShardedLayer(CutLayer):
     """A layer that works on shards of the sequence; whole activations are split for it and joined afterwards."""
 
-    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+    def run(
+        self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[object, ...], named: object
+    ) -> Any:
         if self.shard_dim is not None:  # its input is a shard already
             return SummedGradients({}).run(module, forward, group, inputs, named)
         first, rest, named = first_input(inputs, named)
@@ -255,11 +273,13 @@ class WholeLayer(CutLayer):
     def with_whole_activations(self) -> CutLayer:
         return self
 
-    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+    def run(
+        self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[object, ...], named: Any
+    ) -> Any:
         return forward(*inputs, **named)
 
 
-def first_input(inputs: tuple[Any, ...], named: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def first_input(inputs: tuple[object, ...], named: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Return the first input of a layer, which may be passed by name, and the others."""
     if inputs:
         return inputs[0], inputs[1:], named
@@ -273,7 +293,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def local_parameters(module: nn.Module, **others: Any) -> Iterator[None]:
+def local_parameters(module: nn.Module, **others: object) -> Iterator[None]:
     """Set a module's attributes to this rank's parts of its parameters, and to `others`, inside the block.
 
     An instance attribute hides the parameter of that name, which stays where optimizers and checkpoints find it.
@@ -303,7 +323,7 @@ def _held(module: nn.Module, slices: Mapping[str, Slices], group: TensorGroup) -
     return {name: group.holders(copies).copy(local(module.get_parameter(name))) for name, copies in held.items()}
 
 
-def _as_logits(output: Tensor, group: TensorGroup, num_classes: int) -> Any:
+def _as_logits(output: Tensor, group: TensorGroup, num_classes: int) -> object:
     from torch.distributed.tensor import DTensor, Shard
 
     shape = torch.Size((*output.shape[:-1], num_classes))

@@ -36,7 +36,7 @@ def loss_context() -> Iterator[None]:
 class _LossOfCutLogits(TorchFunctionMode):
     """Computes losses of sharded logits without gathering them."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         if func is F.cross_entropy:
             logits = args[0] if args else kwargs["input"]

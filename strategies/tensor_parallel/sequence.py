@@ -28,7 +28,9 @@ class ShardedBlock(CutLayer):
     dim: int = 1
     passes_shards: bool = False
 
-    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+    def run(
+        self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[object, ...], named: object
+    ) -> Any:
         """Run the block on a shard of the sequence."""
         output = _with_first(forward, lambda hidden: self._shard(hidden, group), inputs, named)
         if isinstance(output, Tensor):
@@ -63,7 +65,9 @@ class ShardedBlock(CutLayer):
 class JoinedInput(CutLayer):
     """An attention whose input is joined before its projections, as its forward may read the input's length."""
 
-    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+    def run(
+        self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: object
+    ) -> Any:
         """Run the attention with its first input whole."""
         assert self.shard_dim is not None
         dim = self.shard_dim
@@ -74,7 +78,9 @@ class JoinedInput(CutLayer):
 class SharedInput(CutLayer):
     """A module around several layers that take the same input, which is exchanged only once."""
 
-    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+    def run(
+        self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[object, ...], named: Any
+    ) -> Any:
         """Run the module's own forward."""
         with group.sharing_inputs():
             return forward(*inputs, **named)

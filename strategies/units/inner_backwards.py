@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -23,7 +22,7 @@ class InnerBackwards:
         roots: the ``fully_shard`` roots of a module.
     """
 
-    def __init__(self, roots: Sequence[Any]) -> None:
+    def __init__(self, roots: Sequence[object]) -> None:
         self.is_in_step = False
         """Whether a step runs whose backward has not begun."""
         self._roots = list(roots)
@@ -67,11 +66,11 @@ class _Tree:
         self._is_inner = self._inner.is_in_step or torch.is_grad_enabled()
         self.keeps |= self._is_inner
 
-    def _pre_backward(self, pre_backward: Callable[..., None], *args: Any) -> None:
+    def _pre_backward(self, pre_backward: Callable[..., None], *args: object) -> None:
         self._look()
         pre_backward(*args)
 
-    def _post_backward(self, post_backward: Callable[..., None], *args: Any) -> None:
+    def _post_backward(self, post_backward: Callable[..., None], *args: object) -> None:
         if not self._is_ending and is_in_backward():
             self._look()
         if self._is_ending or not self.keeps:

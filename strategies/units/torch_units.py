@@ -26,7 +26,7 @@ def reduce_sharded_gradients(root: Any) -> None:
     end_backward([root])
 
 
-def end_backward(roots: Iterable[Any]) -> None:
+def end_backward(roots: Iterable[object]) -> None:
     """Do what torch does when a backward ends, for roots whose gradients were reduced without one."""
     with names_of_torch:
         for state in map(_state_of, roots):
@@ -37,7 +37,7 @@ def end_backward(roots: Iterable[Any]) -> None:
             state._root_post_backward_final_callback()
 
 
-def gathered_parameters(roots: Iterable[Any]) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+def gathered_parameters(roots: Iterable[object]) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
     """Yield the shards below ``fully_shard`` roots that have been gathered, each with its whole parameter."""
     for parameter in (parameter for group in parameter_groups(roots) for parameter in group.fsdp_params):
         if (gathered := getattr(parameter, "_unsharded_param", None)) is not None:
@@ -64,10 +64,10 @@ def keeping_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
 # --- units, one by one: a "group" is torch's object for the parameters of a unit -------------------------------------
 
 
-def unit_groups(roots: Iterable[Any]) -> list[Any]:
+def unit_groups(roots: Iterable[object]) -> list[Any]:
     """Return the groups of all units below roots, in an order that is the same on all ranks."""
     with names_of_torch:
-        groups: list[Any] = []
+        groups: list[object] = []
         for state in map(_state_of, roots):
             state._lazy_init()
             groups += [group for each in state._state_ctx.all_states for group in _groups_of(each)]
@@ -218,7 +218,7 @@ def join_reduce(group: Any, has_gradient: Sequence[bool]) -> None:
         type(group).post_backward(group)
 
 
-def call_instead(groups: Sequence[Any], unshard: Any, post_backward: Any) -> None:
+def call_instead(groups: Sequence[object], unshard: object, post_backward: object) -> None:
     """Call ``unshard(index, group, async_op)`` and ``post_backward(index, group)`` where torch calls the groups'."""
     with names_of_torch:
         for index, group in enumerate(groups):
@@ -253,7 +253,7 @@ def _gathering_size(group: Any) -> int:
     return group._all_gather_process_group.size() if is_sharded else 1
 
 
-def _state_of(module: Any) -> Any:
+def _state_of(module: object) -> Any:
     from torch.distributed.fsdp import fully_shard
 
     return fully_shard.state(module)  # type: ignore[attr-defined]
@@ -270,7 +270,7 @@ def _groups_of(state: Any) -> list[Any]:
 class TreeOfUnits:
     """The units below a ``fully_shard`` root, whose part in backwards can be intercepted."""
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: object) -> None:
         with names_of_torch:
             self._root = _state_of(root)
             self._root._lazy_init()

@@ -117,7 +117,7 @@ class UnitOrder:
     ) -> None:
         self._roots, self._name_of, self._collectives, self._always = roots, name_of, collectives, always
         self._is_alone = collectives.world_size == 1 or collectives.is_rehearsed
-        self._habits: dict[tuple[Any, ...], _Habit] = {}
+        self._habits: dict[tuple[object, ...], _Habit] = {}
         self._run: _Run | None = None
         self._listener: Listener | None = None
         self._members: Sequence[int] = range(collectives.world_size)
@@ -136,7 +136,7 @@ class UnitOrder:
 
     # --- runs --------------------------------------------------------------------------------------------------------
 
-    def begin(self, step: str, *kind: Any) -> bool:
+    def begin(self, step: str, *kind: object) -> bool:
         """Begin a run of a step, of a kind; return False if one has begun already, of which this one is a part."""
         if self._is_alone or self._run is not None:
             return False
@@ -203,7 +203,7 @@ class UnitOrder:
         """Let all data ranks take part in the rest of this run. Collective."""
         self._members, self._listener = range(self._collectives.world_size), None
 
-    def watching(self) -> AbstractContextManager[Any]:
+    def watching(self) -> AbstractContextManager[object]:
         """Return a context for user code, in which ranks meet before what it sends itself."""
         run = self._run
         watches = run is not None and run.agrees and self._listener is None and not self._is_compiled
@@ -265,7 +265,7 @@ class UnitOrder:
         with self._watch.paused(), outside_transformations():
             return self._agree(run, call)
 
-    def _agree(self, run: _Run, own: UnitCall) -> Any:
+    def _agree(self, run: _Run, own: UnitCall) -> object:
         while True:
             calls = self._exchange(own)
             run.is_even &= all(call == calls[0] for call in calls)
