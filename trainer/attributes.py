@@ -50,7 +50,7 @@ def takes_no_others(method: Method) -> Method:
     return method
 
 
-def refuse(method: Callable[..., Any], others: Mapping[str, object]) -> None:
+def refuse(method: Callable[..., object], others: Mapping[str, object]) -> None:
     """Refuse arguments that a method does not have.
 
     Raises:
@@ -84,7 +84,7 @@ class TrainerAttributes(metaclass=_Names):
 
     _runner: Runner
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute, or a setting of later runs; warn of a misspelt one, which no run would read.
 
         Raises:

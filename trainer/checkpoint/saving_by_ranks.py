@@ -66,7 +66,7 @@ class SavingGroup:
         self._number = 0
         self._deadline = math.inf
 
-    def encode(self, state: Mapping[str, Any], mesh: Mapping[str, int] | None = None) -> EncodedState:
+    def encode(self, state: Mapping[str, object], mesh: Mapping[str, int] | None = None) -> EncodedState:
         """Begin the next checkpoint: encode what this rank writes. `write` must follow.
 
         Raises:
@@ -212,7 +212,7 @@ class SavingGroup:
         named, given_up, error = (f"{self._number}/{topic}" for topic in ("named", "given-up", "error"))
         failed_at = math.inf
 
-        def is_known(found: Mapping[str, Any]) -> bool:
+        def is_known(found: Mapping[str, object]) -> bool:
             nonlocal failed_at
             now = time.monotonic()
             failed_at = min(failed_at, now) if error in found else math.inf
@@ -240,7 +240,7 @@ class SavingGroup:
         where = {"host": socket.gethostname(), "place": place, "sources": sorted(encoded.sources)}
         self._post(_topic(self.rank), {"files": files, "parts": written.parts, "entries": encoded.entries, **where})
 
-    def _post(self, topic: str, message: Any = None) -> None:
+    def _post(self, topic: str, message: object = None) -> None:
         with _store_errors():
             self._board.post(f"{self._number}/{topic}", message)
 

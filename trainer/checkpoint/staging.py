@@ -116,7 +116,7 @@ class _Chunk:
         self._held.append((target, place))
         self._used += source.numel()
 
-    def seal(self, stream: Any) -> None:
+    def seal(self, stream: object) -> None:
         self._is_full = recorded_event(self._device, stream)
 
     def empty(self) -> None:

@@ -98,7 +98,7 @@ class Writer:
     def abandon(self) -> None:
         """Note that the run has failed: `close` waits only a few more seconds for other ranks, which may be dead."""
 
-    def _encode(self, state: Mapping[str, Any], mesh: Mapping[str, int] | None) -> EncodedState:
+    def _encode(self, state: Mapping[str, object], mesh: Mapping[str, int] | None) -> EncodedState:
         return encode_state(state, mesh) if self._group is None else self._group.encode(state, mesh)
 
     def _write(self, path: AnyPath, encoded: EncodedState) -> None:

@@ -80,7 +80,7 @@ class Sampled:
 
     comes_once: ClassVar[bool] = False
 
-    def __init__(self, sampler: Iterable[Any], seed: int, share: Share | None = None) -> None:
+    def __init__(self, sampler: Iterable[object], seed: int, share: Share | None = None) -> None:
         self.sampler, self.seed = sampler, seed
         self._generators = OwnGenerators.of(sampler)
         self._generators.follow_first(share)
@@ -93,9 +93,9 @@ class Sampled:
         self._current: int | None = None
         """The epoch of the current pass."""
         self._count = WHOLE
-        self._live: Iterator[Any] | None = None
+        self._live: Iterator[object] | None = None
         self._is_loaded = self._is_rewound = False
-        self._head: list[Any] = []
+        self._head: list[object] = []
 
     @property
     def head(self) -> list[Any]:
@@ -145,7 +145,7 @@ class Sampled:
         else:
             self._passes += [(first, number, same), (epoch, 1, count)]
 
-    def _end(self, live: Iterator[Any], count: int, start: list[Any]) -> None:
+    def _end(self, live: Iterator[object], count: int, start: list[object]) -> None:
         """End a pass that began with these states of the generators, of which `count` entries were used."""
         if count == WHOLE:
             for _ in live:
@@ -178,7 +178,7 @@ class Sampled:
             "saved": self._saved,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any] | None, epoch: int, head: list[Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any] | None, epoch: int, head: list[object]) -> None:
         """Continue from what `state_dict` returned in this epoch, of which these were the first indices."""
         if state is None:  # saved without it
             state = {"passes": [[0, epoch, WHOLE]] if epoch else [], "current": epoch}
@@ -216,7 +216,7 @@ class Sampled:
         self._live = None
         return False
 
-    def _load(self, states: list[Any]) -> None:
+    def _load(self, states: list[object]) -> None:
         for saver, state in zip(self._savers, states, strict=True):
             saver.load_state_dict(copy.deepcopy(state))
 
@@ -258,16 +258,16 @@ def _saves(sampler: Any) -> bool:
     return callable(getattr(sampler, "state_dict", None)) and callable(getattr(sampler, "load_state_dict", None))
 
 
-def _is_known(sampler: Any) -> bool:
+def _is_known(sampler: object) -> bool:
     """Return whether a sampler has no other state than that of generators."""
     if type(sampler) is BatchSampler:
         return _is_known(sampler.sampler)
     return type(sampler) in _NO_STATE or type(sampler).__module__.startswith("torchdata.")
 
 
-def plain(entries: Iterable[Any]) -> list[Any]:
+def plain(entries: Iterable[object]) -> list[Any]:
     """Return the first indices among entries (indices, batches of them, or others) as integers and text."""
-    found: list[Any] = []
+    found: list[object] = []
     for entry in entries:
         if len(found) >= HEAD:
             break
@@ -289,7 +289,7 @@ def _plain(entry: Any) -> list[Any]:
 
 
 def drawn(
-    sampler: Iterable[Any], seed: int, start: int = 0, stop: int | None = None, *, chunk: int = 64
+    sampler: Iterable[object], seed: int, start: int = 0, stop: int | None = None, *, chunk: int = 64
 ) -> Iterator[Any]:
     """Yield a sampler's entries from one place to another, with random numbers from a stream of their own.
 

@@ -19,7 +19,7 @@ CountSamples = Callable[[Any], int]
 Count = int | float
 """A number of batches; infinity if the data does not know."""
 
-END: Final[Any] = object()
+END: Final[object] = object()
 """The value that reading returns after the last batch."""
 
 _PLACE: Final = ("position", "rounds", "batch_size", "num_streams")
@@ -58,10 +58,10 @@ class Stream(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and what the loader needs to continue from it."""
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Continue from what `state_dict` returned."""
 
-    def is_cut_as(self, state_dict: Mapping[str, Any]) -> bool:
+    def is_cut_as(self, state_dict: Mapping[str, object]) -> bool:
         """Return whether the data was cut and dealt in the same way when `state_dict` was taken."""
 
     def drawn(self) -> Drawn:
@@ -118,7 +118,7 @@ class Cut:
         return BatchShare(math.ceil(size / ranks.data_size), batch_size)
 
 
-def place_of(stream: Stream) -> dict[str, Any]:
+def place_of(stream: Stream) -> dict[str, object]:
     """Return the place of a stream, for its state."""
     return {name: getattr(stream, name) for name in _PLACE}
 

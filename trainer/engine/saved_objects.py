@@ -46,7 +46,7 @@ def check_names(state: object, function: str) -> None:
             )
 
 
-def state_of(value: Any, owner: Owner, sync: Callable[[Placed], None]) -> Any:
+def state_of(value: Any, owner: Owner, sync: Callable[[Placed], None]) -> object:
     """Return the saved form of a value; `sync` makes a module's replicas equal. Collective: every rank calls it."""
     placed = owner(value)
     if placed is None:
@@ -109,7 +109,7 @@ def _plain(optimizer: Any) -> Optimizer:
     return vars(optimizer).get("optimizer", optimizer)  # type: ignore[no-any-return]
 
 
-def items_of(saved: Mapping[str, Any], name: str) -> ItemsView[str, Any]:
+def items_of(saved: Mapping[str, Any], name: str) -> ItemsView[str, object]:
     """Return the items of a state to filter.
 
     Raises:

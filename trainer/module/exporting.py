@@ -164,7 +164,9 @@ class Exporting:
         return self
 
 
-def _arguments(module: nn.Module, method: str, name: str, sample: Sample) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(
+    module: nn.Module, method: str, name: str, sample: Sample
+) -> tuple[tuple[object, ...], dict[str, object]]:
     """Return the arguments of ``forward``, by position and by name, on the module's device."""
     if sample is None:
         sample = module.example_input_array

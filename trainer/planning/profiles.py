@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from ...callbacks.callback import Callback
 from ...common.errors import ConfigError
@@ -55,7 +54,7 @@ def take_profiles(
     *,
     given: ActivationCheckpointing | None = None,
     measures: bool = False,
-    mode: Any = None,
+    mode: object = None,
 ) -> Profiles:
     """Return the profiles of a module's step; those after the first are taken when they are asked for.
 

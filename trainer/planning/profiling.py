@@ -59,11 +59,11 @@ class ProfilingStrategy(Strategy):
     name: ClassVar[str] = "profile"
 
     def __init__(
-        self, *, num_samples: int | None = None, measures: bool = False, mode: Any = None, updates: bool = True
+        self, *, num_samples: int | None = None, measures: bool = False, mode: object = None, updates: bool = True
     ) -> None:
         super().__init__()
         self._num_samples, self._updates = num_samples, updates
-        self.mode: Any = None if measures else mode or fake_mode()
+        self.mode: object = None if measures else mode or fake_mode()
         """The mode in which tensors have no memory; None if tensors are real."""
         self._profiled: ProfiledModule | None = None
 
@@ -121,7 +121,7 @@ class ProfiledModule(Placed):
             for optimizer in optimizers:
                 keep_counts(optimizer, self._mode)
 
-    def run(self, step_name: str, *args: Any) -> Any:
+    def run(self, step_name: str, *args: object) -> Any:
         batch, *rest = args
         batch = self._cut(batch)
         if self._mode is not None:
@@ -130,10 +130,10 @@ class ProfiledModule(Placed):
             memory.take(batch)
             return getattr(self.module, step_name)(batch, *rest)
 
-    def step_fn(self, step_name: str) -> Callable[..., Any]:
+    def step_fn(self, step_name: str) -> Callable[..., object]:
         return partial(self.run, step_name)
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         self._num_backwards += 1
         with self._watched() as memory:
             memory.begin_backward()
@@ -172,7 +172,7 @@ class ProfiledModule(Placed):
         with _values(self._mode), without_values, self._memory.watching(), self._memory:
             yield self._memory
 
-    def _cut(self, batch: Any) -> Any:
+    def _cut(self, batch: object) -> object:
         size = next((len(tensor) for tensor in iterate_tensors(batch) if tensor.dim()), 1)
         if self._num_samples is not None and self._num_samples < size:
             slices, sizes = split(batch, -(-size // self._num_samples))
@@ -334,7 +334,7 @@ def _values(mode: Any) -> AbstractContextManager[object]:
     return nullcontext() if mode is None else mode
 
 
-def _state_bytes(values: dict[str, Any]) -> StateBytes:
+def _state_bytes(values: dict[str, object]) -> StateBytes:
     tensors = list(iterate_tensors(values))
     scalars = sum(tensor.nbytes for tensor in tensors if not tensor.dim())
     return StateBytes(sum(tensor.nbytes for tensor in tensors) - scalars, scalars)

@@ -105,12 +105,12 @@ class RehearsedPlaced(Placed):
         """Return an attribute of the inner one that `Placed` sets when it is made."""
         return getattr(self.inner, name)
 
-    def run(self, step_name: str, *args: Any) -> Any:
+    def run(self, step_name: str, *args: object) -> Any:
         batch, *rest = args
         with self._rehearsal.rehearsing(step_name):
             return self.inner.run(step_name, map_tensors(self._rehearsal.mode.from_tensor, batch), *rest)
 
-    def step_fn(self, step_name: str) -> Callable[..., Any]:
+    def step_fn(self, step_name: str) -> Callable[..., object]:
         return partial(self.run, step_name)
 
     def scaled(self, loss: Tensor) -> Tensor:
@@ -126,13 +126,13 @@ class RehearsedPlaced(Placed):
     def end_step(self) -> bool:
         return True
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         with self._rehearsal.rehearsing("backward"):
             self.inner.backward(loss, *args, **kwargs)
 
 
-def _rehearsed(name: str) -> Callable[..., Any]:
-    def method(self: RehearsedPlaced, *args: Any, **kwargs: Any) -> Any:
+def _rehearsed(name: str) -> Callable[..., object]:
+    def method(self: RehearsedPlaced, *args: object, **kwargs: object) -> object:
         with self._rehearsal.rehearsing(name):
             return getattr(self.inner, name)(*args, **kwargs)
 
@@ -149,7 +149,7 @@ forward_members(RehearsedPlaced, Placed)
 
 
 @contextmanager
-def as_rank(rank: int, world_size: int, local_world_size: int) -> Iterator[Any]:
+def as_rank(rank: int, world_size: int, local_world_size: int) -> Iterator[object]:
     """Make this process look like a rank of a run started by torchrun; yield the mode of its tensors.
 
     Raises:

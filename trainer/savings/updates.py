@@ -44,7 +44,7 @@ class Updates(SavingWatch):
             self._evaluating.add(optimizer)
         self._clocks[optimizer].start()
 
-    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _after(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         self._clocks[optimizer].stop()
 
     def end_step(self) -> None:
@@ -86,7 +86,7 @@ class Updates(SavingWatch):
         )
 
 
-def _faster_forms(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> list[str]:
+def _faster_forms(optimizer: Optimizer, group: dict[str, object], device: torch.device) -> list[str]:
     """Return the arguments that choose a faster form of one of torch's optimizers; none if it has one of these."""
     kind = type(optimizer)
     if not kind.__module__.startswith("torch.optim.") or any(group.get(name) for name in _UNTRIED):

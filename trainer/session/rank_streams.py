@@ -219,7 +219,7 @@ class RankStreams:
     def drawing(self, function: Callable[..., T]) -> Callable[..., T]:
         """Return a function that draws from this rank's own stream."""
 
-        def draw(*args: Any, **kwargs: Any) -> T:
+        def draw(*args: object, **kwargs: object) -> T:
             with self:
                 return function(*args, **kwargs)
 

@@ -89,7 +89,7 @@ class ShardDataset(IterableDataset[Any]):
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         epoch, seed = self._place.tolist()
         if self._info is None:
             info = get_worker_info()
@@ -103,7 +103,7 @@ class ShardDataset(IterableDataset[Any]):
         for shard in mine:
             yield from self._read(shard, epoch, seed)
 
-    def _read(self, shard: int, epoch: int, seed: int) -> Iterator[Any]:
+    def _read(self, shard: int, epoch: int, seed: int) -> Iterator[object]:
         progress = self._progress[shard]
         stream: Any = self.dataset.shard(num_shards=self.num_shards, index=shard)
         tell = getattr(stream, "set_epoch", None)

@@ -18,7 +18,7 @@ class Stated(NamedTuple):
     worker: int
     state: Mapping[str, Any]
 
-    def pin_memory(self, device: Any = None) -> Stated:
+    def pin_memory(self, device: object = None) -> Stated:
         """Return it with the batch in pinned memory, as torch's thread for that asks."""
         return self._replace(batch=map_tensors(Tensor.pin_memory, self.batch))
 
@@ -41,7 +41,7 @@ class StatingCollate:
     def __init__(self, collate: Callable[[Any], Any], reader: Reader) -> None:
         self._collate, self._reader = collate, reader
 
-    def __call__(self, samples: Any) -> Stated:
+    def __call__(self, samples: object) -> Stated:
         return Stated(self._collate(samples), self._reader.worker, self._reader.state_dict())
 
 
@@ -60,7 +60,7 @@ class WorkerBeginning:
             self._begin(worker_id)
 
 
-def with_dataset(loader: DataLoader[Any], dataset: Any) -> DataLoader[Any]:
+def with_dataset(loader: DataLoader[Any], dataset: Any) -> DataLoader[object]:
     """Return a copy of a loader, with its class and attributes, that reads another stream and its states."""
     import copy
 

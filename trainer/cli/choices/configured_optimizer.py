@@ -49,7 +49,7 @@ class ConfiguredOptimizer:
     optimizer: Mapping[str, Any]
     scheduler: Mapping[str, Any] | None
 
-    def __call__(self) -> Any:
+    def __call__(self) -> object:
         """Return the optimizer, and the scheduler if there is one."""
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         optimizer = build(self.optimizer, "optimizer", params=trained)
