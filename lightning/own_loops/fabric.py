@@ -82,7 +82,7 @@ class Fabric(Engine):
         )
         self._callbacks, self._loggers = _as_list(callbacks), _as_list(loggers)
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         run = vars(cls).get("run")
         if run is not None and not hasattr(run, "__wrapped__"):
@@ -276,7 +276,7 @@ class Fabric(Engine):
                     tensor.copy_(result)
         return reduced
 
-    def _as_tensor(self, leaf: Any) -> Any:
+    def _as_tensor(self, leaf: object) -> Any:
         return torch.tensor(leaf, device=self.device) if isinstance(leaf, int | float) else leaf
 
     # --- files -------------------------------------------------------------------------------------------------------
@@ -339,11 +339,11 @@ class Fabric(Engine):
             logger.log_metrics(metrics=values, step=step)
 
 
-def _launching(run: Callable[..., Any]) -> Callable[..., Any]:
+def _launching(run: Callable[..., object]) -> Callable[..., Any]:
     """Return a ``run`` that starts the processes, unless it is called in one of them."""
 
     @wraps(run)
-    def launch_and_run(self: Fabric, *args: Any, **kwargs: Any) -> Any:
+    def launch_and_run(self: Fabric, *args: object, **kwargs: object) -> Any:
         if self._is_connected:
             return run(self, *args, **kwargs)
         return self.launch(_run, *args, **kwargs)
@@ -351,11 +351,11 @@ def _launching(run: Callable[..., Any]) -> Callable[..., Any]:
     return launch_and_run
 
 
-def _run(fabric: Fabric, *args: Any, **kwargs: Any) -> Any:
+def _run(fabric: Fabric, *args: object, **kwargs: object) -> Any:
     return fabric.run(*args, **kwargs)
 
 
-def _taken_by(method: Callable[..., Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
+def _taken_by(method: Callable[..., object], given: Mapping[str, object]) -> Mapping[str, Any]:
     """Return those of the keyword arguments that a method takes."""
     try:
         parameters = inspect.signature(method).parameters
@@ -366,7 +366,7 @@ def _taken_by(method: Callable[..., Any], given: Mapping[str, Any]) -> Mapping[s
     return {name: value for name, value in given.items() if name in parameters}
 
 
-def _tensors(data: Any) -> list[Tensor]:
+def _tensors(data: object) -> list[Tensor]:
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -377,7 +377,7 @@ def _tensors(data: Any) -> list[Tensor]:
     return found
 
 
-def _as_list(value: Any) -> list[Any]:
+def _as_list(value: object) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, list | tuple) else [value]
