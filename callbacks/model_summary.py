@@ -268,7 +268,7 @@ def _try_forward(
     sizes: dict[str, tuple[object, object]] = {}
 
     def note(name: str) -> Any:
-        def hook(part: nn.Module, args: Any, kwargs: Any, output: object) -> None:
+        def hook(part: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object], output: object) -> None:
             sizes.setdefault(name, (_shapes([*args, *kwargs.values()]), _shapes(output)))
 
         return hook

@@ -9,11 +9,14 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 T = TypeVar("T", bound=Tensor)
 M = TypeVar("M", bound=nn.Module)
@@ -30,7 +33,7 @@ def version_of(tensor: Tensor) -> int:
 
 def memory_id(held: Tensor | torch.UntypedStorage) -> int:
     """Return the address of a storage (`_cdata`), or of a tensor's, which also one without memory has."""
-    storage: Any = held.untyped_storage() if isinstance(held, Tensor) else held
+    storage: torch.UntypedStorage = held.untyped_storage() if isinstance(held, Tensor) else held
     return int(storage._cdata)  # noqa: SLF001
 
 
@@ -50,7 +53,7 @@ def with_shard_elsewhere(dtensor: Any, shard: Tensor) -> object:
     return type(dtensor)(shard, dtensor._spec, requires_grad=False)  # noqa: SLF001
 
 
-def read_by_placements(dtensor: Any) -> None:
+def read_by_placements(dtensor: DTensor) -> None:
     """Have a DTensor on a one-axis mesh gathered by its placement (`_spec`), where torch 2.11 looks for a shard order.
 
     A packed tensor has none, and torch would raise.
@@ -148,7 +151,7 @@ def drop_compiled_call(module: nn.Module) -> None:
     vars(module).pop("_compiled_call_impl", None)
 
 
-def call_uncompiled(module: Any, /, *args: object, **kwargs: object) -> Any:
+def call_uncompiled(module: nn.Module, /, *args: object, **kwargs: object) -> Any:
     """Call a module, with its hooks, whatever was set in place of its call (`_call_impl`)."""
     return module._call_impl(*args, **kwargs)  # noqa: SLF001
 
@@ -321,3 +324,13 @@ def hide_worker_info() -> None:
     from torch.utils.data._utils import worker
 
     worker._worker_info = None  # noqa: SLF001
+
+
+def has_workers(iterator: object) -> bool:
+    """Return whether an iterator is that of a DataLoader with worker processes."""
+    return hasattr(iterator, "_shutdown_workers")
+
+
+def end_workers(iterator: Any) -> None:
+    """End the worker processes of a DataLoader's iterator."""
+    iterator._shutdown_workers()  # noqa: SLF001

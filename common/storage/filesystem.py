@@ -6,9 +6,12 @@ import functools
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import ConfigError, MissingDependencyError, StoreError
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 _PACKAGES: Final[Mapping[str, str]] = {
     "s3": "s3fs",
@@ -47,7 +50,7 @@ class Mount:
     an argument of the filesystem, and no part of its paths.
     """
 
-    fs: Any
+    fs: AbstractFileSystem
     head: str
     """The first part of the keys below which it is: a bucket or a host."""
     base: str

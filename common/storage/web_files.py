@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 
 class WebFiles:
@@ -16,7 +19,7 @@ class WebFiles:
         fs: fsspec's filesystem; its own search follows links to the folder above, and its listings have no sizes.
     """
 
-    def __init__(self, fs: Any) -> None:
+    def __init__(self, fs: AbstractFileSystem) -> None:
         self._fs = fs
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None) -> bytes:

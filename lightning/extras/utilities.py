@@ -289,7 +289,7 @@ def set_shared_parameters(module: nn.Module, shared_params: list[list[str]]) -> 
     return module
 
 
-def from_compiled(model: Any) -> Any:
+def from_compiled(model: nn.Module) -> Any:
     """Return the module in a compiled one, which a trainer fits compiled."""
     inner = getattr(model, "_orig_mod", None)
     if not isinstance(inner, TrainModule):
@@ -297,7 +297,7 @@ def from_compiled(model: Any) -> Any:
     return inner
 
 
-def to_uncompiled(model: Any) -> Any:
+def to_uncompiled(model: nn.Module) -> Any:
     """Return the module itself, compiled or not."""
     return getattr(model, "_orig_mod", model)
 

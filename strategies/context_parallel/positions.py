@@ -42,7 +42,7 @@ class GivesPositions:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_context": None}  # where the module is unpickled, there are no parts
 
-    def __call__(self, model: nn.Module, args: Any, kwargs: dict[str, object]) -> Any:
+    def __call__(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         context = self._context
         if context is None or not context.is_cut:
             return None
@@ -97,7 +97,7 @@ class GivesPositions:
         }
         return masks.get("", masks)
 
-    def _without_mask(self, args: Any, kwargs: dict[str, object]) -> tuple[Any, dict[str, Any]]:
+    def _without_mask(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Any, dict[str, Any]]:
         """Return arguments among whose positional ones there is no mask."""
         place = [*self._signature.parameters].index("attention_mask")
         if len(args) <= place:

@@ -316,7 +316,7 @@ class Collectives:
 
     # --- two ranks ---------------------------------------------------------------------------------------------------
 
-    def send(self, data: Any, dst: int) -> None:
+    def send(self, data: object, dst: int) -> None:
         """Send data of any kind to rank `dst`, and wait until it is sent. Not differentiable."""
         self.isend(data, dst).wait()
 

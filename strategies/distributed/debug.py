@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from ...common.errors import CollectiveError
 from .nested import named_leaves
 from .noticeboard import Messages, Noticeboard
 from .point_to_point import PendingTransfer
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 _STRATEGIES: Final = Path(__file__).parents[1]
 _PACKAGE: Final = _STRATEGIES.parent
@@ -55,7 +58,7 @@ class CollectiveChecks:
     enters a collective that another has given up on. The last rank to read the messages removes them.
     """
 
-    def __init__(self, store: object, rank: int, ranks: Sequence[int], timeout: timedelta) -> None:
+    def __init__(self, store: Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> None:
         run = Noticeboard(store, "calls").count(f"runs/{rank}")  # an earlier run that failed may have left messages
         self._board = Noticeboard(store, f"calls/{run}")
         self._rank = rank

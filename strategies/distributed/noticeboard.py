@@ -7,7 +7,10 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 _SHORTEST_PAUSE: Final = 0.001  # seconds between two looks at the store, doubled from look to look
 _LONGEST_PAUSE: Final = 0.05
@@ -28,7 +31,7 @@ class Noticeboard:
         prefix: separates the keys of this board from others in the same store.
     """
 
-    def __init__(self, store: Any, prefix: str) -> None:
+    def __init__(self, store: Store, prefix: str) -> None:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # as its documentation has it
 
         self._store: Any = PrefixStore(prefix, store)

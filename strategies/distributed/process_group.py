@@ -224,7 +224,7 @@ class ProcessGroup:
         Finalize(None, partial(self._say_farewell, store), exitpriority=0)
         atexit.register(_leave)
 
-    def _await_others(self, store: Any, limit: timedelta) -> None:
+    def _await_others(self, store: Store, limit: timedelta) -> None:
         """Wait until every rank has posted its arrival; rank 0 says now and then who is missing."""
         keys = [f"echelon/start/{rank}" for rank in range(self.world_size)]
 
@@ -250,7 +250,7 @@ class ProcessGroup:
             address = f"{self.environment.main_address}:{self.environment.main_port}"
             wait.tell(lambda: f"{missing()} of {self.world_size} processes to connect to {address}")  # noqa: B023
 
-    def _say_farewell(self, store: Any) -> None:
+    def _say_farewell(self, store: Store) -> None:
         """Tell rank 0 that this rank no longer needs the store; if rank 0 hosts it, rank 0 waits for the others."""
         with contextlib.suppress(RuntimeError):  # the store is gone
             num_left = store.add("echelon/left", 1)

@@ -59,7 +59,7 @@ class RehearsedCollectives(Collectives):
     def barrier(self, name: str | None = None) -> None:
         """Return at once."""
 
-    def send(self, data: Any, dst: int) -> None:
+    def send(self, data: object, dst: int) -> None:
         self._check_rank("dst", dst)
         self._sent[dst] = data
 

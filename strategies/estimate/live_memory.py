@@ -139,7 +139,7 @@ class LiveMemory(TorchDispatchMode):
         """
         plain = torch.UntypedStorage.resize_
 
-        def resize(storage: Any, size: int) -> object:
+        def resize(storage: torch.UntypedStorage, size: int) -> object:
             answer = plain(storage, size)
             memory = memory_id(storage)
             if memory in self._alive:
@@ -177,7 +177,9 @@ class LiveMemory(TorchDispatchMode):
 
     # --- what the dispatcher tells -----------------------------------------------------------------------------------
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
         output = func(*args, **(kwargs or {}))
         if func.namespace == "prim":  # a query, for a device for instance; more than half of all calls here
             return output
@@ -237,7 +239,7 @@ class LiveMemory(TorchDispatchMode):
         for part in _parts(tensor):
             self._note_storage(part.untyped_storage(), sources)
 
-    def _note_storage(self, storage: Any, sources: Sources) -> None:
+    def _note_storage(self, storage: torch.UntypedStorage, sources: Sources) -> None:
         memory = memory_id(storage)
         if memory in self._alive or memory in self._own or memory in self._gradients:
             return

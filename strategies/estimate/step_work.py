@@ -53,7 +53,9 @@ class StepWork:
         return self.matmul_flops, self.attention_flops, self.moved_bytes, self.num_operators
 
 
-def work_of(operator: Any, flops: int, args: Any, kwargs: Mapping[str, object] | None, output: object) -> StepWork:
+def work_of(
+    operator: Any, flops: int, args: tuple[object, ...], kwargs: Mapping[str, object] | None, output: object
+) -> StepWork:
     """Return the work of one call of an operator.
 
     Args:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class ExpertGroup:
@@ -17,7 +20,7 @@ class ExpertGroup:
         mesh: a DeviceMesh with one axis.
     """
 
-    def __init__(self, mesh: Any) -> None:
+    def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self.rank: int = mesh.get_local_rank()
         self.size: int = mesh.size()

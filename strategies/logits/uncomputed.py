@@ -118,7 +118,13 @@ class UncomputedLogits:
         return lambda *args, **kwargs: self._call(name, (self, *args), kwargs)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         found = [one for one in (*args, *kwargs.values()) if isinstance(one, cls)]
         if not found:  # inside of a list, as for torch.cat
@@ -232,7 +238,9 @@ class UncomputedLogits:
         vars(own).update(vars(self), **others)
         return own
 
-    def _converted(self, dtype: torch.dtype | None, args: Any, kwargs: Any) -> UncomputedLogits:
+    def _converted(
+        self, dtype: torch.dtype | None, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> UncomputedLogits:
         """Return them in another dtype; they are computed in float32 at least, and not in less than their own."""
         for one in (*args, *kwargs.values()):
             like = one.dtype if isinstance(one, Tensor | UncomputedLogits) else one
@@ -246,13 +254,15 @@ class UncomputedLogits:
         changes = (*self._changes, lambda logits, columns: logits.to(dtype))
         return self._like(dtype=dtype, _changes=changes, _aliases=[1])
 
-    def _reshaped(self, name: str, args: Any, kwargs: Any) -> UncomputedLogits:
+    def _reshaped(self, name: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> UncomputedLogits:
         shape = getattr(torch.empty(self.shape, device="meta"), name)(*args, **kwargs).shape
         if not shape or shape[-1] != self._num_classes or self._classes_second:
             raise self.refusal(f"{name} to {tuple(shape)}")
         return self._like(_place=self._place.reshape(shape[:-1]))
 
-    def _with_classes_second(self, name: str, args: Any, kwargs: Any) -> UncomputedLogits:
+    def _with_classes_second(
+        self, name: str, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> UncomputedLogits:
         marked = torch.empty([*range(2, self.ndim + 1), 1], device="meta")  # the sizes say where dimensions go
         order = getattr(marked, name)(*args, **kwargs).shape
         if self.ndim < 3 or self._classes_second or tuple(order) != (2, 1, *range(3, self.ndim + 1)):
@@ -260,7 +270,7 @@ class UncomputedLogits:
         return self._like(_classes_second=True)
 
     def _changed(
-        self, change: Callable[..., Tensor], name: str, operands: list[object], kwargs: Any
+        self, change: Callable[..., Tensor], name: str, operands: list[object], kwargs: Mapping[str, object]
     ) -> UncomputedLogits:
         if any(isinstance(value, UncomputedLogits) for value in (*operands, *kwargs.values())) or self._classes_second:
             raise self.refusal(name)

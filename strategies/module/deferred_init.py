@@ -150,7 +150,9 @@ class _AsIfReal(TorchFunctionMode):
         super().__init__()
         self._operations = operations
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: Any = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
         kwargs = dict(kwargs or {})
         if func is fill_from and _is_meta(args[0]):
             outline = _Outline.of(args[0])
@@ -183,7 +185,13 @@ class _Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._operations = operations
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         before = _outlined((args, kwargs or {}))
         output = func(*args, **(kwargs or {}))
         operation = _Operation(func, before[0], before[1], _outlined(output))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, Final
@@ -296,7 +296,7 @@ def _has_parameters(value: object) -> bool:
     return any(isinstance(each, Parameter | Optimizer) for each in values)
 
 
-def _numbers(parameter: Any, seed: int) -> Tensor:
+def _numbers(parameter: Tensor, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.device)
 
@@ -323,7 +323,9 @@ class _Operations(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.are_elementwise = True
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         name = func.__name__.partition(".")[0]
         is_alone = torch.Tag.pointwise in func.tags or name in _EACH_ALONE

@@ -182,7 +182,7 @@ class Replica:
             copy_from_first(tensors.values(), collectives)
         names = [name for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)]
 
-        def send(*_: Any) -> None:
+        def send(*_: object) -> None:
             if self._wrapper.require_forward_param_sync:
                 copy_from_first([self._module.get_buffer(name) for name in names], collectives)
 

@@ -110,7 +110,7 @@ def _shards_of(optimizer: Optimizer) -> Mapping[object, Tensor] | None:
     return known if len(known) == len(shards) else None
 
 
-def _is_watched(optimizer: Any) -> bool:
+def _is_watched(optimizer: Optimizer) -> bool:
     return has_step_hooks(optimizer) or any(group.get("differentiable") for group in optimizer.param_groups)
 
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -43,7 +44,7 @@ class ShardedOptimizer:
         """Return a second optimizer of the user's class, with this rank's parameters in its groups."""
         return remake(type(self._optimizer), attributes_of(self._optimizer), groups)
 
-    def owns(self, parameter: Any) -> bool:
+    def owns(self, parameter: Tensor) -> bool:
         """Return whether this rank keeps the state of a parameter."""
         if parameter not in owners_of(self._zero):
             self._follow()  # a group was added since, as a resumed run does for layers that were unfrozen

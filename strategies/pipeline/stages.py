@@ -171,7 +171,14 @@ class Pass:
 
     # --- calls in backward -------------------------------------------------------------------------------------------
 
-    def call_again(self, name: str, part: nn.Module, run: Callable[..., object], args: Any, kwargs: Any) -> object:
+    def call_again(
+        self,
+        name: str,
+        part: nn.Module,
+        run: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+    ) -> object:
         """Answer a call of a part by a checkpoint around it, which computes in backward what it did not keep.
 
         It gets what it got in forward: the same random numbers, and the same output of the stage before.
@@ -277,7 +284,7 @@ class StagedModule:
         device: this rank's device.
     """
 
-    def __init__(self, module: Any, partition: Partition, own: Sequence[int], device: torch.device) -> None:
+    def __init__(self, module: nn.Module, partition: Partition, own: Sequence[int], device: torch.device) -> None:
         self.module, self.partition, self.own, self.device = module, partition, own, device
         self.owners = {name: partition.owners(name) for name in partition.parts}
         self.ends = {partition.boundary(stage): stage for stage in range(partition.num_stages - 1)}

@@ -170,7 +170,7 @@ class WindowRunner:
             self._note(stage, index, current, output)
         return leaves, current, output
 
-    def _trace(self, failed: Pass, value: Any, shapes: Shapes | None, step: Callable[[], object]) -> None:
+    def _trace(self, failed: Pass, value: object, shapes: Shapes | None, step: Callable[[], object]) -> None:
         """Find the parts of earlier stages whose outputs, which are missing here, turn the step's result into NaN.
 
         Raises:

@@ -16,7 +16,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from signal import Signals
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from torch import Tensor
 
@@ -31,6 +31,9 @@ from .messages import Push, Updated
 from .processes import ServerProcesses
 from .server import LOST_PEERS, ServerTask, run_server
 from .transport import Arguments, Peers, RequestError, Transport, server, trainer
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 T = TypeVar("T")
 
@@ -78,7 +81,7 @@ class Connection:
         self,
         environment: Environment,
         collectives: Collectives,
-        store: object,
+        store: Store | None,
         *,
         num_servers: int | None,
         max_staleness: int | None,

@@ -56,7 +56,7 @@ class TensorPipe:
         self,
         name: str,
         peers: Peers,
-        store: Any,
+        store: Store,
         service: Service,
         *,
         interface: Mapping[str, str],
@@ -138,7 +138,7 @@ class _PatientStore(Store):
     stop all threads of this process for as long as the store waits.
     """
 
-    def __init__(self, store: Any, limit: timedelta, is_given_up: threading.Event) -> None:
+    def __init__(self, store: Store, limit: timedelta, is_given_up: threading.Event) -> None:
         super().__init__()
         self._store, self._limit, self._is_given_up = store, limit, is_given_up
 

@@ -6,7 +6,7 @@ import math
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,9 @@ from ..wrapped.wrapped_tensors import (
 )
 from .lazy_tensor import Block, StoredTensor, own_copy, read_block
 from .shards import Holders, cuts_of, pieces_of, shard_size
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def is_dtensor(value: object) -> bool:
@@ -293,7 +296,7 @@ def _joined(tensor: Any) -> Tensor:
     return whole
 
 
-def _full(local: Tensor, mesh: Any, placement: Any, shape: torch.Size) -> Tensor:
+def _full(local: Tensor, mesh: DeviceMesh, placement: Any, shape: torch.Size) -> Tensor:
     """Return a whole tensor that is sharded over a mesh of one axis. Collective: the ranks of the mesh call it."""
     from torch.distributed.tensor import DTensor
 
@@ -351,7 +354,7 @@ def own_blocks(tensor: Any, path: str) -> list[Block]:
     return [Block(shard[piece.here], piece.offsets) for piece in pieces_of(tensor)]
 
 
-def own_wrapped_blocks(tensor: Any, path: str) -> list[Block]:
+def own_wrapped_blocks(tensor: Tensor, path: str) -> list[Block]:
     """Return the blocks of a DTensor, whose shards wrap other tensors, that this rank holds; as `own_blocks`."""
     local = held_as(tensor).detach()
     _check_placed(tensor, path)

@@ -60,7 +60,11 @@ class StoredTensor(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, object] | None = None
+        cls,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> object:
         """Answer queries that need no elements, copy blocks, and call all other functions with the whole tensor."""
         first = args[0] if args else None

@@ -28,7 +28,7 @@ class InnerCalls:
         others: the units inside of it, which gather their own.
     """
 
-    def __init__(self, unit: Any, others: Iterable[nn.Module]) -> None:
+    def __init__(self, unit: nn.Module, others: Iterable[nn.Module]) -> None:
         from torch.distributed.fsdp import register_fsdp_forward_method
 
         self._depth = 0

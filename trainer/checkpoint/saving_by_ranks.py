@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ...common.errors import CheckpointError
 from ...common.storage import AnyPath, StorePath
@@ -25,6 +25,9 @@ from .on_nodes.on_disk import digests_in, manifest_digest
 from .on_nodes.part_folder import PartFolder
 from .on_nodes.parts import NodePart, RankReport, parts_of_nodes
 from .saving import EncodedState, WrittenFiles, encode_state, finish, folder_to_fill, write, write_own
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 TIMEOUT: Final = timedelta(minutes=30)
 """The time that a rank may take to write while the run continues."""
@@ -49,7 +52,7 @@ class SavingGroup:
 
     def __init__(
         self,
-        store: Any,
+        store: Store,
         rank: int,
         world_size: int,
         timeout: timedelta = TIMEOUT,

@@ -16,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ...common.errors import DataError
 from ...strategies.launch.signal_handlers import sheltering_forks
-from ...strategies.torch_internals import end_workers, has_workers
+from ...strategies.torch_tensors import end_workers, has_workers
 from .index_stream import Addressed, AddressedSampler, DataRanks, Order, Sequential, Shuffled
 from .sampled import Sampled, Share, has_own_order, length_of
 

@@ -86,7 +86,9 @@ def put_back(objects: MutableMapping[str, Any], saved: MutableMapping[str, Any],
                     placed.load_optimizer_state(_plain(value), state)
 
 
-def _load_module(name: str, module: nn.Module, placed: Placed | None, state: Any, *, strict: bool) -> None:
+def _load_module(
+    name: str, module: nn.Module, placed: Placed | None, state: Mapping[str, object], *, strict: bool
+) -> None:
     try:
         if placed is None:
             module.load_state_dict(state, strict=strict)
@@ -104,7 +106,7 @@ def _is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def _plain(optimizer: Any) -> Optimizer:
+def _plain(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer inside the one that the user holds."""
     return vars(optimizer).get("optimizer", optimizer)  # type: ignore[no-any-return]
 

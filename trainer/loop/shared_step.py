@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -243,7 +242,7 @@ class SharedStep(Step):
         self.targets.give_up("no loss of the first step was a mean over targets")  # nobody expects counts later
         return "Loss" if units == {"Loss"} else "samples"
 
-    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    def manual_backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         weight = self._manual_weight
         super().manual_backward(loss if weight == 1.0 else loss * weight, *args, **kwargs)
 

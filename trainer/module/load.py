@@ -228,7 +228,9 @@ def _build(
     stored = state.get(key, {})
     if state.get(f"{key}_argument") is None:
         stored = {name: value for name, value in stored.items() if name not in given}
-    saved: Any = decode(stored, cls) if hparams_file is None else _read_hparams(any_path("hparams_file", hparams_file))
+    saved: Mapping[str, object] = (
+        decode(stored, cls) if hparams_file is None else _read_hparams(any_path("hparams_file", hparams_file))
+    )
     unknown = [name for name, value in saved.items() if is_from_environment(value)]
     saved = {name: value for name, value in saved.items() if name not in unknown}
     if state.get(f"{key}_type") == "omegaconf":

@@ -130,7 +130,7 @@ class TrainModule(Optimization, Exporting, ModuleHooks, DataHooks, Hyperparamete
     def configure_model(self) -> None:
         """Build layers here, not in ``__init__``, to let the strategy decide where; may be called more than once."""
 
-    def configure_sharding(self, mesh: Any) -> None:
+    def configure_sharding(self, mesh: DeviceMesh) -> None:
         """Shard submodules with torch's ``fully_shard(submodule, mesh=mesh)``, inner ones first.
 
         Called by a strategy that shards parameters, which then shards the rest; by default it also chooses the

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +91,13 @@ class _Results(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.num_bytes = 0
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         for one in result if isinstance(result, list | tuple) else [result]:
             if isinstance(one, Tensor):

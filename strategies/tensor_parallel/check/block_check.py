@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from .shares import OutputShare, admit_shares, guard_shares, plain
 from .skeleton import Skeleton, private
 from .trial import GRADIENT_OF, Dtypes, Trial, apart, difference, leaf_of, whole_of
 from .whole_activations import WholeActivations
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _FEW: Final = 64
 _CAUSES: Final = (
@@ -81,7 +84,7 @@ class BlockCheck:
             when cut, for layers that no block contains, and for a cut parameter that is used outside its layer.
     """
 
-    def __init__(self, module: nn.Module, plan: TensorPlan, mesh: object, *, tells: bool = True) -> None:
+    def __init__(self, module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, tells: bool = True) -> None:
         self._module, self._plan, self._group, self._tells = module, plan, TensorGroup(mesh), tells
         self._skeletons = {name: Skeleton(module.get_submodule(name)) for name in plan.blocks(module)}
         self._blocks = [module.get_submodule(name) for name in self._skeletons]

@@ -109,7 +109,9 @@ class Dtypes(TorchFunctionMode):
         self._with_constants = with_constants
         self.found = set[torch.dtype]()
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: Sequence[object] = (), kwargs: Any = None
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         has_values = isinstance(result, Tensor) and result.is_floating_point()
         if has_values and (result.requires_grad or self._with_constants):
