@@ -80,7 +80,7 @@ class LossSpikePolicy(Callback):
         self.decisions: list[dict[str, Any]] = []
         """Every spike: its position, its values, and the action taken."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the running statistics and all decisions."""
         return {
             "statistics": {name: running.state_dict() for name, running in self._statistics.items()},

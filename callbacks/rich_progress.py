@@ -127,7 +127,7 @@ def columns_of(styles: Mapping[str, object]) -> dict[str, object]:
     table: Any = importlib.import_module("rich.table")
     text: Any = importlib.import_module("rich.text")
 
-    def column(field: str, style: str, hidden_as: str | None = None) -> Any:
+    def column(field: str, style: str, hidden_as: str | None = None) -> object:
         made = progress.TextColumn(field, style=styles[style], markup=False, table_column=table.Column(no_wrap=True))
         made.hidden_as = hidden_as
         return made
@@ -167,14 +167,14 @@ class RichScreen:
         self._progress: Any = None
         self._columns: Sequence[object] = ()
 
-    def add(self) -> Any:
+    def add(self) -> object:
         """Return the task of a new bar, below the open ones."""
         if self._progress is None:
             self._progress = self._open()
             self._progress.start()
         return self._progress.add_task("", total=None, count="", time="", rate="", metrics="")
 
-    def update(self, task: Any, **fields: Any) -> None:
+    def update(self, task: object, **fields: object) -> None:
         """Show the changes of a bar."""
         self._progress.update(task, **fields)
         self._progress.columns = self._visible()
@@ -194,7 +194,7 @@ class RichScreen:
                 del widths[name]
         return [column for column in self._columns if getattr(column, "hidden_as", None) not in hidden]
 
-    def remove(self, task: Any, *, keep: bool) -> None:
+    def remove(self, task: object, *, keep: bool) -> None:
         """Remove a bar; the last one stays on the screen as lines if `keep`."""
         if keep:
             self._close(is_transient=False)
@@ -215,7 +215,7 @@ class RichScreen:
         self._progress.stop()
         self._progress = None
 
-    def _open(self) -> Any:
+    def _open(self) -> object:
         progress: Any = importlib.import_module("rich.progress")
         console: Any = importlib.import_module("rich.console").Console(**{"file": sys.stdout, **self._console_kwargs})
         console.on_broken_pipe = _raise_again  # rich would end the program
