@@ -168,6 +168,6 @@ def _watched(kind: Any) -> Any:
     return type(kind.__name__, (kind,), {"data": WatchedParameter.data})
 
 
-def watch_units(roots: Iterable[object], note: Callable[[ShardedParameter], None]) -> list[GatheredUnit]:
+def watch_units(roots: Iterable[nn.Module], note: Callable[[ShardedParameter], None]) -> list[GatheredUnit]:
     """Call `note` with each parameter below ``fully_shard`` roots that was written while it was gathered."""
     return [GatheredUnit(group, note) for group in parameter_groups(roots)]

@@ -7,7 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from ...common.errors import ModuleError
 from ..distributed.call_watch import CallWatch
@@ -23,6 +25,9 @@ from .torch_units import (
     unit_groups,
 )
 from .unit_order import UnitOrder
+
+if TYPE_CHECKING:
+    from .torch_units import FSDPParamGroup
 
 
 class IdleRanks:
@@ -43,7 +48,7 @@ class IdleRanks:
 
     def __init__(
         self,
-        roots: Sequence[object],
+        roots: Sequence[nn.Module],
         order: UnitOrder,
         collectives: Collectives,
         *,
@@ -165,7 +170,7 @@ class _Watching(ABC):
         self.order = peers._order  # noqa: SLF001
         self.members = self._busy
         """The data ranks that agree on what this one gathers and reduces."""
-        self.groups: Sequence[Any] = ()
+        self.groups: Sequence[FSDPParamGroup] = ()
         """Those of the units, once the step is watched."""
         self.found: str | None = None
         """The user's call that sends something, once it was seen."""

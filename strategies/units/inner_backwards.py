@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
 
 from ..torch_internals import is_in_backward
 from .torch_units import TreeOfUnits
@@ -22,7 +23,7 @@ class InnerBackwards:
         roots: the ``fully_shard`` roots of a module.
     """
 
-    def __init__(self, roots: Sequence[object]) -> None:
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
         self.is_in_step = False
         """Whether a step runs whose backward has not begun."""
         self._roots = list(roots)

@@ -41,7 +41,7 @@ class UnitRuns:
 
     def __init__(
         self,
-        roots: Sequence[object],
+        roots: Sequence[nn.Module],
         name_of: Callable[[nn.Parameter], str],
         collectives: Collectives,
         data_collectives: Collectives,
