@@ -48,7 +48,7 @@ def takes_data_of(tensor: Tensor, other: Tensor) -> bool:
     return bool(torch._has_compatible_shallow_copy_type(tensor, other))  # noqa: SLF001
 
 
-def with_shard_elsewhere(dtensor: Any, shard: Tensor) -> object:
+def with_shard_elsewhere(dtensor: DTensor, shard: Tensor) -> DTensor:
     """Return a DTensor with the layout of one (`_spec`) and a shard that need not be on the mesh's type of device."""
     return type(dtensor)(shard, dtensor._spec, requires_grad=False)  # noqa: SLF001
 

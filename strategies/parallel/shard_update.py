@@ -131,7 +131,7 @@ def _local(value: Any) -> object:
     return value.to_local() if is_dtensor(value) else value
 
 
-def _take_back(whole: dict[str, Any], own: dict[str, Any], parameter: object) -> None:
+def _take_back(whole: dict[str, Any], own: dict[str, Any], parameter: Tensor) -> None:
     """Put entries that an optimizer has added or replaced in a shard's state, as in its first step, into the state."""
     for key, value in own.items():
         if key in whole and _local(whole[key]) is value:

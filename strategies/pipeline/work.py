@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor
 
 from ..distributed.collectives import Collectives
 from ..state.dtensor import whole_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class WindowWork(Protocol):
@@ -79,7 +82,7 @@ class StepContext(NamedTuple):
     sends: bool = False
     """Whether a stage sends activations to those of other data ranks: all then run as many micro-batches, and in the
     same order."""
-    lent: Callable[[Tensor], Tensor] = whole_tensor
+    lent: Callable[[DTensor], Tensor] = whole_tensor
     """Returns a DTensor as another rank of the pipeline can compute with it. Collective: the ranks that share it."""
 
 

@@ -274,7 +274,7 @@ def first_input(inputs: Inputs, named: Named) -> tuple[Any, Inputs, Named]:
 
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, differentiably."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 @contextmanager

@@ -42,7 +42,7 @@ class ShardedBlock(CutLayer):
 
     def _shard(self, hidden: Any, group: TensorGroup) -> Tensor:
         if is_dtensor(hidden):
-            return hidden.to_local()  # type: ignore[no-any-return]
+            return hidden.to_local()
         if not isinstance(hidden, Tensor) or hidden.dim() != 3:
             shape = tuple(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__
             raise ModuleError(

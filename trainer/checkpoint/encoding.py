@@ -251,7 +251,6 @@ class Encoder:
             self._is_own, self._context_of = outer
 
     def _tensor(self, tensor: Tensor, path: str, key: str) -> str:
-        is_shard = is_dtensor(tensor)
         reason = unfit(tensor)
         if reason:
             raise CheckpointError(f"{path} is {reason}; {_DENSE}.")
@@ -267,13 +266,13 @@ class Encoder:
         if shard.tensor.numel():
             self._known[memory] = unique
         blocks = {unique: shard}
-        if is_shard:
+        if is_dtensor(tensor):
             self.is_distributed = True
             self.layout |= layout_of(tensor)
             blocks = self._named(unique, [_plain(block) for block in own_blocks(tensor, path)])
-        if is_shard or self._is_in_sharded:
+        if is_dtensor(tensor) or self._is_in_sharded:
             self.own.update(blocks)
-        if writes(tensor, key, self._holders) if is_shard else self._is_own:
+        if writes(tensor, key, self._holders) if is_dtensor(tensor) else self._is_own:
             self.blocks |= blocks
         self._kept.append(shard)
         return unique

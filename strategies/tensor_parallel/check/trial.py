@@ -150,7 +150,7 @@ def _direction(output: Tensor, shared: int | None, group: TensorGroup | None) ->
         return weights
     from torch.distributed.tensor import DTensor, Replicate
 
-    mesh, placements = output.device_mesh, output.placements  # type: ignore[attr-defined]
+    mesh, placements = output.device_mesh, output.placements
     return DTensor.from_local(weights, mesh, [Replicate()] * mesh.ndim, run_check=False).redistribute(mesh, placements)
 
 
@@ -181,8 +181,8 @@ def whole_of(tensor: Tensor) -> Tensor:
     """Return all of a tensor, which may be cut. Collective for one that is."""
     if not is_dtensor(tensor):
         return tensor
-    is_packed = any(getattr(placement, "split_factor", 1) > 1 for placement in tensor.placements)  # type: ignore[attr-defined]
-    return whole_tensor(tensor) if is_packed else tensor.full_tensor()  # type: ignore[attr-defined]
+    is_packed = any(getattr(placement, "split_factor", 1) > 1 for placement in tensor.placements)
+    return whole_tensor(tensor) if is_packed else tensor.full_tensor()
 
 
 def leaf_of(parameter: Tensor) -> Tensor:
