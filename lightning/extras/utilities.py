@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from enum import Enum, StrEnum
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from ...strategies.devices.kinds import available_types
 from ...strategies.torch_internals import tree_map
 from ...trainer.loggers.base import is_installed
 from ...trainer.module.train_module import TrainModule
+
+T = TypeVar("T")
 
 __all__ = [
     "UNKNOWN_SIZE",
@@ -308,7 +310,7 @@ def get_torchvision_model(model_name: str, **kwargs: object) -> nn.Module:
     return model
 
 
-def unwrap_objects(collection: object) -> Any:
+def unwrap_objects(collection: T) -> T:
     """Return what it is given: `Fabric` leaves modules and optimizers the objects that they were."""
     return collection
 
@@ -316,9 +318,10 @@ def unwrap_objects(collection: object) -> Any:
 # --- tensors ---
 
 
-def move_data_to_device(batch: object, device: torch.device | str) -> Any:
+def move_data_to_device(batch: T, device: torch.device | str) -> T:
     """Return a batch with its tensors on a device."""
-    return tree_map(lambda value: value.to(device) if hasattr(value, "to") else value, batch)
+    moved: T = tree_map(lambda value: value.to(device) if hasattr(value, "to") else value, batch)
+    return moved
 
 
 def grad_norm(module: torch.nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, float]:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ from ..in_fabric import InFabric
 from ..parts import Accelerator, accelerator_for
 from .building import EmptyInit
 from .files import load_file
+
+T = TypeVar("T")
 
 _STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -247,7 +249,7 @@ class Fabric(Engine):
 
     # --- values of all ranks -----------------------------------------------------------------------------------------
 
-    def to_device(self, obj: Any) -> Any:
+    def to_device(self, obj: T) -> T:
         """Return tensors on the device of this process; a module is moved itself."""
         self._connect()
         if isinstance(obj, nn.Module):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 def _same(leaf: object) -> object:
@@ -81,7 +83,7 @@ def with_leaves(data: object, leaves: Iterable[Any]) -> object:
     return map_tensors(lambda _: next(new), data, lambda _: next(new))
 
 
-def to_device(data: object, device: torch.device) -> Any:
+def to_device(data: T, device: torch.device) -> T:
     """Move a nested structure to `device`; to a GPU from pinned memory without blocking.
 
     A leaf that is not a tensor but has a ``to(device)`` method, such as a PyG batch, is moved with it.
@@ -91,7 +93,8 @@ def to_device(data: object, device: torch.device) -> Any:
     def move_other(leaf: Any) -> object:
         return leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf
 
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking), data, move_other)
+    moved: T = map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking), data, move_other)
+    return moved
 
 
 def can_copy_later(device: torch.device) -> bool:

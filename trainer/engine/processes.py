@@ -201,7 +201,7 @@ class EngineProcesses:
         self._connect()
         return self.strategy.broadcast(data, src)
 
-    def to_device(self, data: object) -> Any:
+    def to_device(self, data: T) -> T:
         """Return tensors, or modules, on the device of this process."""
         self._connect()
         return self.strategy.batch_to_device(data)
