@@ -29,7 +29,7 @@ from .runner import Runner
 from .session.settings import Settings
 from .session.train_state import Status, TrainerState, TrainState
 
-Method = TypeVar("Method", bound=Callable[..., Any])
+Method = TypeVar("Method", bound=Callable[..., object])
 
 _SETTINGS: Final = tuple(field.name for field in fields(Settings))
 _SET_IN_RUNS: Final = ("accumulate_grad_batches", "logger")

@@ -60,7 +60,7 @@ from .session.torch_flags import numerics
 from .session.train_state import TrainState
 from .setup import make_callbacks, make_loggers, set_up, with_module_callbacks
 
-Work = Callable[[Session, Request], Any]
+Work = Callable[[Session, Request], object]
 
 
 class Runner:

@@ -25,7 +25,7 @@ _MERGED: Final[Mapping[str, Callable[[Sequence[float]], float]]] = {"sum": sum, 
 _COUNTERS: Final = ("_update_count", "_computed", "_update_called")
 """The attributes of a metric object that its updates change beside its states."""
 
-State = dict[str, Tensor | list[Any]]
+State = dict[str, Tensor | list[object]]
 
 
 class _Logged(NamedTuple):

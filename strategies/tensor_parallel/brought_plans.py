@@ -15,7 +15,7 @@ from torch import nn
 from ...common.foreign import attribute_of
 from .words import GATHERED_COLUMNS, OPEN_COLUMNS, OPEN_ROWS, SPLIT_ROWS
 
-Plan = Mapping[str, Any]
+Plan = Mapping[str, object]
 _INSIDE: Final = re.compile(r"\.(base_layer|original_module|(lora_[AB]|modules_to_save)\.[^.]+)$")
 """Names of layers inside one of peft."""
 

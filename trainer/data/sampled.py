@@ -24,7 +24,7 @@ from ...strategies.state.schema import COUNT, INTEGER, TEXT, check
 from .own_generators import OwnGenerators
 from .seed import RngStream, derive
 
-Share = Callable[[Any], Any]
+Share = Callable[[object], object]
 """Returns the value of the first rank. Collective: every rank calls it."""
 
 HEAD: Final = 64

@@ -13,7 +13,7 @@ from .index_stream import BatchShare, DataRanks
 from .micro_batch import MicroBatch
 from .sample_checks import Drawn
 
-CountSamples = Callable[[Any], int]
+CountSamples = Callable[[object], int]
 """Returns the number of samples in a batch that no sampler has counted."""
 
 Count = int | float

@@ -18,8 +18,8 @@ from ..module.data_module import DataHooks, DataModule
 from ..module.train_module import TrainModule
 from .stream import CountSamples
 
-Transfer = Callable[[Any, int], Any]
-Move = Callable[[Any], Any]
+Transfer = Callable[[object, int], object]
+Move = Callable[[object], object]
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 

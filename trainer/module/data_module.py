@@ -17,7 +17,7 @@ from ...strategies.distributed.nested import named_leaves, to_device
 from .hparams import HyperparametersMixin, init_arguments
 from .load import MapLocation, load_datamodule
 
-Datasets = Dataset[Any] | Sequence[Dataset[Any]] | Mapping[str, Dataset[Any]] | None
+Datasets = Dataset[object] | Sequence[Dataset[object]] | Mapping[str, Dataset[object]] | None
 
 _TITLES: Final = {"train": "Train", "val": "Validation", "test": "Test", "predict": "Predict"}
 

@@ -30,7 +30,7 @@ from .unresolved import escaped, is_from_environment, with_marks
 from .yaml_bounds import check_yaml
 
 MapLocation = torch.device | str | Mapping[str, str] | Callable[[Any, str], Any] | None
-Decoder = Callable[[Mapping[str, Any], type], Mapping[str, Any]]
+Decoder = Callable[[Mapping[str, object], type], Mapping[str, object]]
 """Returns stored hyper-parameters as values, for the class to build with them."""
 
 M = TypeVar("M")

@@ -16,7 +16,7 @@ from .stated import saves
 
 _MASK: Final = 0x7FFF_FFFF_FFFF_FFFF
 
-Progress = Mapping[str, Any]
+Progress = Mapping[str, object]
 """Of one shard: ``samples``, how many were read; ``is_over``; and ``stream``, its state if it has one."""
 
 
