@@ -62,7 +62,7 @@ def give_back(checkpoint: dict[str, Any], save: Callable[[dict[str, object]], No
         _copy(place, known, checkpoint)
 
 
-def _prune(holder: MutableMapping[Any, Any], name: object, place: list[Any], places: list[list[Any]]) -> None:
+def _prune(holder: MutableMapping[Any, Any], name: object, place: list[Any], places: list[list[object]]) -> None:
     value = holder[name]
     if _is_storable(value):
         return

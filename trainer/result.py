@@ -66,7 +66,7 @@ class Result:
     """For each logger, the version of this run: its folder."""
     signal: int | None
     should_stop: bool
-    predictions: list[Any] | None
+    predictions: list[object] | None
     last_checkpoint: AnyPath | None
     resumed_from: AnyPath | None
     origin: Origin

@@ -34,7 +34,7 @@ class WebFiles:
         """Write a file to a local one, in one request."""
         self._fs.get_file(path, file)
 
-    def info(self, path: str) -> dict[str, Any]:
+    def info(self, path: str) -> dict[str, object]:
         """Return what the server says of a file; a folder is one whose request is redirected to its page."""
         found: dict[str, object] = self._fs.info(path)
         return {**found, "type": "directory"} if str(found.get("url", "")).endswith("/") else found

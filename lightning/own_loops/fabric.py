@@ -278,7 +278,7 @@ class Fabric(Engine):
                     tensor.copy_(result)
         return reduced
 
-    def _as_tensor(self, leaf: object) -> Any:
+    def _as_tensor(self, leaf: object) -> object:
         return torch.tensor(leaf, device=self.device) if isinstance(leaf, int | float) else leaf
 
     # --- files -------------------------------------------------------------------------------------------------------
@@ -353,11 +353,11 @@ def _launching(run: Callable[..., object]) -> Callable[..., Any]:
     return launch_and_run
 
 
-def _run(fabric: Fabric, *args: object, **kwargs: object) -> Any:
+def _run(fabric: Fabric, *args: object, **kwargs: object) -> object:
     return fabric.run(*args, **kwargs)
 
 
-def _taken_by(method: Callable[..., object], given: Mapping[str, object]) -> Mapping[str, Any]:
+def _taken_by(method: Callable[..., object], given: Mapping[str, object]) -> Mapping[str, object]:
     """Return those of the keyword arguments that a method takes."""
     try:
         parameters = inspect.signature(method).parameters

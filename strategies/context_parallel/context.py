@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +65,7 @@ class ContextParallel:
         """What runs now, the same on all ranks: whether a part, and the lengths of the batch's sequences."""
         return self.is_cut, tuple(self._current)
 
-    def cut(self, batch: object, module: nn.Module) -> Any:
+    def cut(self, batch: object, module: nn.Module) -> object:
         """Return a batch with this rank's part of each sequence; none may be short, see `is_short`.
 
         Raises:

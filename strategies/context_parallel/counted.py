@@ -265,7 +265,7 @@ def metric_difference(counted: Counted, whole: Sequence[Record], parts: Sequence
 @contextmanager
 def not_counted(module: nn.Module) -> Iterator[None]:
     """Undo what a step in the block adds to metric objects, which another rank counts."""
-    counted: list[tuple[Any, State, dict[str, Any]]] = []
+    counted: list[tuple[Any, State, dict[str, object]]] = []
     reached = KeptObjects()
     reached.keep(module)
     for metric in reached.modules:

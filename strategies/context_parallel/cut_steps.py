@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from torch import nn
 from torch.utils.checkpoint import CheckpointError as RecomputationError
@@ -136,7 +136,7 @@ class CutSteps:
         """Do without the first check of a kind of step, which other ranks have made."""
         self._checked.setdefault(step_name, _Checked())
 
-    def run(self, step_name: str, module: nn.Module, args: Sequence[object], run: Callable[..., object]) -> Any:
+    def run(self, step_name: str, module: nn.Module, args: Sequence[object], run: Callable[..., object]) -> object:
         """Call ``run(step_name, *args)``, with this rank's part of the batch, the first of `args`, if steps are cut.
 
         Where a sequence is too short for all ranks, each computes the whole, and one of them counts.

@@ -172,7 +172,7 @@ def _captured(value: Any, depth: int) -> Iterator[Tensor]:
         yield from _captured(each, depth - 1)
 
 
-def _content(cell: Any) -> Any:
+def _content(cell: Any) -> object:
     try:
         return cell.cell_contents
     except ValueError:  # a variable that has no value yet

@@ -42,7 +42,7 @@ def _make_overridable(function: FunctionType) -> None:
     plain.__kwdefaults__ = function.__kwdefaults__
     signature = inspect.signature(function)
 
-    def call(*args: object, **kwargs: object) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         if has_torch_function(args):
             return handle_torch_function(function, args, *args, **kwargs)
         return plain(*args, **kwargs)

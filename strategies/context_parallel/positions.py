@@ -39,7 +39,7 @@ class GivesPositions:
     def __deepcopy__(self, memo: dict[int, object]) -> GivesPositions:
         return self  # a copy of the module trains in the same processes
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_context": None}  # where the module is unpickled, there are no parts
 
     def __call__(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
@@ -97,7 +97,7 @@ class GivesPositions:
         }
         return masks.get("", masks)
 
-    def _without_mask(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Any, dict[str, Any]]:
+    def _without_mask(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Any, dict[str, object]]:
         """Return arguments among whose positional ones there is no mask."""
         place = [*self._signature.parameters].index("attention_mask")
         if len(args) <= place:

@@ -73,7 +73,7 @@ def new_event(device: torch.device, **options: bool) -> Any:
     return module_of(device).Event(**options)
 
 
-def recorded_event(device: torch.device, stream: object = None, **options: bool) -> Any:
+def recorded_event(device: torch.device, stream: object = None, **options: bool) -> object:
     """Return an event after the work that a stream, by default the current device's current one, was given so far."""
     event = new_event(device, **options)
     event.record() if stream is None else event.record(stream)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 
@@ -53,7 +53,7 @@ class RehearsedCollectives(Collectives):
         self._check_rank("dst", dst)
         return [data] * self.world_size if self.rank == dst else None
 
-    def all_gather_object(self, data: object) -> list[Any]:
+    def all_gather_object(self, data: object) -> list[object]:
         return [data] * self.world_size
 
     def barrier(self, name: str | None = None) -> None:

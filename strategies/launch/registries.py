@@ -28,7 +28,7 @@ class RegistryEntry(NamedTuple):
     path: tuple[str, ...]
     """The names that lead to the mapping from the module's namespace."""
     key: Hashable
-    value: Any
+    value: object
 
 
 class Registered(partial[Any]):

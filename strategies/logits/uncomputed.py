@@ -199,7 +199,7 @@ class UncomputedLogits:
     def __neg__(self) -> object:
         return self._call("neg", (self,), {})
 
-    def _call(self, name: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
+    def _call(self, name: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         """Apply a function of torch, or a method, to the logits."""
         is_in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
         name = name.removesuffix("_") if is_in_place and not name.startswith("__") else name

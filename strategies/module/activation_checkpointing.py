@@ -199,7 +199,7 @@ def _make_forward(
     changing = _Changing()
     is_computed_again = setting.mode is not None
 
-    def forward(self: nn.Module, *args: object, **kwargs: object) -> Any:
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
         plain = partial(type(self).forward, self) if own is None else own
         if not torch.is_grad_enabled():
             return plain(*args, **kwargs)
@@ -228,7 +228,7 @@ def _in_default_dtype(function: Callable[..., object]) -> Callable[..., object]:
     """Make both calls use the current default dtype: backward runs outside the step, which may have set its own."""
     dtype = torch.get_default_dtype()
 
-    def call(*args: object) -> Any:
+    def call(*args: object) -> object:
         now = torch.get_default_dtype()
         if now is dtype:
             return function(*args)
@@ -260,7 +260,7 @@ def _in_function_modes(function: Callable[..., object]) -> Callable[..., object]
 def _without_cast_cache(function: Callable[..., object]) -> Callable[..., object]:
     """Disable the autocast cache: selective checkpointing needs the same number of casts in both calls."""
 
-    def call(*args: object) -> Any:
+    def call(*args: object) -> object:
         was_enabled = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         try:

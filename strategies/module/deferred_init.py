@@ -296,7 +296,7 @@ class _Operation(NamedTuple):
 
     function: Any
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    kwargs: dict[str, object]
     output: Any
 
     @property

@@ -40,7 +40,7 @@ def split(batch: object, num_slices: int) -> tuple[list[Any], list[int]]:
     return slices, [min(step, length - start) for start in starts]
 
 
-def _rows(data: object, start: int, stop: int, length: int) -> Any:
+def _rows(data: object, start: int, stop: int, length: int) -> object:
     if isinstance(data, Tensor):
         return data[start:stop] if data.dim() else data
     if isinstance(data, list) and len(data) == length and next(iterate_tensors(data), None) is None:

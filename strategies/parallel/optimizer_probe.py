@@ -133,7 +133,7 @@ class OptimizerProbe:
         return self._together[scale]
 
     def _updated(
-        self, chosen: Sequence[tuple[int, Any]], scale: float, shard: Callable[[Tensor, Any], Tensor]
+        self, chosen: Sequence[tuple[int, Any]], scale: float, shard: Callable[[Tensor, object], Tensor]
     ) -> list[tuple[Tensor, Tensor]] | None:
         """Return each imitation before and after some steps; None if they failed."""
         held: dict[int, list[Parameter]] = {}

@@ -295,7 +295,7 @@ class ShardedModule:
             if self.runs.layers is not None:
                 self.runs.layers.end(step_name, has_failed=has_failed)
 
-    def _call(self, *args: object, **kwargs: object) -> Any:
+    def _call(self, *args: object, **kwargs: object) -> object:
         """Run the module's ``forward``; between steps, run it through the root, which gathers parameters."""
         return self._forward(*args, **kwargs) if self._is_in_step else self._run("forward", *args, **kwargs)
 

@@ -62,7 +62,7 @@ def stand_in(specs: object, value: float, device: torch.device, error_of: Callab
         error_of: returns the error to raise where an absent one is used.
     """
 
-    def fill(leaf: object) -> Any:
+    def fill(leaf: object) -> object:
         if not isinstance(leaf, Spec):
             return leaf
         if leaf.dtype.is_floating_point or leaf.dtype.is_complex:

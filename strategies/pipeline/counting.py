@@ -71,7 +71,7 @@ class Observed:
     """What steps have returned and logged, to be compared."""
 
     def __init__(self) -> None:
-        self.outputs: dict[int, Any] = {}
+        self.outputs: dict[int, object] = {}
         """By the indices of micro-batches."""
         self.logged: list[tuple[int, int, str, float]] = []
         """Micro-batch, stage, name and value of each number."""

@@ -276,7 +276,7 @@ class _WholePass:
         self._whole, self._steps, self._staged, self.index = whole, steps, whole.staged, index
         self.output: Any = None
 
-    def call(self, name: str, part: nn.Module, run: Callable[..., object], args: Any, kwargs: Any) -> Any:
+    def call(self, name: str, part: nn.Module, run: Callable[..., object], args: Any, kwargs: Any) -> object:
         """Run a part with the random numbers that it draws on its stage, and note what it changes."""
         draws, whole = self._staged.draws, self._whole
         before = self._attributes_around(name, part)
@@ -320,7 +320,7 @@ class _WholePass:
                 self._whole.written.append(Written(name, owner, attribute, specs_of(value)))
 
 
-def _content(value: object) -> tuple[Any, ...]:
+def _content(value: object) -> tuple[object, ...]:
     """Return what makes up a value that can change in place."""
     if isinstance(value, Tensor):
         return (version_of(value),)

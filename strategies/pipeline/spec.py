@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ class Shapes(NamedTuple):
 
     received: object
     """What it receives, with specs in place of tensors; None on the first stage."""
-    parts: dict[str, list[Any]]
+    parts: dict[str, list[object]]
     """What the parts of earlier stages return, for each of their calls."""
 
 
@@ -101,5 +101,5 @@ def signature_of(step_name: str, batch: object) -> Hashable:
     return step_name, torch.is_grad_enabled(), leaves
 
 
-def _plain(leaf: object) -> Any:
+def _plain(leaf: object) -> object:
     return leaf if isinstance(leaf, bool | int) or leaf is None else type(leaf).__name__

@@ -67,7 +67,7 @@ class Pass:
         """The parts that have run here."""
         self.stood_in: list[str] = []
         """The parts of earlier stages that were called."""
-        self.output: Any = None
+        self.output: object = None
         """What is sent to the next stage."""
         self.specs: dict[str, list[object]] = {}
         """What the parts that have run here returned, where it is to be noted."""
@@ -77,7 +77,7 @@ class Pass:
 
     # --- calls of parts ----------------------------------------------------------------------------------------------
 
-    def call(self, name: str, part: nn.Module, run: Callable[..., object], args: object, kwargs: object) -> Any:
+    def call(self, name: str, part: nn.Module, run: Callable[..., object], args: object, kwargs: object) -> object:
         """Answer a call to a part, or end the stage."""
         owners = self.staged.owners[name]
         if self.stage in owners:
@@ -269,7 +269,7 @@ class Pass:
             f"stage that calls it in {HOOK}(num_stages), or register it before the blocks."
         )
 
-    def noted(self) -> dict[str, list[Any]]:
+    def noted(self) -> dict[str, list[object]]:
         """Return what all parts up to here return, for the next stage."""
         return {**{name: list(specs) for name, specs in self.shapes.items()}, **self.specs}
 
@@ -341,7 +341,7 @@ class StagedModule:
         finally:
             self._current = None
 
-    def run(self, step: Callable[..., object], *args: object, **kwargs: object) -> Any:
+    def run(self, step: Callable[..., object], *args: object, **kwargs: object) -> object:
         """Run a step to the end of the stage; return what the stage sends or, on the last, what the step returns."""
         current = self._current
         if current is None:

@@ -80,7 +80,7 @@ class _Follow:
     def before(self, _: nn.Module, args: object, kwargs: object) -> tuple[Any, Any]:
         return self._moved(args), self._moved(kwargs)
 
-    def after(self, _: nn.Module, __: object, output: object) -> Any:
+    def after(self, _: nn.Module, __: object, output: object) -> object:
         return self._moved(output)
 
     def _moved(self, data: object) -> object:

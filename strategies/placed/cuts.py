@@ -158,14 +158,14 @@ class Cuts:
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def run(self, module: nn.Module, run: Callable[..., object], step_name: str, *args: Any) -> Any:
+    def run(self, module: nn.Module, run: Callable[..., object], step_name: str, *args: object) -> object:
         """Call `run` with a step and this rank's part of the sequences among its arguments."""
         checked = partial(self._run_checked, run)
         if self.sequences is None:
             return checked(step_name, *args)
         return self.sequences.run(step_name, module, args, checked)
 
-    def _run_checked(self, run: Callable[..., object], step_name: str, *args: Any) -> object:
+    def _run_checked(self, run: Callable[..., object], step_name: str, *args: object) -> object:
         """Call `run`; in the first steps of each kind, compare cut layers with whole ones."""
         if self._check is None:
             return run(step_name, *args)
@@ -197,7 +197,7 @@ class Cuts:
         """Return the context of a step, in which a loss may have logits that are sharded."""
         return loss_context() if self._loss_parallel else nullcontext()
 
-    def gathered(self, output: Any) -> Any:
+    def gathered(self, output: object) -> Any:
         """Return what a step has returned, with whole tensors."""
         return map_tensors(gathered, output) if self._gathers else output
 

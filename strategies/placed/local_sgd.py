@@ -91,7 +91,7 @@ class PlacedLocalSGD(PlacedReplica):
                 for tensor, mean in zip(common, self.ranks.all.all_reduce(common, "mean"), strict=True):
                     tensor.copy_(mean)
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, object]:
         """Return the optimizer's state, with parameters by name, and its number of steps."""
         state = super().optimizer_state(optimizer)
         average = self._averages.get(optimizer)

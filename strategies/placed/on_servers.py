@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -223,7 +222,7 @@ class PlacedOnServers(PlacedReplica):
                 for served in self.served.values():
                     served.pull()
 
-    def model_state(self) -> dict[str, Any]:
+    def model_state(self) -> dict[str, object]:
         state = super().model_state()
         if self._tables is None or self.connection is None:
             return state
@@ -253,7 +252,7 @@ class PlacedOnServers(PlacedReplica):
         self._tables.load(state, self.connection, self.ranks.all)
         super().load_model_state(self._tables.without_memory(state), strict=strict)
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, object]:
         """Return the groups and this trainer's share of the state, by name; each trainer saves a different share."""
         state = super().optimizer_state(optimizer)
         served = self.served.get(optimizer)

@@ -93,7 +93,7 @@ class PlainCopies:
             drop_compiled_call(copied)
         return copies[part]
 
-    def _attributes(self, part: nn.Module) -> tuple[type[nn.Module], dict[str, Any]]:
+    def _attributes(self, part: nn.Module) -> tuple[type[nn.Module], dict[str, object]]:
         change, own = self._changes.get(part), vars(part)
         added = {} if change is None else change.hooks
         found = {

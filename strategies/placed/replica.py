@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -27,7 +26,7 @@ class PlacedReplica(Placed):
         super().__init__(site, module)
         self._replica, self._check = replica, check
 
-    def run(self, step_name: str, *args: object) -> Any:
+    def run(self, step_name: str, *args: object) -> object:
         with self.forward_context:
             return self._replica.step_fn(step_name)(*args)
 

@@ -164,7 +164,7 @@ class PlacedShards(Placed):
 
     # --- for every micro-batch and step ------------------------------------------------------------------------------
 
-    def run(self, step_name: str, *args: object) -> Any:
+    def run(self, step_name: str, *args: object) -> object:
         self._compare_sequences(step_name, args)
         return self._cuts.run(self.module, self._run_step, step_name, *args)
 
@@ -263,7 +263,7 @@ class PlacedShards(Placed):
         """Return the ranks that hold the same part of a parameter, or a buffer, as this one."""
         return self._holders.of(parameter) if is_dtensor(parameter) else self.ranks.peers.ranks
 
-    def model_state(self) -> dict[str, Any]:
+    def model_state(self) -> dict[str, object]:
         self._sharded.reshard()
         self._sharded.check_all_sharded()
         return super().model_state()

@@ -119,7 +119,7 @@ class PlacedStages(PlacedShards):
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def run(self, step_name: str, *args: object) -> Any:
+    def run(self, step_name: str, *args: object) -> object:
         pipeline, step = self.pipeline, partial(self._cuts.run, self.module, self._run_step, step_name, *args)
         if pipeline.staged.is_passing:
             return step()
@@ -189,7 +189,7 @@ class PlacedStages(PlacedShards):
         super().sync_buffers(copies)
         self.pipeline.sync_buffers(copies)
 
-    def model_state(self) -> dict[str, Any]:
+    def model_state(self) -> dict[str, object]:
         return marked(self.pipeline, super().model_state())
 
     def full_model_state(self) -> dict[str, object]:

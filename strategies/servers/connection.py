@@ -58,7 +58,7 @@ class Timeouts:
 class _Presence:
     """Answers the pings of other peers, on a trainer."""
 
-    def answer(self, request: str, arguments: tuple[object, ...]) -> Any:
+    def answer(self, request: str, arguments: tuple[object, ...]) -> object:
         return []
 
 

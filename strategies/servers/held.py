@@ -205,5 +205,5 @@ def _copied(value: object) -> object:
     return copy.deepcopy(value) if isinstance(value, Tensor | list | dict) else value
 
 
-def _state_of(state: Mapping[str, dict[str, object]], parameters: Mapping[str, nn.Parameter]) -> dict[Tensor, Any]:
+def _state_of(state: Mapping[str, dict[str, object]], parameters: Mapping[str, nn.Parameter]) -> dict[Tensor, object]:
     return {parameters[name]: value for name, value in state.items() if name in parameters}

@@ -66,7 +66,7 @@ class RemoteCalls:
         args: Sequence[object],
         kwargs: Mapping[str, object] | None,
         timeout: float,
-    ) -> Any:
+    ) -> object:
         if self._connection is None:
             name = "remote" if how == "remote" else f"rpc_{how}"
             raise RunError(

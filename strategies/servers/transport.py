@@ -11,7 +11,7 @@ from typing import Any, Protocol
 class Service(Protocol):
     """Answers the requests of a process's peers, from any thread."""
 
-    def answer(self, request: str, arguments: tuple[object, ...]) -> Any:
+    def answer(self, request: str, arguments: tuple[object, ...]) -> object:
         """Return the answer, or a `Future` of it if it has to wait for other peers."""
 
 

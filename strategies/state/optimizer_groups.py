@@ -94,7 +94,7 @@ def _check_kind(optimizer: Optimizer, saved: Group, here: Group) -> None:
         )
 
 
-def _check_setting(saved: Any, here: Any, place: str) -> None:
+def _check_setting(saved: Any, here: object, place: str) -> None:
     """Reject settings that are not numbers where this optimizer has numbers."""
     if isinstance(here, tuple):
         check(saved, [object], place)

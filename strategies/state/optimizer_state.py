@@ -71,7 +71,7 @@ def load_by_name(optimizer: Optimizer, module: nn.Module, state: Mapping[str, An
                 loaded[key] = _as_saved(loaded[key], saved[key], changed)
 
 
-def _as_saved(loaded: Any, saved: Any, changed: tuple[torch.dtype, torch.dtype]) -> Any:
+def _as_saved(loaded: Any, saved: Any, changed: tuple[torch.dtype, torch.dtype]) -> object:
     """Return a value of a parameter's state without the conversions of ``optimizer.load_state_dict``.
 
     Args:

@@ -95,7 +95,7 @@ def check(value: object, schema: Schema, place: str) -> None:
         raise _refused(place, repr(schema), value)
 
 
-def _check_object(value: object, schema: Mapping[Any, Schema], place: str) -> None:
+def _check_object(value: object, schema: Mapping[object, Schema], place: str) -> None:
     if not isinstance(value, Mapping):
         raise _refused(place, "an object", value)
     if len(schema) == 1 and isinstance(rule := next(iter(schema)), Rule):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from torch import nn
 
@@ -53,7 +53,7 @@ def brought_plans(
         yield from brought_plans(child, kind, counts=counts, name=f"{name}.{child_name}".lstrip("."))
 
 
-def _own(part: nn.Module, name: str) -> Any:
+def _own(part: nn.Module, name: str) -> object:
     """Return an attribute of a module, unless it is that of another module inside, which adapters hand on."""
     return attribute_of(part, name) if name in vars(part) or hasattr(type(part), name) else None
 
@@ -69,7 +69,7 @@ def outside(name: str) -> str:
     return _INSIDE.sub("", name)
 
 
-def reaching_inside(module: nn.Module, words: Plan) -> dict[str, Any]:
+def reaching_inside(module: nn.Module, words: Plan) -> dict[str, object]:
     """Return a plan whose words for layers with adapters of peft are those of the layers inside.
 
     LoRA adds B(A(x)) to a layer: where its output is cut, that of B is, and where its input is cut, that of A is. What

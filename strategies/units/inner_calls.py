@@ -57,7 +57,7 @@ class InnerCalls:
             self._depth -= 1
 
     def _around(self, forward: Callable[..., object]) -> Callable[..., object]:
-        def call(*args: object, **kwargs: object) -> Any:
+        def call(*args: object, **kwargs: object) -> object:
             return forward(*args, **kwargs) if self._depth else self._gathering(forward, *args, **kwargs)
 
         return call

@@ -33,7 +33,7 @@ class LayerUnit(nn.Module):
         self._is_read = False
         vars(layer)["forward"] = self._call
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """Call the layer's own forward."""
         own = vars(self.layer)["_parameters"]
         if self.is_active and any(dict.get(own, name) is shard for name, shard in self._shards.items()):
@@ -79,7 +79,7 @@ class LayerUnit(nn.Module):
         unit.unshard()
         unit.set_unshard_in_backward(not self.frees_after_forward)
 
-    def _call(self, *args: object, **kwargs: object) -> Any:
+    def _call(self, *args: object, **kwargs: object) -> object:
         return self(*args, **kwargs) if self.is_active else self.forward(*args, **kwargs)
 
 
@@ -142,7 +142,7 @@ class _Watched(dict[str, Any]):
         self._unit.note_read()
         return super().items()
 
-    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+    def values(self) -> ValuesView[object]:  # type: ignore[override]
         self._unit.note_read()
         return super().values()
 

@@ -283,7 +283,7 @@ class UnitOrder:
                 return own.detail
             first = min(pending, key=lambda call: call.urgency)
             same = [call.detail for call in pending if call[:2] == first[:2]]
-            detail: Any
+            detail: object
             if first.kind == "reduce":
                 detail = [any(has) for has in zip(*same, strict=True)]
             else:

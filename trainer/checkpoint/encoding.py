@@ -150,7 +150,7 @@ class Encoder:
             self._marks.append(value)
         return self._known[id(value),]
 
-    def _mapping(self, value: Mapping[Any, Any], path: str, key: str) -> Any:
+    def _mapping(self, value: Mapping[Any, object], path: str, key: str) -> Any:
         if all(type(name) is str and not name.startswith("$") for name in value):
             return {name: self._encode(item, f"{path}[{name!r}]", _join(key, name)) for name, item in value.items()}
         return {

@@ -34,7 +34,7 @@ MODEL: Final = "model"
 class EncodedState:
     """A state in the form in which one rank writes it."""
 
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
     """The JSON values of each part; only rank 0's are written."""
     blocks: Mapping[str, Mapping[str, Block]]
     """The tensors of each part that this rank writes, by key."""

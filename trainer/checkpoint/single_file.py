@@ -344,7 +344,7 @@ def _as_key(value: object) -> object:
     return value
 
 
-_PLAIN: Final[Mapping[str, Callable[[Any], Any]]] = {
+_PLAIN: Final[Mapping[str, Callable[[Any], object]]] = {
     "$tuple": tuple,
     "$size": tuple,
     "$set": lambda items: set(map(_as_key, items)),

@@ -84,7 +84,7 @@ class MemoryWriter:
 
     def save(
         self,
-        state: Mapping[str, Any],
+        state: Mapping[str, object],
         step: int,
         *,
         still: Collection[str] = (),

@@ -50,7 +50,7 @@ class ArrayItems(tuple[Any, ...]):
     __slots__ = ()
 
 
-SCALARS: Final[Mapping[type, tuple[str, Callable[[Any], Any]]]] = {
+SCALARS: Final[Mapping[type, tuple[str, Callable[[Any], object]]]] = {
     bytes: ("$bytes", lambda value: base64.b64encode(value).decode()),
     complex: ("$complex", lambda value: [repr(value.real), repr(value.imag)]),
     timedelta: ("$timedelta", lambda value: [value.days, value.seconds, value.microseconds]),
@@ -85,7 +85,7 @@ def _no_tensor(key: str) -> Tensor:
     raise KeyError(key)
 
 
-def decode(encoded: object, tensor: Callable[[str], Tensor] = _no_tensor, **readers: Callable[[Any], Any]) -> Any:
+def decode(encoded: object, tensor: Callable[[str], Tensor] = _no_tensor, **readers: Callable[[Any], object]) -> Any:
     """Return the value that was passed to `encode`.
 
     Args:
@@ -164,7 +164,7 @@ def _wrapped_block(encoded: Any, tensor: Callable[[str], Tensor], readers: Reade
     check(encoded, {"class": TEXT, "stride": [COUNT], "tensors": {TEXT: object}}, "A tensor that wraps others")
     kind = tensor_class(encoded["class"])
 
-    def make(content: list[Any]) -> Any:
+    def make(content: list[Any]) -> object:
         found = imported_class(content[0]) or class_beside(content[0], kind)
         if found is None or not is_trusted(found, kind):
             raise CheckpointError(

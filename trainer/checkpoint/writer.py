@@ -8,7 +8,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +49,7 @@ class Writer:
     def save(
         self,
         path: AnyPath,
-        state: Mapping[str, Any],
+        state: Mapping[str, object],
         *,
         mesh: Mapping[str, int] | None = None,
         still: Collection[str] = (),
@@ -131,7 +130,7 @@ class AsyncWriter(Writer):
     def save(
         self,
         path: AnyPath,
-        state: Mapping[str, Any],
+        state: Mapping[str, object],
         *,
         mesh: Mapping[str, int] | None = None,
         still: Collection[str] = (),
@@ -260,7 +259,7 @@ class RehearsedWriter(Writer):
     def save(
         self,
         path: AnyPath,
-        state: Mapping[str, Any],
+        state: Mapping[str, object],
         *,
         mesh: Mapping[str, int] | None = None,
         still: Collection[str] = (),

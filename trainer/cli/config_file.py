@@ -110,7 +110,7 @@ def _yaml(values: Mapping[str, object]) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(dict(values)))
 
 
-def check_keys(values: Mapping[Any, Any]) -> None:
+def check_keys(values: Mapping[Any, object]) -> None:
     """Raise a `ConfigError` for an unknown key of a config."""
     for key in values:
         if key not in KEYS:

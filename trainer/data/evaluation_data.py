@@ -195,7 +195,7 @@ class EvaluationData:
     """For all ranks together."""
     readers: list[Reader]
     seed: int = 0
-    source: Any = None
+    source: object = None
     """The loaders as given."""
 
     @classmethod

@@ -28,7 +28,7 @@ class Order(Protocol):
     def head(self) -> list[Any]:
         """The first indices of the epoch whose entries were asked for last, as plain values."""
 
-    def entries(self, epoch: int, start: int) -> Iterator[Any]:
+    def entries(self, epoch: int, start: int) -> Iterator[object]:
         """Yield the entries of an epoch, without the first `start`."""
 
     def size(self) -> int | None:
@@ -101,7 +101,7 @@ class Addressed:
     def head(self) -> list[Any]:
         return self._head
 
-    def entries(self, epoch: int, start: int) -> Iterator[Any]:
+    def entries(self, epoch: int, start: int) -> Iterator[object]:
         self._head = plain(islice(self._sampler.entries_from(epoch, 0, self._seed), HEAD))
         return self._sampler.entries_from(epoch, start, self._seed)
 
@@ -350,7 +350,7 @@ class IndexStream:
         return isinstance(self._order, Sequential)
 
     @property
-    def head(self) -> list[Any]:
+    def head(self) -> list[object]:
         """The first indices of the epoch, as far as they were drawn."""
         return self._order.head
 

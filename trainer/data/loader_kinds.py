@@ -69,7 +69,7 @@ def ending_workers() -> Iterator[None]:
             end_workers(iterator)
 
 
-def begin(loader: Iterable[Any]) -> Iterator[Any]:
+def begin(loader: Iterable[Any]) -> Iterator[object]:
     """Return an iterator over a loader; worker processes that it starts ignore Ctrl-C."""
     is_kept = _restart(loader)
     try:
@@ -94,7 +94,7 @@ class _Kept:
 
     def __init__(self, loader: DataLoader[object]) -> None:
         self._loader = loader
-        self._batches: Iterator[Any] | None = None
+        self._batches: Iterator[object] | None = None
 
     def restart(self) -> None:
         """Begin again with the next batch."""

@@ -65,7 +65,7 @@ class MapStream:
         self._epoch, self.position, self.rounds, self.batch_size = 0, 0, 0, 1
         self._reader: Callable[[object], object] | None = None
         """Makes a batch from its indices; None to use the loader's iterator."""
-        self._batches: Iterator[Any] = iter(())
+        self._batches: Iterator[object] = iter(())
         self._ahead: object = END
         self._num_indices = -1 if (length := length_of(loader.dataset)) is None else length
         self._content = content_of(loader.dataset)

@@ -42,11 +42,11 @@ class OwnGenerators:
     def __len__(self) -> int:
         return len(self._generators)
 
-    def states(self) -> list[Any]:
+    def states(self) -> list[object]:
         """Return the state of each."""
         return [_state_of(generator) for generator in self._generators]
 
-    def follow_first(self, share: Callable[[Any], Any] | None) -> None:
+    def follow_first(self, share: Callable[[object], Any] | None) -> None:
         """Take the states of the first rank's, if `share` returns what it has. Collective then."""
         if share is not None and self._generators:
             self.put(share(self.states()))
@@ -104,7 +104,7 @@ def _is_generator(value: object) -> bool:
     return isinstance(value, kinds) and value is not numpy.random.mtrand._rand  # noqa: SLF001 - the global one
 
 
-def _state_of(generator: object) -> Any:
+def _state_of(generator: object) -> object:
     """Return a state as a tensor if it is torch's, else as JSON, whose integers may have any size."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()

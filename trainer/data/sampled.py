@@ -59,7 +59,7 @@ class Place(NamedTuple):
     current: int | None
     num: int
     start: list[Any]
-    now: list[Any]
+    now: list[object]
     head: list[Any]
 
 
@@ -87,7 +87,7 @@ class Sampled:
         self._savers = [each for each in _levels(sampler) if _saves(each)]
         self._is_known = _is_known(sampler)
         self._origin = self._start = self._generators.states()
-        self._saved: list[Any] = []
+        self._saved: list[object] = []
         self._passes: list[tuple[int, int, int]] = []
         """The passes before the current one: the first of several epochs, their number, and the entries of each."""
         self._current: int | None = None
@@ -104,7 +104,7 @@ class Sampled:
     def size(self) -> int | None:
         return length_of(self.sampler)
 
-    def entries(self, epoch: int, start: int) -> Iterator[Any]:
+    def entries(self, epoch: int, start: int) -> Iterator[object]:
         is_continued = (self._is_loaded or self._is_rewound) and epoch == self._current
         self._is_rewound = False
         if self._is_loaded:
@@ -165,7 +165,7 @@ class Sampled:
 
     # --- state -------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any] | None:
+    def state_dict(self) -> dict[str, object] | None:
         """Return what a resumed run needs; None if the seed is enough."""
         if self._is_known and not len(self._generators):
             return None
@@ -265,7 +265,7 @@ def _is_known(sampler: object) -> bool:
     return type(sampler) in _NO_STATE or type(sampler).__module__.startswith("torchdata.")
 
 
-def plain(entries: Iterable[object]) -> list[Any]:
+def plain(entries: Iterable[object]) -> list[object]:
     """Return the first indices among entries (indices, batches of them, or others) as integers and text."""
     found: list[object] = []
     for entry in entries:
@@ -275,7 +275,7 @@ def plain(entries: Iterable[object]) -> list[Any]:
     return found[:HEAD]
 
 
-def _plain(entry: Any) -> list[Any]:
+def _plain(entry: Any) -> list[object]:
     if isinstance(entry, str):
         return [entry]
     if isinstance(entry, list | tuple):

@@ -55,7 +55,7 @@ class Stream(Protocol):
     def recut(self, cut: Cut) -> None:
         """Cut global batches differently from the next iteration on."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the position, and what the loader needs to continue from it."""
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:

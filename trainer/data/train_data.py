@@ -248,7 +248,7 @@ class TrainData:
         """Return what each loader reads in this epoch, to compare it between ranks."""
         return [stream.drawn() for stream in self._streams]
 
-    def state_dict(self) -> list[dict[str, Any]]:
+    def state_dict(self) -> list[dict[str, object]]:
         """Return the position of every loader; if `is_shared`, the same on every rank."""
         return [stream.state_dict() for stream in self._streams]
 

@@ -63,7 +63,7 @@ class PreparedLoader:
         self.batches_done = 0
         """Batches of the epoch that the loop has received."""
         self._was_left = False
-        self._spare: Any = None
+        self._spare: object = None
         self._has_spare = False
 
     @property
@@ -142,7 +142,7 @@ class PreparedLoader:
 
     # --- state -------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the position after the last step that was read. Collective: every rank calls it."""
         data = of_data_ranks(self._strategy, self._data.state_dict())
         return {"epoch": self.epoch, "batches": self.batches_done, "data": data}

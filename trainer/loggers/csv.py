@@ -258,7 +258,7 @@ def _lines(file: BinaryIO) -> Iterator[str]:
         line.decode("utf-8")
 
 
-def _checked(rows: Iterable[dict[str, object]], path: Path) -> Iterator[dict[str, Any]]:
+def _checked(rows: Iterable[dict[str, object]], path: Path) -> Iterator[dict[str, object]]:
     for row in rows:
         if not re.fullmatch(r"[0-9]{1,18}", str(row.get("step"))) or None in row:
             raise ConfigError(

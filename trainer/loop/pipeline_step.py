@@ -37,7 +37,7 @@ class PipelineStep(SharedStep):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._window: Sequence[MicroBatch] = ()
-        self._batches: list[Any] = []
+        self._batches: list[object] = []
         self._outputs: dict[int, object] = {}
         self._losses: list[float] = []
         self._spare: Any = None

@@ -77,7 +77,7 @@ def warn_if_shared(stages: Mapping[Any, Mapping[str, Entry]], stage: str, entry:
             )
 
 
-def _state_of(metric: Any) -> dict[str, Any] | None:
+def _state_of(metric: Any) -> dict[str, object] | None:
     """Return the states of a torchmetrics object that has seen something."""
     defaults, count = getattr(metric, "_defaults", None), getattr(metric, "_update_count", 0)
     if not isinstance(defaults, dict) or not defaults or not count:
@@ -96,7 +96,7 @@ def _is_plain(value: object) -> bool:
     return all(map(_is_plain, value)) if isinstance(value, list) else isinstance(value, Tensor)
 
 
-def _merge(states: list[dict[str, Any]], reductions: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(states: list[dict[str, Any]], reductions: Mapping[str, Any]) -> dict[str, object]:
     merged: dict[str, object] = {}
     for name, reduce in reductions.items():
         values = [state["states"][name] for state in states]

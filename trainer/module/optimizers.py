@@ -215,7 +215,7 @@ def step_of(optimizer: Optimizer) -> Callable[..., object]:
     def has_noted(replaced: Any) -> bool:
         return getattr(replaced, "__wrapped__", None) is method and has_noted_step(optimizer, replaced)
 
-    def step(*closure: Any) -> Any:
+    def step(*closure: Any) -> object:
         is_watched = before or after or before_any or after_any or is_profiling()
         if not is_direct or is_watched or ("step" in attributes and not has_noted(attributes["step"])):
             return optimizer.step(*closure)

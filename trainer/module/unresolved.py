@@ -66,7 +66,7 @@ def escaped(value: object) -> Any:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
-def _merged(raw: Any, value: Any, kept: Set[str]) -> object:
+def _merged(raw: object, value: Any, kept: Set[str]) -> object:
     """Return a resolved value in which the interpolations whose result contains a string of `kept` are kept."""
     if isinstance(raw, dict):
         return {str(key): _merged(item, value[key], kept) for key, item in raw.items()}
@@ -77,7 +77,7 @@ def _merged(raw: Any, value: Any, kept: Set[str]) -> object:
     return raw if any(text in leaf for leaf in _texts(value) for text in kept) else value
 
 
-def _results_of_resolvers(raw: Any, value: Any) -> Iterator[str]:
+def _results_of_resolvers(raw: object, value: Any) -> Iterator[str]:
     """Yield the strings inside a resolved value that come from resolvers, such as ``${oc.env:TOKEN}``."""
     if isinstance(raw, dict):
         for key, item in raw.items():

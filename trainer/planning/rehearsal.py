@@ -105,7 +105,7 @@ class RehearsedPlaced(Placed):
         """Return an attribute of the inner one that `Placed` sets when it is made."""
         return getattr(self.inner, name)
 
-    def run(self, step_name: str, *args: object) -> Any:
+    def run(self, step_name: str, *args: object) -> object:
         batch, *rest = args
         with self._rehearsal.rehearsing(step_name):
             return self.inner.run(step_name, map_tensors(self._rehearsal.mode.from_tensor, batch), *rest)

@@ -22,7 +22,7 @@ def schedule_state(scheduler: Any) -> dict[str, object]:
     return {key: _saved(value) for key, value in state.items() if not isinstance(value, _CODE)}
 
 
-def _saved(value: Any) -> Any:
+def _saved(value: Any) -> object:
     if _is_schedule(value):
         return schedule_state(value)
     if type(value) in (list, tuple):

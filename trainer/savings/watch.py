@@ -56,7 +56,7 @@ class Watched(Protocol):
         """The training loaders, as they were passed or returned."""
 
     @property
-    def datamodule(self) -> Any:
+    def datamodule(self) -> object:
         """The data module; None without one."""
 
     @property

@@ -270,7 +270,7 @@ class StreamedMixture(Mixture, IterableDataset[Any]):
                 dataset.load_state_dict(state)
         return first
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return where the streams are after the sample that was read last."""
         lanes = {name: each.state_dict() for name, each in (self._lanes or {}).items()}
         return {"at": self._position, "block": self._block, "lanes": lanes}

@@ -97,7 +97,7 @@ class StreamCursor:
         self.taken = 0
         """Samples that were taken in all passes."""
         self._pass, self._in_pass = 0, 0
-        self._state: Any = None
+        self._state: object = None
         self._kept: dict[str, object] | None = None
         """What `state_dict` returned since the last sample: readers ask after each batch."""
         self._iterator: Iterator[object] | None = None

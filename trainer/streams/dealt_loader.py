@@ -164,7 +164,7 @@ class DealtLoader:
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
-    def batches(self, epoch: int, seed: int, start: int, state: Mapping[str, Any]) -> Iterator[Any]:
+    def batches(self, epoch: int, seed: int, start: int, state: Mapping[str, Any]) -> Iterator[object]:
         """Return the batches of an epoch.
 
         Args:
@@ -222,7 +222,7 @@ class DealtLoader:
         if self._clone is not self._loader and getattr(self._clone, "persistent_workers", False):
             vars(self._clone)["_iterator"] = None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return what the last batch left behind, to go on from there."""
         if isinstance(self._dataset, TurnDataset):
             states = self._states
@@ -235,7 +235,7 @@ class DealtLoader:
         return {"shards": shards, "shares": self._shares, **place}
 
 
-def joined(state: Mapping[str, Any], of_all: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def joined(state: Mapping[str, Any], of_all: Sequence[Mapping[str, Any]]) -> dict[str, object]:
     """Return a rank's state with how far all ranks have read their shards or lanes, for another number of ranks."""
     shards: dict[str, Any] = {}
     for each in of_all:

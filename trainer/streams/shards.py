@@ -28,7 +28,7 @@ class InShards(Protocol):
     def num_shards(self) -> int:
         """The number of shards."""
 
-    def shard(self, num_shards: int, index: int) -> Iterable[Any]:
+    def shard(self, num_shards: int, index: int) -> Iterable[object]:
         """Return one of `num_shards` parts, which together are the whole stream."""
 
 

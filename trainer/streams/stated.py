@@ -14,7 +14,7 @@ from ...strategies.distributed.nested import map_tensors
 class Stated(NamedTuple):
     """A batch, and where the stream is after it."""
 
-    batch: Any
+    batch: object
     worker: int
     state: Mapping[str, Any]
 
@@ -38,7 +38,7 @@ class StatingCollate:
     In a worker it meets the copy of the stream that is read there, as both are copied together.
     """
 
-    def __init__(self, collate: Callable[[Any], Any], reader: Reader) -> None:
+    def __init__(self, collate: Callable[[Any], object], reader: Reader) -> None:
         self._collate, self._reader = collate, reader
 
     def __call__(self, samples: object) -> Stated:
@@ -60,7 +60,7 @@ class WorkerBeginning:
             self._begin(worker_id)
 
 
-def with_dataset(loader: DataLoader[Any], dataset: Any) -> DataLoader[object]:
+def with_dataset(loader: DataLoader[object], dataset: Any) -> DataLoader[object]:
     """Return a copy of a loader, with its class and attributes, that reads another stream and its states."""
     import copy
 

@@ -42,9 +42,9 @@ class _Begun(NamedTuple):
     place: tuple[int, int]
     """The epoch and its seed."""
     context: AbstractContextManager[None]
-    samples: Iterator[Any]
+    samples: Iterator[object]
     """All of its samples, those that were looked at included."""
-    before: Any
+    before: object
     """The state of the stream before, if it has one."""
 
 
@@ -188,7 +188,7 @@ class TurnDataset(IterableDataset[Any]):
         if callable(tell):
             tell(epoch)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return where this reader is, with the state of the stream if it has one."""
         state: dict[str, object] = {"samples": self._read}
         if self._is_over:  # by then most streams are where they began, as they can be read again

@@ -36,7 +36,7 @@ class RankTask:
     """The task of the ranks of a layout."""
 
     module: TrainModule
-    data: Any
+    data: object
     layout: Layout
     settings: Mapping[str, Any]
     accelerator: str

@@ -168,7 +168,7 @@ class SeededData(DataModule):
         num_pieces: how many micro-batches a rank's samples are cut into.
     """
 
-    def __init__(self, data: Any, module: Any, global_batch_size: int | None = None, num_pieces: int = 1) -> None:
+    def __init__(self, data: object, module: Any, global_batch_size: int | None = None, num_pieces: int = 1) -> None:
         super().__init__()
         self._global_batch_size, self._num_pieces = global_batch_size, num_pieces
         self._owner = data if isinstance(data, DataModule) else module
@@ -213,7 +213,7 @@ class SeededData(DataModule):
         return _seeded(self._given[1] if self._given[0] is not None else self._owner.val_dataloader())
 
 
-def _with_batches_of(loader: DataLoader[object], size: int) -> DataLoader[Any]:
+def _with_batches_of(loader: DataLoader[object], size: int) -> DataLoader[object]:
     return DataLoader(
         loader.dataset,
         size,

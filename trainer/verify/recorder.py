@@ -162,7 +162,7 @@ class Recorder(Callback):
             named["validation_step"] = validation_step
         module.__class__ = type(kind.__name__, (kind,), named)
 
-    def call(self, step: Callable[..., object], module: TrainModule, *args: object, **kwargs: object) -> Any:
+    def call(self, step: Callable[..., object], module: TrainModule, *args: object, **kwargs: object) -> object:
         """Call a training step, and note its loss unless the rank only takes part in other ranks' steps."""
         if not (self._is_real and torch.is_grad_enabled()):  # a strategy may try the step first
             with NoDropout():

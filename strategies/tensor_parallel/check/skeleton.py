@@ -100,7 +100,7 @@ def _private(values: object, copies: dict[int, Any]) -> object:
             copies[id(value)] = value.detach().clone().requires_grad_(value.requires_grad)
         return copies[id(value)]  # type: ignore[no-any-return]
 
-    def other(value: Any) -> Any:
+    def other(value: Any) -> object:
         if isinstance(value, nn.Module | type) or not hasattr(value, "__dict__") or callable(value):
             return value
         if id(value) not in copies:

@@ -46,7 +46,7 @@ class ConfiguredOptimizer:
     """The ``configure_optimizers`` of a module whose config names an optimizer, for all of its trained parameters."""
 
     module: TrainModule
-    optimizer: Mapping[str, Any]
+    optimizer: Mapping[str, object]
     scheduler: Mapping[str, Any] | None
 
     def __call__(self) -> object:

@@ -97,7 +97,7 @@ def _named(name: str) -> str:
     return name.replace("']['", ".").replace("'][", ".").strip("[]'").replace("][", ".") or _WHOLE
 
 
-def _rows(columns: Mapping[str, Tensor]) -> Iterator[list[Any]]:
+def _rows(columns: Mapping[str, Tensor]) -> Iterator[list[object]]:
     return map(list, zip(*(column.tolist() for column in columns.values()), strict=True))
 
 
