@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias
 
 from ...common.errors import CheckpointError
 
-Schema: TypeAlias = Any
+Schema: TypeAlias = object
 """A type; a `Rule`; ``[schema]`` for a list; ``{name: schema}`` for an object with these names, or ``{Rule: schema}``
 for one whose names all satisfy the rule; a tuple of schemas, one of which must hold; or a value, such as None."""
 

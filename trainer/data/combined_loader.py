@@ -12,7 +12,7 @@ from ...common.errors import ConfigError, DataError, did_you_mean
 from .loader_kinds import begin
 
 Mode: TypeAlias = Literal["min_size", "max_size_cycle", "max_size", "sequential"]
-Item: TypeAlias = tuple[object, int, int]
+Item: TypeAlias = tuple[Any, int, int]
 """(batch, batch_idx, dataloader_idx)"""
 Limited: TypeAlias = tuple[Any, int | float]
 """(loader, the largest number of its batches to take)"""

@@ -38,7 +38,7 @@ _TORCH: Final = Path(torch.__file__).parent
 _DEPENDS_ON_DATA: Final = re.compile("data-dependent|Dynamic control flow|bool\\(\\) on|guard on", re.IGNORECASE)
 """What torch says of a branch on the values of tensors."""
 
-Sample = Any
+Sample = object
 """A tensor, a tuple of arguments, or a dict of keyword arguments of ``forward``."""
 
 
