@@ -119,6 +119,7 @@ class ShardedStrategy(Strategy):
         check_sendable(module, self.name)
         check_shardable(module, self.name, self.device.type)
         check_unshared(module, self.name, with_buffers=True)
+        assert self._mesh is not None, "connect() makes it where there are several ranks"
         sharding = Sharding(self._mesh, self.options, self._deferred, is_manual)
         self._deferred = DeferredInit()
         return self._shard(module, sharding)

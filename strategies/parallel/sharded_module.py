@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,6 +29,9 @@ from .mesh import DATA_AXES
 from .sharding_policy import ShardingOptions, large_layers
 from .step_caller import SYNCHRONIZED, StepCaller
 from .unit_dtypes import check_dtypes, policy_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class ShardedModule:
@@ -59,7 +62,7 @@ class ShardedModule:
     def __init__(
         self,
         module: nn.Module,
-        mesh: Any,
+        mesh: DeviceMesh,
         *,
         collectives: Collectives,
         data_collectives: Collectives,
@@ -73,7 +76,7 @@ class ShardedModule:
     ) -> None:
         self.module, self._elsewhere = module, set(elsewhere)
         self._mesh, self._collectives, self._device = mesh, collectives, device
-        dp_axes = tuple(axis for axis in mesh.mesh_dim_names if axis in DATA_AXES)
+        dp_axes = tuple(axis for axis in mesh.mesh_dim_names or () if axis in DATA_AXES)
         self._dp_mesh = mesh if len(dp_axes) == mesh.ndim else mesh[dp_axes]
         self._precision, self._options, self._dealt = precision, options, dealt or DealtLayers()
         # gathered parameters would be outdated after the updates of a manual step; the micro-batches of a pipeline

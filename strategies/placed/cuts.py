@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from ..tensor_parallel.cutting import check_cut, cut_module
 from ..tensor_parallel.loss import loss_context
 from ..tensor_parallel.tensor_plan import TensorPlan
 from ..units.dealt_layers import DealtLayers
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Cuts:
@@ -48,7 +51,7 @@ class Cuts:
         loss_parallel: bool = False,
         sequences: CutSteps | None = None,
         sequence_ranks: Collectives | None = None,
-        expert_mesh: Any = None,
+        expert_mesh: DeviceMesh | None = None,
     ) -> None:
         self.degrees, self._gathers = degrees or Degrees(), degrees is not None
         self._find_plan, self._loss_parallel = find_plan, loss_parallel
@@ -74,7 +77,7 @@ class Cuts:
     def cut_layers(
         self,
         module: nn.Module,
-        mesh: Any,
+        mesh: DeviceMesh | None,
         device: torch.device,
         peers: Collectives,
         here: Callable[[TensorPlan], TensorPlan] | None = None,
@@ -93,7 +96,7 @@ class Cuts:
         if any(is_dtensor(parameter) for parameter in module.parameters()):  # its configure_sharding has split it
             check_cut(module, self.degrees.tp)
             return
-        assert self._find_plan is not None
+        assert self._find_plan is not None and mesh is not None
         plan = self._find_plan(module)
         plan.validate(module, self.degrees.tp)
         copies = sorted(set(plan.copies(module, self.degrees.tp).values()))
@@ -134,7 +137,7 @@ class Cuts:
             router = module.get_submodule(around)
             if around and not peers.is_rehearsed and RouterCheck.fits(router):
                 RouterCheck(around, router, dispatch, dispatch.group)
-        data = tuple(axis for axis in mesh.mesh_dim_names if axis in DATA_AXES)
+        data = tuple(axis for axis in mesh.mesh_dim_names or () if axis in DATA_AXES)
         return DealtLayers(layers, mesh[data], own.size())
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -38,12 +38,15 @@ from .cuts import Cuts
 from .placed import ClipAlgorithm, Placed, Site
 from .plain_copies import PlainCopies, attributes_of
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 @dataclass(frozen=True)
 class Sharding:
     """How the parameters of a module are sharded, and what is known of its building."""
 
-    mesh: Any
+    mesh: DeviceMesh
     """The device mesh of all ranks."""
     options: ShardingOptions
     deferred: DeferredInit

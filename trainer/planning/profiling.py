@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,9 @@ from ...strategies.torch_internals import fake_mode, is_without_memory, unknown_
 from ...strategies.torch_tensors import buffers_by_name, parameters_by_name
 from ..data.seed import capture_rng, restore_rng
 from ..module.train_module import TrainModule
+
+if TYPE_CHECKING:
+    from ...strategies.torch_internals import FakeTensorMode
 
 _PACKAGE: Final = Path(__file__).parents[2]
 _WITHOUT_MEMORY: Final = re.compile(
@@ -59,11 +62,16 @@ class ProfilingStrategy(Strategy):
     name: ClassVar[str] = "profile"
 
     def __init__(
-        self, *, num_samples: int | None = None, measures: bool = False, mode: object = None, updates: bool = True
+        self,
+        *,
+        num_samples: int | None = None,
+        measures: bool = False,
+        mode: FakeTensorMode | None = None,
+        updates: bool = True,
     ) -> None:
         super().__init__()
         self._num_samples, self._updates = num_samples, updates
-        self.mode: object = None if measures else mode or fake_mode()
+        self.mode = None if measures else mode or fake_mode()
         """The mode in which tensors have no memory; None if tensors are real."""
         self._profiled: ProfiledModule | None = None
 
@@ -108,7 +116,14 @@ class ProfiledModule(Placed):
     """
 
     def __init__(
-        self, site: Site, module: nn.Module, *, mode: Any, num_samples: int | None, updates: bool, is_manual: bool
+        self,
+        site: Site,
+        module: nn.Module,
+        *,
+        mode: FakeTensorMode | None,
+        num_samples: int | None,
+        updates: bool,
+        is_manual: bool,
     ) -> None:
         super().__init__(site, module)
         self._mode, self._num_samples, self._updates, self._is_manual = mode, num_samples, updates, is_manual
@@ -289,13 +304,13 @@ def needs_values(
 
 
 @contextmanager
-def building(mode: Any) -> Iterator[None]:
+def building(mode: FakeTensorMode) -> Iterator[None]:
     """Build modules inside without memory; ``nn.init.trunc_normal_``, which draws until values fit, is left out."""
     with mode, without_trunc_normal():
         yield
 
 
-def keep_counts(optimizer: Optimizer, mode: Any) -> None:
+def keep_counts(optimizer: Optimizer, mode: FakeTensorMode) -> None:
     """Replace counts of steps that an optimizer has from its beginning by such whose value stays known in the mode."""
     for values in optimizer.state.values():
         for name, value in values.items():
@@ -305,7 +320,7 @@ def keep_counts(optimizer: Optimizer, mode: Any) -> None:
                     values[name] = torch.tensor(number, dtype=value.dtype)
 
 
-def without_memory(module: nn.Module, mode: Any, dtype: torch.dtype | None) -> None:
+def without_memory(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
     """Replace the parameters and buffers of a module by tensors without memory; tied ones stay one tensor."""
     made: dict[Tensor, Tensor] = {}
 
@@ -329,7 +344,7 @@ def without_memory(module: nn.Module, mode: Any, dtype: torch.dtype | None) -> N
             held.update({name: replacement(tensor) for name, tensor in held.items() if tensor is not None})
 
 
-def _values(mode: Any) -> AbstractContextManager[object]:
+def _values(mode: FakeTensorMode | None) -> AbstractContextManager[object]:
     """Return the context in which tensors have no memory; empty if they are real."""
     return nullcontext() if mode is None else mode
 
