@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from .strategies.launch.launcher import launch_all
 from .trainer.verify import Layout, Report, verify
@@ -14,7 +14,7 @@ __all__ = ["Layout", "Report", "run_ranks", "verify"]
 T = TypeVar("T")
 
 
-def run_ranks(function: Callable[..., T], world_size: int, *args: Any, timeout: float = 240.0) -> list[T]:
+def run_ranks(function: Callable[..., T], world_size: int, *args: object, timeout: float = 240.0) -> list[T]:
     """Run ``function(*args)`` in `world_size` new processes, and return the results in rank order.
 
     Each process has the environment variables that torchrun sets (RANK, WORLD_SIZE, MASTER_ADDR, ...), but has not

@@ -294,7 +294,9 @@ class _Probe(Callback):
         self._num_samples = 0
         self.samples_per_second = 0.0
 
-    def on_train_batch_end(self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Run, module: nn.Module, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         if self._began is not None:
             self._num_samples += cast(Any, module).batch_size_of(batch)
 

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Final, cast
 
 from torch import nn
 
@@ -85,7 +85,7 @@ class ChaosMonkey(Callback):
         self._neighbours = [other for node, other in workers if node == self._node and other != pid]
         self._reach("start", self._round)
 
-    def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: object, batch_idx: int) -> None:
         """Inject faults before a step, at its first micro-batch."""
         step = trainer.global_step + 1
         if step == self._step:
@@ -103,7 +103,7 @@ class ChaosMonkey(Callback):
         if not trainer.sanity_checking:
             self._count("validation")
 
-    def on_save_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, object]) -> None:
         """Inject faults when a checkpoint, or a snapshot in memory, begins."""
         self._count("snapshot" if cast(Recoverable, trainer).is_taking_snapshot else "checkpoint")
 

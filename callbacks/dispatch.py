@@ -33,13 +33,13 @@ class Hooks:
     """
 
     __slots__ = HOOK_NAMES
-    setup: tuple[Callable[..., Any], ...]
-    teardown: tuple[Callable[..., Any], ...]
+    setup: tuple[Callable[..., object], ...]
+    teardown: tuple[Callable[..., object], ...]
 
     def __init__(self, run: Run, module: nn.Module, module_base: type, callbacks: Iterable[Callback]) -> None:
         callbacks = list(callbacks)
         for name in HOOK_NAMES:
-            hooks: list[Callable[..., Any]] = [
+            hooks: list[Callable[..., object]] = [
                 functools.partial(_fitted(getattr(callback, name), name, callback), run, module)
                 for callback in callbacks
                 if overrides(callback, name, Callback)
@@ -59,7 +59,7 @@ class Hooks:
             hook(*args)
 
 
-def _fitted(hook: Callable[..., Any], name: str, owner: object) -> Callable[..., Any]:
+def _fitted(hook: Callable[..., object], name: str, owner: object) -> Callable[..., object]:
     """Return a hook that takes the arguments of `Callback`'s, even if the user's leaves out ``dataloader_idx``.
 
     Raises:
@@ -129,13 +129,13 @@ def check_state_keys(callbacks: Iterable[Callback]) -> None:
         seen.add(callback.state_key)
 
 
-def callback_states(callbacks: Iterable[Callback]) -> dict[str, dict[str, Any]]:
+def callback_states(callbacks: Iterable[Callback]) -> dict[str, dict[str, object]]:
     """Return the state of every callback that has one, by its key."""
     states = ((callback.state_key, callback.state_dict()) for callback in callbacks)
     return {key: state for key, state in states if state}
 
 
-def load_callback_states(callbacks: Iterable[Callback], states: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def load_callback_states(callbacks: Iterable[Callback], states: Mapping[str, Mapping[str, object]]) -> list[str]:
     """Load the saved state of each callback; return the keys of the states without a callback.
 
     Raises:

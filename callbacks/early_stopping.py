@@ -106,7 +106,7 @@ class EarlyStopping(Callback):
         """The class with the arguments that distinguish several in one run."""
         return f"{type(self).__qualname__}(monitor={self.monitor!r}, mode={self.mode!r})"
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the results of the checks so far, without the settings."""
         return {
             "wait_count": self.wait_count,

@@ -279,7 +279,7 @@ class BackboneFinetuning(BaseFinetuning):
             rates = round(rate, self.rounding), round(self.previous_backbone_lr, self.rounding)
             _log.info("Learning rate %g, backbone %g", *rates)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return {**super().state_dict(), "backbone_lr": self.previous_backbone_lr}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

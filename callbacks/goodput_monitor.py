@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Any, Final, cast
+from typing import Final, cast
 
 from torch import nn
 
@@ -104,7 +104,7 @@ class GoodputMonitor(Callback):
             self._process_start = _process_start() if is_first else time.time()
             self._is_resumed = False
 
-    def on_load_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, object]) -> None:
         """Note that this round resumes from a checkpoint."""
         self._is_resumed = True
 
@@ -151,7 +151,7 @@ class GoodputMonitor(Callback):
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: object, batch_idx: int) -> None:
         """End the wait for data since the last step."""
         if self._activity == "data_wait":
             if trainer.global_step < self._last:
@@ -184,7 +184,7 @@ class GoodputMonitor(Callback):
 
     # --- checkpoints and validations ---------------------------------------------------------------------------------
 
-    def on_save_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, object]) -> None:
         """Write the steps that the checkpoint will contain, before it exists."""
         if self._activity == "data_wait" and self._is_long_enough():
             self._flush(self._since)
@@ -200,7 +200,7 @@ class GoodputMonitor(Callback):
             self._begin("validation", trainer)
 
     def on_validation_batch_end(
-        self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Run, module: nn.Module, outputs: object, batch: object, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Write a line if it is due."""
         if self._activity == "validation" and monotonic() >= self._due_at:
@@ -251,7 +251,7 @@ class GoodputMonitor(Callback):
             self._write(EndRecord(micros(monotonic() + self._offset), self._status, self._cause))
         self._close()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return the state without the open file."""
         return {**self.__dict__, "_file": None}
 

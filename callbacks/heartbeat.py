@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 from torch import nn
 
@@ -47,12 +47,14 @@ class Heartbeat(Callback):
         """Report that an epoch begins."""
         self._beat.beat(Phase.BETWEEN, self._completed(trainer))
 
-    def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: object, batch_idx: int) -> None:
         """Report that a micro-batch begins."""
         step = self._step = trainer.global_step
         self._beat.beat(_TRAIN, step if self._queue is None else self._queue.completed)
 
-    def on_train_batch_end(self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Run, module: nn.Module, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         """Report that an optimizer step is done, if this micro-batch was its last."""
         step = trainer.global_step
         if step != self._step:
@@ -71,7 +73,7 @@ class Heartbeat(Callback):
         self._beat.beat(Phase.BETWEEN, self._completed(trainer))
 
     def on_validation_batch_start(
-        self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Run, module: nn.Module, batch: object, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Report that a batch of a validation begins."""
         self._beat.beat(Phase.EVALUATE, self._completed(trainer))

@@ -98,7 +98,7 @@ class HuggingFaceCheckpoint(Callback):
         }
         return f"{type(self).__name__}{about}"
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the folder that was written last, which a program that has launched a fit asks for."""
         return {"last_path": self.last_path}
 

@@ -169,7 +169,7 @@ class LearningRateFinder(Callback):
         if self.optimal_lr is None or trainer.global_step == 0:
             self.lr_find(trainer, module)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the results."""
         return {} if self.optimal_lr is None else {"curve": self.optimal_lr.state_dict()}
 

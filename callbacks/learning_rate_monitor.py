@@ -66,7 +66,7 @@ class LearningRateMonitor(Callback):
         self._of_this_epoch: dict[str, float] = {}
         self._of_this_step: dict[str, float] | None = None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the values logged so far."""
         return {"lrs": {name: list(values) for name, values in self.lrs.items()}} if self.lrs else {}
 
@@ -102,7 +102,7 @@ class LearningRateMonitor(Callback):
             self._of_this_epoch = self._read(self._by_epoch)
             trainer.log_metrics(self._of_this_epoch)
 
-    def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: object, batch_idx: int) -> None:
         """Read the values if the step will be logged, since schedulers change them before it ends."""
         if self._of_this_epoch:
             self._publish(self._of_this_epoch)

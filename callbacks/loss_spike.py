@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from ..strategies.state.dtensor import is_dtensor, local_shard, values_here
 from ..strategies.state.shards import Holders
 from .callback import Callback
 from .run import Recoverable, Run
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _SMALLEST_SPREAD = 0.01
 
@@ -80,7 +83,7 @@ class LossSpikePolicy(Callback):
         self.decisions: list[dict[str, Any]] = []
         """Every spike: its position, its values, and the action taken."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the running statistics and all decisions."""
         return {
             "statistics": {name: running.state_dict() for name, running in self._statistics.items()},
@@ -192,7 +195,7 @@ class LossSpikePolicy(Callback):
         self._rolls_back = self._action == "rollback" and not stops
 
 
-def square_of_shards(gradients: Sequence[Tensor], strategy: Strategy) -> Tensor:
+def square_of_shards(gradients: Sequence[DTensor], strategy: Strategy) -> Tensor:
     """Return this rank's share of the squared norm of sharded gradients, such that the ranks' mean is the square.
 
     A shard that several ranks hold counts once.

@@ -51,7 +51,7 @@ class MemoryReport(Callback):
         self._kept: KeptForBackward | None = None
         self._gradients = self._activations = 0.0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the report."""
         return {"measured": self.measured, "expected": self.expected}
 
@@ -63,7 +63,7 @@ class MemoryReport(Callback):
         """Start measuring."""
         self._steps_left, self._gradients, self._activations = self._num_steps, 0.0, 0.0
 
-    def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: object, batch_idx: int) -> None:
         """Count the activations that forward keeps."""
         self._begin()
 
@@ -81,7 +81,9 @@ class MemoryReport(Callback):
         if self._steps_left:
             self._gradients = max(self._gradients, held_memory(module, []).gradients)
 
-    def on_train_batch_end(self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Run, module: nn.Module, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         """Stop counting, also in a step without a backward pass."""
         self._end()
 

@@ -209,7 +209,7 @@ class ModelCheckpoint(Callback):
 
     # --- state: names relative to the folder, so that a run can resume after the folder was moved --------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the names of the checkpoints that are kept, with their scores (None: not finite)."""
         return {
             "dirpath": self.dirpath,

@@ -72,8 +72,8 @@ class LayerSummary:
     is_lazy: bool
     """Whether it has parameters that get their shape in the first forward pass; they count as 0."""
     training: bool
-    in_size: Any = None
-    out_size: Any = None
+    in_size: object = None
+    out_size: object = None
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class Summary:
 
 
 def summarize(
-    module: nn.Module, max_depth: int = 1, *, example_input: Any = None, precision: Precision | None = None
+    module: nn.Module, max_depth: int = 1, *, example_input: object = None, precision: Precision | None = None
 ) -> Summary:
     """Return a summary of any module.
 
@@ -200,7 +200,7 @@ def summarize(
     has_lazy = any(is_lazy(parameter) for parameter in parameters)
     if example_input is None:
         example_input = getattr(module, "example_input_array", None)
-    sizes: dict[str, tuple[Any, Any]] = {}
+    sizes: dict[str, tuple[object, object]] = {}
     flops = None
     if example_input is not None and not has_lazy:
         if precision is not None:
@@ -250,7 +250,7 @@ def _parts(module: nn.Module, max_depth: int) -> dict[str, nn.Module]:
     return {name: part for name, part in named if max_depth == -1 or name.count(".") < max_depth}
 
 
-def _layer(name: str, part: nn.Module, in_size: Any, out_size: Any) -> LayerSummary:
+def _layer(name: str, part: nn.Module, in_size: object, out_size: object) -> LayerSummary:
     has_lazy = any(is_lazy(parameter) for parameter in part.parameters())
     return LayerSummary(
         name, type(part).__name__, _count(part.parameters()), has_lazy, part.training, in_size, out_size
@@ -262,13 +262,13 @@ def _count(parameters: Iterable[Tensor]) -> int:
 
 
 def _try_forward(
-    module: nn.Module, parts: Mapping[str, nn.Module], example_input: Any
-) -> tuple[dict[str, tuple[Any, Any]], int | None]:
+    module: nn.Module, parts: Mapping[str, nn.Module], example_input: object
+) -> tuple[dict[str, tuple[object, object]], int | None]:
     """Return the input and output sizes of each submodule, and the FLOPs of the module."""
-    sizes: dict[str, tuple[Any, Any]] = {}
+    sizes: dict[str, tuple[object, object]] = {}
 
     def note(name: str) -> Any:
-        def hook(part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        def hook(part: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object], output: object) -> None:
             sizes.setdefault(name, (_shapes([*args, *kwargs.values()]), _shapes(output)))
 
         return hook
@@ -308,7 +308,7 @@ def _evaluating(module: nn.Module) -> Iterator[torch.device]:
         yield next((p.device for p in module.parameters()), torch.device("cpu"))
 
 
-def _shapes(data: Any) -> Any:
+def _shapes(data: object) -> object:
     """Return the shapes of all tensors in a structure; for a single tensor, its shape."""
     if isinstance(data, Tensor) and data.dim():
         return list(data.shape)
@@ -320,5 +320,5 @@ def _shapes(data: Any) -> Any:
     return _UNKNOWN
 
 
-def _size(size: Any) -> str:
+def _size(size: object) -> str:
     return "-" if size is None else str(size)

@@ -67,7 +67,7 @@ class OmitFrozenWeights(Callback):
         """Forget the weights of an earlier run."""
         self._is_fitting, self._is_known, self._has_told, self._built = stage == "fit", False, False, {}
 
-    def on_load_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, object]) -> None:
         """Note the frozen weights as they were built, before those of the checkpoint are loaded. Collective."""
         self._note(trainer, module)
 
@@ -99,7 +99,7 @@ class OmitFrozenWeights(Callback):
                 checkpoint[part] = {name: value for name, value in checkpoint[part].items() if name not in omitted}
         checkpoint[OMITTED] = omitted
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the digests, for a save in the process that has started the others."""
         return {"built": dict(self._built)}
 

@@ -81,10 +81,10 @@ class TQDMProgressBar(ProgressDisplay):
         """The bar of the predictions."""
         return self._drawn("predict_progress_bar", self._evaluation)
 
-    def _tqdm_below_training(self, kind: Kind) -> Any:
+    def _tqdm_below_training(self, kind: Kind) -> object:
         return new_tqdm(current_console(), DESCRIPTIONS[kind], line=0 if self._training is None else 1)
 
-    def _drawn(self, name: str, bar: Bar | None) -> Any:
+    def _drawn(self, name: str, bar: Bar | None) -> object:
         if not isinstance(bar, TqdmBar) or bar.tqdm is None:
             raise RunError(f"TQDMProgressBar.{name} is not shown, found {bar!r}; read it in a hook while it is shown.")
         return bar.tqdm

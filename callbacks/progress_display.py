@@ -227,7 +227,7 @@ class ProgressDisplay(Callback):
         """Close all open bars."""
         self._close(None)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Leave out open bars: they belong to this process."""
         return {**self.__dict__, "_training": None, "_evaluation": None, "_has_begun": False, "_due": _NEVER}
 

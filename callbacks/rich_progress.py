@@ -111,12 +111,12 @@ class RichProgressBar(ProgressDisplay):
         ]
         return theme.metrics_text_delimiter.join(parts)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Leave out the screen: it belongs to this process."""
         return {**super().__getstate__(), "_screen": None, "_run": None}
 
 
-def columns_of(styles: Mapping[str, Any]) -> dict[str, Any]:
+def columns_of(styles: Mapping[str, object]) -> dict[str, object]:
     """Return the columns of a bar by name.
 
     Args:
@@ -127,12 +127,12 @@ def columns_of(styles: Mapping[str, Any]) -> dict[str, Any]:
     table: Any = importlib.import_module("rich.table")
     text: Any = importlib.import_module("rich.text")
 
-    def column(field: str, style: str, hidden_as: str | None = None) -> Any:
+    def column(field: str, style: str, hidden_as: str | None = None) -> object:
         made = progress.TextColumn(field, style=styles[style], markup=False, table_column=table.Column(no_wrap=True))
         made.hidden_as = hidden_as
         return made
 
-    def render_metrics(_: Any, task: Any) -> Any:
+    def render_metrics(_: object, task: Any) -> object:
         return text.Text(task.fields["metrics"], style=styles["metrics"], no_wrap=True, overflow="ellipsis")
 
     bar = progress.BarColumn(
@@ -165,22 +165,22 @@ class RichScreen:
     def __init__(self, columns: Callable[[], Sequence[Any]], console_kwargs: Mapping[str, Any]) -> None:
         self._make_columns, self._console_kwargs = columns, console_kwargs
         self._progress: Any = None
-        self._columns: Sequence[Any] = ()
+        self._columns: Sequence[object] = ()
 
-    def add(self) -> Any:
+    def add(self) -> object:
         """Return the task of a new bar, below the open ones."""
         if self._progress is None:
             self._progress = self._open()
             self._progress.start()
         return self._progress.add_task("", total=None, count="", time="", rate="", metrics="")
 
-    def update(self, task: Any, **fields: Any) -> None:
+    def update(self, task: object, **fields: object) -> None:
         """Show the changes of a bar."""
         self._progress.update(task, **fields)
         self._progress.columns = self._visible()
         self._progress.refresh()
 
-    def _visible(self) -> list[Any]:
+    def _visible(self) -> list[object]:
         """Return the columns; without the times, and without the speed, if the metrics would be cut off otherwise."""
         tasks = self._progress.tasks
         widths = {
@@ -194,7 +194,7 @@ class RichScreen:
                 del widths[name]
         return [column for column in self._columns if getattr(column, "hidden_as", None) not in hidden]
 
-    def remove(self, task: Any, *, keep: bool) -> None:
+    def remove(self, task: object, *, keep: bool) -> None:
         """Remove a bar; the last one stays on the screen as lines if `keep`."""
         if keep:
             self._close(is_transient=False)
@@ -215,7 +215,7 @@ class RichScreen:
         self._progress.stop()
         self._progress = None
 
-    def _open(self) -> Any:
+    def _open(self) -> object:
         progress: Any = importlib.import_module("rich.progress")
         console: Any = importlib.import_module("rich.console").Console(**{"file": sys.stdout, **self._console_kwargs})
         console.on_broken_pipe = _raise_again  # rich would end the program
@@ -232,7 +232,7 @@ class RichBar:
     def __init__(self, screen: RichScreen, stays: Stays) -> None:
         self._screen, self._stays = screen, stays
         self._has_ended = False
-        self._task: Any = None
+        self._task: object = None
         self._total = math.inf
         self._initial = 0
         self._started = self._paused = 0.0
@@ -276,7 +276,7 @@ class RichBar:
         self._screen.remove(self._task, keep=keep)
         self._task, self._has_ended = None, False
 
-    def _show(self, done: int, **fields: Any) -> None:
+    def _show(self, done: int, **fields: object) -> None:
         elapsed = monotonic() - self._started
         rate = (done - self._initial) / elapsed if elapsed > 0 else 0.0
         total = None if math.isinf(self._total) else int(self._total)

@@ -65,7 +65,7 @@ class SampleLedger(Callback):
         self._is_late = False
         self._synced_at = 0.0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         self._note()
         return {"history": [list(line) for line in self._lines()]}
 
@@ -125,7 +125,9 @@ class SampleLedger(Callback):
         """Return the attempts that led to the current step."""
         return [*self._history, CountedTurns(self._attempt, self._turn, self._turn)] if self._attempt else self._history
 
-    def on_train_batch_end(self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Run, module: nn.Module, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         assert self._trail is not None
         self._trained += self._trail.readings()
 
@@ -133,7 +135,7 @@ class SampleLedger(Callback):
         self._note()
         self._is_late = False
 
-    def on_save_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, object]) -> None:
         now = time.monotonic()
         if self._writer is not None and now - self._synced_at > _SYNC_EVERY:
             self._writer.sync()

@@ -73,7 +73,7 @@ class StochasticWeightAveraging(WeightAveraging):
         """Return whether the epoch is one of the last ones, which are averaged."""
         return epoch_idx is not None and epoch_idx >= self._first_epoch
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the average, and the learning rates from which the annealing started."""
         state = super().state_dict()
         return {**state, "lrs_before": self._lrs_before} if state or self._lrs_before else {}
@@ -124,7 +124,7 @@ class StochasticWeightAveraging(WeightAveraging):
         targets = self._swa_lrs * len(groups) if len(self._swa_lrs) == 1 else self._swa_lrs
         self._lrs = [b * (1 - weight) + t * weight for b, t in zip(self._lrs_before, targets, strict=True)]
 
-    def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: object, batch_idx: int) -> None:
         """Set this epoch's learning rates, which a scheduler may have changed."""
         for group, lr in zip(trainer.optimizers[0].param_groups, self._lrs, strict=False):
             if isinstance(group["lr"], Tensor):

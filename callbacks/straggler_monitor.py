@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 from statistics import median
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +91,7 @@ class StragglerMonitor(Callback):
         """Start waiting for the epoch's data."""
         self._start(trainer)
 
-    def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: object, batch_idx: int) -> None:
         """Mark that the data has arrived."""
         assert self._clock is not None
         self._clock.begin_micro_batch()
@@ -105,7 +105,7 @@ class StragglerMonitor(Callback):
         """Leave out time outside training steps."""
         self._interrupt()
 
-    def on_save_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, object]) -> None:
         """Leave out time outside training steps."""
         self._interrupt()
 

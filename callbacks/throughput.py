@@ -97,13 +97,15 @@ class ThroughputMonitor(Callback):
         self._resumed_at = monotonic()
         self._window = deque([self._read(trainer)])
 
-    def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: object, batch_idx: int) -> None:
         """Count the FLOPs of the first micro-batch, if MFU needs them."""
         if self._flops_per_batch is None and self._peak is not None and self._counter is None:
             self._count = ExitStack()
             self._counter = self._count.enter_context(counted_flops())
 
-    def on_train_batch_end(self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Run, module: nn.Module, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         """Count the micro-batch."""
         self._batches += 1
         if self._batch_size_fn is not None:
@@ -142,13 +144,13 @@ class ThroughputMonitor(Callback):
         self._counter = None
         self.on_train_end(trainer, module)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Leave out the count of FLOPs, which belongs to this process."""
         return {**self.__dict__, "_counter": None, "_count": ExitStack()}
 
     # --- state -------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the totals; samples and tokens counted since the last logged step are this rank's."""
         counted = {name: count + self._counted_here[name] for name, count in self._counted.items()}
         return {"seconds": self._elapsed(), "batches": self._batches, **counted}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -64,12 +63,12 @@ class Timeline(Callback):
         self.file: str | None = None
         """The figure's file; None before it is written."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the shares and the name of the file."""
         names = ("idle_share", "expected_idle_share", "file")
         return {} if self.idle_share is None else {name: getattr(self, name) for name in names}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Restore them."""
         for name, value in state_dict.items():
             setattr(self, name, value)

@@ -153,7 +153,7 @@ class Timer(Callback):
 
     # --- state -------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the training time so far, and the last times of the other stages."""
         others = [stage for stage in {**self._seconds, **self._starts} if stage != "train"]
         return {

@@ -64,7 +64,7 @@ class WeightAveraging(Callback):
         self._average: AveragedWeights | None = None
         self._is_swapped = False
         self._is_fitting = False
-        self._saved: Mapping[str, Any] = {}
+        self._saved: Mapping[str, object] = {}
         self._saved_count = 0
         self._latest_step = 0
         self._has_epoch_ended = False

@@ -7,12 +7,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
 
 
 def lazy_names(
     package: str, names: Mapping[str, Sequence[str]], here: Sequence[str] = ()
-) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
     """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package whose names are imported when they are used.
 
     A program that needs a part of the package, such as a command that lists checkpoints, does not import the rest.
@@ -26,7 +25,7 @@ def lazy_names(
     where = {name: module for module, group in names.items() for name in group}
     known = sys.modules[package]
 
-    def find(name: str) -> Any:
+    def find(name: str) -> object:
         if where.get(name):
             value = getattr(importlib.import_module(f".{where[name]}", package), name)
         elif name.startswith("_") or not _is_module(f"{package}.{name}"):

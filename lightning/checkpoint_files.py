@@ -53,14 +53,14 @@ class CheckpointFiles:
         return content
 
 
-def get_filesystem(path: str | Path, **options: Any) -> Any:
+def get_filesystem(path: str | Path, **options: object) -> Any:
     """Return fsspec's file system for a path, which can also open checkpoints."""
     from fsspec.core import url_to_fs
 
     return CheckpointFiles(url_to_fs(str(path), **options)[0])
 
 
-def load_checkpoint(path: Source, map_location: Any = None, weights_only: bool | None = None) -> Any:
+def load_checkpoint(path: Source, map_location: object = None, weights_only: bool | None = None) -> Any:
     """Return the state of an Echelon checkpoint, under Lightning's names, or what another file holds, on the CPU.
 
     Raises:
@@ -135,7 +135,7 @@ def read_checkpoint(source: Source, prefix: str = "") -> dict[str, Any]:
     return state
 
 
-def hyper_parameters(stored: Mapping[str, Any], owner: type) -> dict[str, Any]:
+def hyper_parameters(stored: Mapping[str, object], owner: type) -> dict[str, Any]:
     """Return hyper-parameters as a file holds them, with classes in place of their names.
 
     Raises:
@@ -144,7 +144,7 @@ def hyper_parameters(stored: Mapping[str, Any], owner: type) -> dict[str, Any]:
     return {name: _with_classes(value, owner) for name, value in stored.items()}
 
 
-def _with_classes(value: Any, owner: type) -> Any:
+def _with_classes(value: Any, owner: type) -> object:
     if type(value) is ClassName:
         return class_named(value, owner)
     if type(value) in (list, tuple, set):

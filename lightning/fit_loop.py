@@ -189,7 +189,7 @@ class EvaluationLoop:
         return _progress(done, done, done, done)
 
     @property
-    def _data_source(self) -> Any:
+    def _data_source(self) -> object:
         """Whether there are loaders, as gluonts asks: ``val_loop._data_source.is_defined()``."""
         return SimpleNamespace(is_defined=lambda: self._trainer.val_dataloaders is not None)
 
@@ -198,7 +198,7 @@ def _plain(progress: Any) -> dict[str, dict[str, int]]:
     return {name: dict(vars(counts)) for name, counts in vars(progress).items()}
 
 
-def _progress(ready: int, completed: int, total_ready: int, total_completed: int) -> Any:
+def _progress(ready: int, completed: int, total_ready: int, total_completed: int) -> object:
     """Return counts under the names that Lightning's progress trackers have."""
 
     def counts(begun: int, done: int) -> Any:

@@ -17,7 +17,7 @@ class InFabric(TrainModule):
     """A `TrainModule` that may be set up by `Fabric`, whose loggers, optimizers and clipping it uses then."""
 
     _fabric: Any = None
-    _fabric_optimizers: Sequence[Any] = ()
+    _fabric_optimizers: Sequence[object] = ()
 
     @property
     def fabric(self) -> Any:
@@ -115,11 +115,11 @@ class FabricAsTrainer:
             ) from None
 
 
-def _log(fabric: Any, name: str, value: Any, *args: Any, **options: Any) -> None:
+def _log(fabric: object, name: str, value: object, *args: object, **options: Any) -> None:
     _log_dict(fabric, {name: value}, *args, **options)
 
 
-def _log_dict(fabric: Any, dictionary: Mapping[str, Any], *_: Any, logger: bool = True, **__: Any) -> None:
+def _log_dict(fabric: Any, dictionary: Mapping[str, object], *_: object, logger: bool = True, **__: object) -> None:
     """Log values with the loggers of Fabric.
 
     Raises:

@@ -24,7 +24,7 @@ def keep_out(checkpoint: dict[str, Any]) -> None:
     From a dict, only the items with such an object are removed; a list with one is removed as a whole, since half a
     list would be a different list.
     """
-    places: list[list[Any]] = []
+    places: list[list[object]] = []
     for name in [name for name in checkpoint if name not in _OURS]:
         _prune(checkpoint, name, [name], places)
     if not places:
@@ -38,7 +38,7 @@ def keep_out(checkpoint: dict[str, Any]) -> None:
     )
 
 
-def give_back(checkpoint: dict[str, Any], save: Callable[[dict[str, Any]], None]) -> None:
+def give_back(checkpoint: dict[str, Any], save: Callable[[dict[str, object]], None]) -> None:
     """Put back what was left out, as far as the module saves it now.
 
     Args:
@@ -62,7 +62,7 @@ def give_back(checkpoint: dict[str, Any], save: Callable[[dict[str, Any]], None]
         _copy(place, known, checkpoint)
 
 
-def _prune(holder: MutableMapping[Any, Any], name: Any, place: list[Any], places: list[list[Any]]) -> None:
+def _prune(holder: MutableMapping[Any, Any], name: object, place: list[Any], places: list[list[object]]) -> None:
     value = holder[name]
     if _is_storable(value):
         return
@@ -76,7 +76,7 @@ def _prune(holder: MutableMapping[Any, Any], name: Any, place: list[Any], places
     holder[name] = plain
 
 
-def _is_storable(value: Any) -> bool:
+def _is_storable(value: object) -> bool:
     try:
         encode(value, "", "")
     except CheckpointError:
@@ -84,7 +84,7 @@ def _is_storable(value: Any) -> bool:
     return True
 
 
-def _copy(place: list[Any], source: Any, target: Any) -> None:
+def _copy(place: list[object], source: object, target: object) -> None:
     """Copy the value at a place in `source` to that place in `target`, if the place exists in both."""
     *parents, last = place
     for name in parents:

@@ -32,7 +32,7 @@ class LightningModule(InFabric):
     save in their place.
     """
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         for name, around in (("on_save_checkpoint", _saving), ("on_load_checkpoint", _loading)):
             hook = getattr(cls, name)
@@ -100,7 +100,7 @@ def load_from_checkpoint(
     hparams_file: str | Path | None = None,
     strict: bool | None = None,
     weights_only: bool | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Any:
     """Build a module or a data module from a checkpoint; the arguments are those of its own method.
 
@@ -129,7 +129,7 @@ Hook = Callable[[Any, dict[str, Any]], None]
 
 def _saving(hook: Hook) -> Hook:
     @wraps(hook)
-    def on_save_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self: Any, checkpoint: dict[str, object]) -> None:
         hook(self, checkpoint)
         keep_out(checkpoint)
 
@@ -138,7 +138,7 @@ def _saving(hook: Hook) -> Hook:
 
 def _loading(hook: Hook) -> Hook:
     @wraps(hook)
-    def on_load_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self: Any, checkpoint: dict[str, object]) -> None:
         saved = type(self).on_save_checkpoint.__wrapped__
         give_back(checkpoint, lambda state: saved(self, state))
         hook(self, checkpoint)

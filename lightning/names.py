@@ -140,7 +140,7 @@ _OF_OTHERS: Final[Mapping[str, str]] = {
 }
 """Names for which a class of Python, torch or tqdm does the same."""
 
-ANNOTATIONS: Final[Mapping[str, Any]] = {
+ANNOTATIONS: Final[Mapping[str, object]] = {
     **dict.fromkeys(
         (
             *("STEP_OUTPUT", "TRAIN_DATALOADERS", "EVAL_DATALOADERS", "OptimizerLRScheduler", "LRSchedulerType"),
@@ -248,14 +248,14 @@ def refusal(name: str) -> type:
     """Return a class of this name that libraries may import and subclass, and that raises when it is called."""
     use = WITHOUT_COUNTERPART[name]
 
-    def __init__(self: object, *args: object, **kwargs: object) -> None:
+    def __init__(self: Any, *args: object, **kwargs: object) -> None:
         raise ConfigError(f"{name} has no counterpart in Echelon, got {type(self).__name__}(...); use {use}.")
 
     return type(name, (), {"__init__": __init__, "__doc__": f"Use {use}."})
 
 
 @cache
-def _public(shelf: str) -> Mapping[str, Any]:
+def _public(shelf: str) -> Mapping[str, object]:
     module = _module(shelf)
     found = {name: getattr(module, name) for name in getattr(module, "__all__", vars(module))}
     return {

@@ -193,7 +193,7 @@ class TorchCheckpointIO(CheckpointIO):
 
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the state of an Echelon checkpoint, under Lightning's names."""
-        state: dict[str, Any] = load_checkpoint(path)
+        state: dict[str, object] = load_checkpoint(path)
         return state
 
 
@@ -327,31 +327,31 @@ class RankZeroOnly:
 rank_zero_only: Final = RankZeroOnly()
 
 
-def rank_zero_experiment(function: Callable[..., Any]) -> Callable[..., Any]:
+def rank_zero_experiment(function: Callable[..., object]) -> Callable[..., Any]:
     """Decorate a logger's ``experiment``: ranks other than 0 get one that accepts every call and does nothing."""
     return own_rank_zero_only(default=DummyExperiment())(function)
 
 
 @own_rank_zero_only
-def rank_zero_info(*values: Any, **options: Any) -> None:
+def rank_zero_info(*values: object, **options: Any) -> None:
     """Log on rank 0 at level INFO."""
     _log.info(*values, **options)
 
 
 @own_rank_zero_only
-def rank_zero_debug(*values: Any, **options: Any) -> None:
+def rank_zero_debug(*values: object, **options: Any) -> None:
     """Log on rank 0 at level DEBUG."""
     _log.debug(*values, **options)
 
 
 @own_rank_zero_only
-def rank_zero_warn(message: Any, stacklevel: int = 4, category: type[Warning] = UserWarning, **_: Any) -> None:
+def rank_zero_warn(message: object, stacklevel: int = 4, category: type[Warning] = UserWarning, **_: object) -> None:
     """Warn on rank 0."""
     warnings.warn(str(message), category, stacklevel=stacklevel)
 
 
 @own_rank_zero_only
-def rank_zero_deprecation(message: Any, stacklevel: int = 5, **_: Any) -> None:
+def rank_zero_deprecation(message: object, stacklevel: int = 5, **_: object) -> None:
     """Warn on rank 0 of a deprecation."""
     warnings.warn(str(message), DeprecationWarning, stacklevel=stacklevel)
 

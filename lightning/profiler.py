@@ -104,7 +104,7 @@ class TorchProfiler(PyTorchProfiler):
         self._table.update(table_kwargs or {})
         self._groups_shapes, self._exports, self._given = group_by_input_shapes, export_to_chrome, profiler_kwargs
 
-    def _options(self) -> dict[str, Any]:
+    def _options(self) -> dict[str, object]:
         own = {**super()._options(), "record_shapes": self._groups_shapes}
         return {**own, **self._given, "on_trace_ready": self._write}
 

@@ -57,7 +57,7 @@ class KeptProgressBar(TQDMProgressBar):
         self._trainer: Run | None = None
         self._current_eval_dataloader_idx: int | None = None
         self._process_position = process_position
-        self._shown: dict[str, Any] = {}
+        self._shown: dict[str, object] = {}
 
     trainer = ProgressBar.trainer
     setup = ProgressBar.setup
@@ -102,11 +102,11 @@ class KeptProgressBar(TQDMProgressBar):
 
         return TqdmBar(make, self._stays(console))
 
-    def _drawn(self, name: str, bar: Bar | None) -> Any:
+    def _drawn(self, name: str, bar: Bar | None) -> object:
         is_shown = isinstance(bar, TqdmBar) and bar.tqdm is not None
         return super()._drawn(name, bar) if is_shown or name not in self._shown else self._shown[name]
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Leave out the bars and the trainer: they belong to this process."""
         return {**super().__getstate__(), "_shown": {}, "_trainer": None}
 

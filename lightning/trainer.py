@@ -85,7 +85,7 @@ class LightningTrainer(Trainer):
         return accelerator_for(self._runner.hardware.device_type)
 
     @property
-    def _accelerator_connector(self) -> Any:
+    def _accelerator_connector(self) -> object:
         """The devices under the name that libraries read."""
         hardware = self._runner.hardware
         devices = [hardware.device(index) for index in range(len(hardware.devices))]
@@ -146,7 +146,7 @@ class LightningTrainer(Trainer):
         return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
 
 
-def _with_kept_bar(settings: dict[str, Any]) -> Any:
+def _with_kept_bar(settings: dict[str, object]) -> object:
     """Return the callbacks with a bar that can be read after a run, unless the settings switch it off."""
     given = settings.get("callbacks")
     is_off = settings.get("enable_progress_bar") is False or settings.get("barebones")
@@ -172,7 +172,7 @@ def _tell_of_files(plugins: Iterable[CheckpointIO]) -> None:
         )
 
 
-def _tell_of_limits(settings: Mapping[str, Any]) -> None:
+def _tell_of_limits(settings: Mapping[str, object]) -> None:
     """Log what a limit of 1 means, one batch, and what 1.0 does, all of them: they are easily taken for each other."""
     stages = {"train": "epoch", "val": "validation", "test": "test", "predict": "prediction"}
     words = {**{f"limit_{stage}_batches": f"per {name}" for stage, name in stages.items()}, "overfit_batches": "in all"}
@@ -185,7 +185,7 @@ def _tell_of_limits(settings: Mapping[str, Any]) -> None:
         _log.info("You are running in `Trainer(barebones=True)` mode: what costs time beside the steps is off.")
 
 
-def _as_list(value: Any) -> list[Any]:
+def _as_list(value: object) -> list[object]:
     if value is None:
         return []
     return list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Final, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Unpack
 
 from torch import nn
 
@@ -29,6 +29,9 @@ from .sharded import ShardedStrategy
 from .state.dtensor import is_dtensor
 from .tensor_parallel.find_plan import find_plan
 from .tensor_parallel.tensor_plan import TensorPlan
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _DATA: Final = ("dp_replicate", "dp_shard")
 """The axes along which ranks read different samples."""
@@ -120,7 +123,7 @@ class ParallelStrategy(ShardedStrategy):
         check_degrees(self._given)
         _check_ep(ep, sequence_parallel=sequence_parallel)
         self.ep = ep
-        self._expert_mesh: Any = None
+        self._expert_mesh: DeviceMesh | None = None
         check_schedule(schedule, virtual_stages)
         self.schedule, self.virtual_stages = schedule, virtual_stages
         self.can_try_steps = pp == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, ClassVar, Final, Literal, Unpack
+from typing import ClassVar, Final, Literal, Unpack
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -70,7 +70,7 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
         super().__init__(ddp, **settings)
         self.choices = ServerChoices(servers, mode, max_staleness, dense, answer_timeout)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in super().__getstate__().items() if name != "placed"}
 
     # --- before any process is started -------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Unpack
+from typing import TYPE_CHECKING, ClassVar, Unpack
 
 from torch import nn
 
@@ -24,6 +24,9 @@ from .state.dtensor import is_dtensor
 from .state.sendable import check_sendable, check_shardable, check_wrapped
 from .state.shared_memory import check_unshared
 from .strategy import Strategy
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class ShardedStrategy(Strategy):
@@ -50,7 +53,7 @@ class ShardedStrategy(Strategy):
         self.deferred_init = deferred_init
         self.degrees = Degrees()
         """The degrees of parallelism; known after `validate`."""
-        self._mesh: Any = None
+        self._mesh: DeviceMesh | None = None
         self._deferred = DeferredInit()
 
     @abstractmethod
@@ -116,6 +119,7 @@ class ShardedStrategy(Strategy):
         check_sendable(module, self.name)
         check_shardable(module, self.name, self.device.type)
         check_unshared(module, self.name, with_buffers=True)
+        assert self._mesh is not None, "connect() makes it where there are several ranks"
         sharding = Sharding(self._mesh, self.options, self._deferred, is_manual)
         self._deferred = DeferredInit()
         return self._shard(module, sharding)

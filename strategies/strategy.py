@@ -91,7 +91,7 @@ class Strategy(RankMethods, PlacedMethods):
         """Raise an error which says that an attribute declared above is not known before a run."""
         raise not_set_up(self, name)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return the state to copy or pickle; a strategy that has joined a process group has none.
 
         Raises:

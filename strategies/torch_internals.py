@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch import Tensor
 
 from ..common.errors import EchelonError
+
+if TYPE_CHECKING:
+    from torch._dynamo.callback import CompilationCallbackHandler
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.distributed_c10d import Store
+    from torch.distributed.rpc import TensorPipeRpcBackendOptions
+    from torch.distributed.tensor import Placement
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.overrides import TorchFunctionMode
 
 __all__ = [
     "BatchNorm",
@@ -59,7 +71,7 @@ with names_of_torch:
     OpOverload = torch._ops.OpOverload  # noqa: SLF001
 
 
-def strided_shard(dim: int, split_factor: int) -> Any:
+def strided_shard(dim: int, split_factor: int) -> Placement:
     """Return the placement of a DTensor that is sharded within each of `split_factor` parts of a dimension."""
     with names_of_torch:
         from torch.distributed.tensor.placement_types import _StridedShard
@@ -98,39 +110,39 @@ def forget_meshes() -> None:
     _clear_sharding_prop_cache()
 
 
-def root_mesh(mesh: Any) -> Any:
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the DeviceMesh that a mesh is part of."""
     with names_of_torch:
         return mesh._get_root_mesh()  # noqa: SLF001
 
 
-def split_axis(mesh: Any, sizes: tuple[int, int], names: tuple[str, str]) -> Any:
+def split_axis(mesh: DeviceMesh, sizes: tuple[int, int], names: tuple[str, str]) -> DeviceMesh:
     """Return a DeviceMesh of one axis as one of two axes. Collective: every rank of the process group calls it."""
     with names_of_torch:
         return mesh._unflatten(0, sizes, names)  # noqa: SLF001
 
 
-def without_dispatch_modes() -> Any:
+def without_dispatch_modes() -> AbstractContextManager[object]:
     """Return a context that disables the TorchDispatchModes around it, such as that of selective checkpointing."""
     with names_of_torch:
         from torch.utils._python_dispatch import _disable_current_modes
     return _disable_current_modes()
 
 
-def fake_mode() -> Any:
+def fake_mode() -> FakeTensorMode:
     """Return a mode in which tensors have a shape and no memory; real tensors are treated in the same way."""
     with names_of_torch:
         from torch._subclasses.fake_tensor import FakeTensorMode
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def fake_mode_beside_real() -> Any:
+def fake_mode_beside_real() -> FakeTensorMode:
     """Return a `fake_mode` that computes normally if all tensors are real, such as the ranks of a DeviceMesh."""
     with names_of_torch:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
     class BesideReal(FakeTensorMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[object] = (), kwargs: Any = None) -> object:
             kinds = {type(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
             if kinds and kinds <= {torch.Tensor, torch.nn.Parameter}:
                 return func(*args, **(kwargs or {}))
@@ -171,28 +183,28 @@ def unknown_values() -> tuple[type[Exception], ...]:
         return (*values, fake.UnsupportedFakeTensorException, fake.UnsupportedOperatorException)
 
 
-def function_modes() -> list[Any]:
+def function_modes() -> list[TorchFunctionMode]:
     """Return the TorchFunctionModes around the caller, the outermost first."""
     with names_of_torch:
         from torch.overrides import _get_current_function_mode_stack
     return list(_get_current_function_mode_stack())
 
 
-def dispatch_modes() -> list[Any]:
+def dispatch_modes() -> list[TorchDispatchMode]:
     """Return the TorchDispatchModes around the caller, the outermost first."""
     with names_of_torch:
         from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
     return list(_get_current_dispatch_mode_stack())
 
 
-def compilation_callbacks() -> Any:
+def compilation_callbacks() -> CompilationCallbackHandler:
     """Return the registry of functions that torch.compile calls before and after it compiles."""
     with names_of_torch:
         from torch._dynamo.callback import callback_handler
     return callback_handler
 
 
-def default_store() -> Any:
+def default_store() -> Store:
     """Return the store through which the processes of the default process group met."""
     from torch.distributed import distributed_c10d
 
@@ -236,7 +248,7 @@ def has_kernel(operation: str, device_type: str) -> bool:
         return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operation, key))  # noqa: SLF001
 
 
-def is_reduced(wrapper: Any) -> bool:
+def is_reduced(wrapper: DistributedDataParallel) -> bool:
     """Return whether DDP has averaged all gradients of a backward, or none; torch 2.11 to 2.14."""
     with names_of_torch:
         check = wrapper.reducer._check_reducer_finalized  # noqa: SLF001
@@ -255,7 +267,7 @@ def ignore_in_ddp(module: torch.nn.Module, names: list[str]) -> None:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)  # noqa: SLF001
 
 
-def join_rpc(name: str, rank: int, world_size: int, store: Any, options: Any) -> None:
+def join_rpc(name: str, rank: int, world_size: int, store: Store, options: TensorPipeRpcBackendOptions) -> None:
     """Do what ``torch.distributed.rpc.init_rpc`` does, but over the caller's store.
 
     torch prefixes the keys of its store with the number of calls in this process, which can differ between peers.
@@ -267,7 +279,7 @@ def join_rpc(name: str, rank: int, world_size: int, store: Any, options: Any) ->
         rpc._init_rpc_backend(store=store, name=name, rank=rank, world_size=world_size, rpc_backend_options=options)  # noqa: SLF001
 
 
-def rpc_options(timeout: float) -> Any:
+def rpc_options(timeout: float) -> TensorPipeRpcBackendOptions:
     """Return options of RPC that sends over sockets only.
 
     With shared memory, a thread of each process would poll for messages all the time, on a core of its own.
@@ -285,22 +297,10 @@ def is_rpc_initialized() -> bool:
         return bool(rpc.api._is_current_rpc_agent_set())  # type: ignore[attr-defined] # noqa: SLF001
 
 
-def processes_of(context: Any) -> list[Any]:
+def processes_of(context: Any) -> list[object]:
     """Return the processes that an agent of torch's elastic has started, for their exit codes."""
     with names_of_torch:
         return list(context._pc.processes)  # noqa: SLF001
-
-
-def has_workers(iterator: Any) -> bool:
-    """Return whether an iterator is that of a DataLoader with worker processes."""
-    return hasattr(iterator, "_shutdown_workers")
-
-
-def end_workers(iterator: Any) -> None:
-    """End the worker processes of a DataLoader's iterator."""
-    with names_of_torch:
-        end = iterator._shutdown_workers  # noqa: SLF001
-    end()
 
 
 def file_writer_of(summary_writer: Any) -> Any:
@@ -338,7 +338,7 @@ def _precision(verb: str) -> Callable[..., str]:
     return function
 
 
-def compiler_settings() -> dict[tuple[str, str], Any]:
+def compiler_settings() -> dict[tuple[str, str], object]:
     """Return the torch.compile settings that the program has changed, by module and name; plain values only."""
     changed = {}
     for name in _COMPILER:
@@ -362,7 +362,7 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def group_named(name: str) -> Any:
+def group_named(name: str) -> ProcessGroup | None:
     """Return the process group with a name; None if there is none."""
     with names_of_torch:
         from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
@@ -372,13 +372,13 @@ def group_named(name: str) -> Any:
         return None
 
 
-def is_wrapped(tensor: Any) -> bool:
+def is_wrapped(tensor: Tensor) -> bool:
     """Return whether a tensor is inside of a transformation of ``torch.func``."""
     with names_of_torch:
         return torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # noqa: SLF001
 
 
-def outside_transformations() -> Any:
+def outside_transformations() -> AbstractContextManager[object]:
     """Return a context outside of the transformations of ``torch.func`` around it, for what is not transformed."""
     with names_of_torch:
         is_inside = torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
@@ -391,7 +391,7 @@ def is_in_backward() -> bool:
         return torch._C._current_graph_task_id() != -1  # noqa: SLF001
 
 
-def set_dtensor_handler(operation: Any, handler: Callable[..., Any]) -> None:
+def set_dtensor_handler(operation: OpOverload, handler: Callable[..., object]) -> None:
     """Let DTensors compute an operation by calling ``handler(operation, args, kwargs)``."""
     with names_of_torch:
         from torch.distributed.tensor import DTensor

@@ -9,11 +9,14 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 T = TypeVar("T", bound=Tensor)
 M = TypeVar("M", bound=nn.Module)
@@ -30,7 +33,7 @@ def version_of(tensor: Tensor) -> int:
 
 def memory_id(held: Tensor | torch.UntypedStorage) -> int:
     """Return the address of a storage (`_cdata`), or of a tensor's, which also one without memory has."""
-    storage: Any = held.untyped_storage() if isinstance(held, Tensor) else held
+    storage: torch.UntypedStorage = held.untyped_storage() if isinstance(held, Tensor) else held
     return int(storage._cdata)  # noqa: SLF001
 
 
@@ -45,12 +48,12 @@ def takes_data_of(tensor: Tensor, other: Tensor) -> bool:
     return bool(torch._has_compatible_shallow_copy_type(tensor, other))  # noqa: SLF001
 
 
-def with_shard_elsewhere(dtensor: Any, shard: Tensor) -> Any:
+def with_shard_elsewhere(dtensor: DTensor, shard: Tensor) -> DTensor:
     """Return a DTensor with the layout of one (`_spec`) and a shard that need not be on the mesh's type of device."""
     return type(dtensor)(shard, dtensor._spec, requires_grad=False)  # noqa: SLF001
 
 
-def read_by_placements(dtensor: Any) -> None:
+def read_by_placements(dtensor: DTensor) -> None:
     """Have a DTensor on a one-axis mesh gathered by its placement (`_spec`), where torch 2.11 looks for a shard order.
 
     A packed tensor has none, and torch would raise.
@@ -133,12 +136,12 @@ def copy_without_parameters(module: M) -> M:
     return copied
 
 
-def compiled_call_of(module: nn.Module) -> Callable[..., Any] | None:
+def compiled_call_of(module: nn.Module) -> Callable[..., object] | None:
     """Return what runs in place of a module's call, as ``module.compile()`` sets it (`_compiled_call_impl`)."""
     return vars(module).get("_compiled_call_impl")
 
 
-def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
+def set_compiled_call(module: nn.Module, call: Callable[..., object]) -> None:
     """Let a function run in place of a module's call, before its hooks (`_compiled_call_impl`)."""
     module._compiled_call_impl = call  # noqa: SLF001
 
@@ -148,7 +151,7 @@ def drop_compiled_call(module: nn.Module) -> None:
     vars(module).pop("_compiled_call_impl", None)
 
 
-def call_uncompiled(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+def call_uncompiled(module: nn.Module, /, *args: object, **kwargs: object) -> Any:
     """Call a module, with its hooks, whatever was set in place of its call (`_call_impl`)."""
     return module._call_impl(*args, **kwargs)  # noqa: SLF001
 
@@ -167,7 +170,7 @@ def compiled_from(module: Any) -> nn.Module | None:
 
 def arguments_of(operator: Any) -> Sequence[Any]:
     """Return the arguments that an operator takes, with their names and whether it writes them (`_schema`)."""
-    arguments: Sequence[Any] = operator._schema.arguments  # noqa: SLF001
+    arguments: Sequence[object] = operator._schema.arguments  # noqa: SLF001
     return arguments
 
 
@@ -186,7 +189,7 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)  # noqa: SLF001
 
 
-def step_hooks(optimizer: Optimizer) -> list[Any]:
+def step_hooks(optimizer: Optimizer) -> list[object]:
     """Return the dictionaries of hooks before and after a step: an optimizer's, then those of all optimizers.
 
     They are `_optimizer_step_pre_hooks`, `_optimizer_step_post_hooks`, and with `_global_optimizer` in the module of
@@ -212,19 +215,19 @@ def takes_scaled_gradients(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def replace_step(optimizer: Optimizer, step: Any) -> dict[str, Any]:
+def replace_step(optimizer: Optimizer, step: Any) -> dict[str, object]:
     """Set the step of an optimizer, which takes unscaled gradients; return what it replaces, for `put_step_back`.
 
     Schedulers made later do not wrap it (`_wrapped_by_lr_sched`).
     """
     own = vars(optimizer)
-    replaced: dict[str, Any] = {name: own[name] for name in _STEP if name in own}
+    replaced: dict[str, object] = {name: own[name] for name in _STEP if name in own}
     step._wrapped_by_lr_sched = True  # noqa: SLF001
     own.update(step=step, _step_supports_amp_scaling=False)
     return replaced
 
 
-def put_step_back(optimizer: Optimizer, replaced: Mapping[str, Any]) -> None:
+def put_step_back(optimizer: Optimizer, replaced: Mapping[str, object]) -> None:
     """Undo a `replace_step`."""
     own = vars(optimizer)
     for name in _STEP:
@@ -252,7 +255,7 @@ def owners_of(zero: Any) -> Mapping[Tensor, int]:
     return owners
 
 
-def step_own_part(zero: Any, closure: Callable[[], Any] | None) -> Any:
+def step_own_part(zero: Any, closure: Callable[[], object] | None) -> object:
     """Update the parameters that a ZeroRedundancyOptimizer assigns to this rank (`_local_step`), and send none.
 
     torch's ``step`` would send one at a time. It warns of each change of what is trained, as of buckets, unless that
@@ -302,7 +305,7 @@ def has_compiled() -> bool:
 
 def notes_of(node: Any) -> dict[str, Any]:
     """Return the notes that an operation of a graph carries (`metadata`), which live as long as it."""
-    notes: dict[str, Any] = node.metadata
+    notes: dict[str, object] = node.metadata
     return notes
 
 
@@ -321,3 +324,13 @@ def hide_worker_info() -> None:
     from torch.utils.data._utils import worker
 
     worker._worker_info = None  # noqa: SLF001
+
+
+def has_workers(iterator: object) -> bool:
+    """Return whether an iterator is that of a DataLoader with worker processes."""
+    return hasattr(iterator, "_shutdown_workers")
+
+
+def end_workers(iterator: Any) -> None:
+    """End the worker processes of a DataLoader's iterator."""
+    iterator._shutdown_workers()  # noqa: SLF001

@@ -123,9 +123,23 @@ def cuda_places(sources: Iterable[Source]) -> list[str]:
     return sorted(found)
 
 
+def _names_of_any(sources: Iterable[Source]) -> set[str]:
+    """Return ``Any`` and the names that stand for it in some file: another name must not hide it."""
+    names = {"Any"}
+    for node in (node for source in sources for node in ast.walk(source.tree)):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Name) and node.value.id == "Any":
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names.update(target.id for target in targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.ImportFrom):
+            names.update(alias.asname for alias in node.names if alias.name == "Any" and alias.asname)
+    return names
+
+
 def any_per_thousand(sources: Sequence[Source]) -> float:
     """Return how often ``Any`` stands in a thousand lines that are neither empty nor a comment."""
-    number = sum(isinstance(node, ast.Name) and node.id == "Any" for s in sources for node in ast.walk(s.tree))
+    names = _names_of_any(sources)
+    nodes = (node for source in sources for node in ast.walk(source.tree) if isinstance(node, ast.Name))
+    number = sum(node.id in names and isinstance(node.ctx, ast.Load) for node in nodes)
     lines = (line.strip() for source in sources for line in source.text.splitlines())
     return 1000 * number / sum(1 for line in lines if line and not line.startswith("#"))
 

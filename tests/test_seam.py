@@ -23,7 +23,7 @@ MOST = {
     "kernel files with 'lightning'": 3,
     "kernel files with 'expert'": 0,
     "lines that name CUDA or NCCL": 7,
-    "Any in a thousand lines": 46.3,
+    "Any in a thousand lines": 18.2,
 }
 """Lower a number with the change that lowers the measure; where the plan wants it, shared/design/house.md says."""
 
@@ -108,3 +108,12 @@ def test_any_is_counted_by_lines_of_code():
     source = Source("a.py", "# Any\n\nfrom typing import Any\nx: Any = 1\ny: list[Any] = []\n")
     assert len(ast.parse(source.text).body) == 3
     assert seam.any_per_thousand([source]) == pytest.approx(1000 * 2 / 3)
+
+
+def test_another_name_of_any_counts_as_it_does():
+    texts = [
+        "Batch = Any\nBroad: TypeAlias = Any\nMany = list[Any]",
+        "from typing import Any as Untyped\nx: Batch\ny: Broad\nz: Untyped\nw: Many",
+    ]
+    sources = [Source(f"{place}.py", text) for place, text in enumerate(texts)]
+    assert seam.any_per_thousand(sources) == pytest.approx(1000 * (3 + 3) / 8)

@@ -29,7 +29,7 @@ from .runner import Runner
 from .session.settings import Settings
 from .session.train_state import Status, TrainerState, TrainState
 
-Method = TypeVar("Method", bound=Callable[..., Any])
+Method = TypeVar("Method", bound=Callable[..., object])
 
 _SETTINGS: Final = tuple(field.name for field in fields(Settings))
 _SET_IN_RUNS: Final = ("accumulate_grad_batches", "logger")
@@ -50,7 +50,7 @@ def takes_no_others(method: Method) -> Method:
     return method
 
 
-def refuse(method: Callable[..., Any], others: Mapping[str, object]) -> None:
+def refuse(method: Callable[..., object], others: Mapping[str, object]) -> None:
     """Refuse arguments that a method does not have.
 
     Raises:
@@ -84,7 +84,7 @@ class TrainerAttributes(metaclass=_Names):
 
     _runner: Runner
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute, or a setting of later runs; warn of a misspelt one, which no run would read.
 
         Raises:

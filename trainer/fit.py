@@ -153,7 +153,7 @@ def _trains(session: Session) -> bool:
     return session.train_data.num_batches > 0 and not is_over(session)
 
 
-def _read(session: Session, request: Request) -> dict[str, Any] | None:
+def _read(session: Session, request: Request) -> dict[str, object] | None:
     """Return the contents of the checkpoint, if there is one."""
     if session.resumed_from is None:
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from torch import nn
 
@@ -27,8 +27,8 @@ class Request:
     task: Task
     module: TrainModule
     datamodule: DataModule | None
-    train_loaders: Any = None
-    evaluation_loaders: Any = None
+    train_loaders: object = None
+    evaluation_loaders: object = None
     ckpt_path: str | AnyPath | None = None
     optimizer_settings: Winner = "saved"
     checkpoint: AnyPath | None = None
@@ -91,7 +91,7 @@ class _LastRun(Protocol):
 def evaluation_request(
     task: Task,
     module: TrainModule | None,
-    loaders: Any,
+    loaders: object,
     datamodule: DataModule | None,
     ckpt_path: str | AnyPath | None,
     *,

@@ -57,7 +57,7 @@ _PACKAGE: Final = __name__.partition(".")[0]
 class Result:
     """The outcome of a run, picklable: what a user reads from trainer, module, callbacks and loggers afterwards."""
 
-    model: dict[str, Any] | None
+    model: dict[str, object] | None
     """The weights, under the plain module's names; None where they have not changed."""
     state: TrainState
     metrics: dict[str, Any]
@@ -66,7 +66,7 @@ class Result:
     """For each logger, the version of this run: its folder."""
     signal: int | None
     should_stop: bool
-    predictions: list[Any] | None
+    predictions: list[object] | None
     last_checkpoint: AnyPath | None
     resumed_from: AnyPath | None
     origin: Origin
@@ -133,16 +133,16 @@ def _optimizer_bytes(session: Session) -> int:
     return sum(local_shard(tensor).nbytes for tensor in iterate_tensors(states))
 
 
-def _last_saved(run: Session | EndedRun, parts: Collection[str] | None = None) -> dict[str, Any] | None:
+def _last_saved(run: Session | EndedRun, parts: Collection[str] | None = None) -> dict[str, object] | None:
     """Return the last checkpoint of a run, or some parts of it, if it is of the last step."""
     last = run.saves.last
     saved = checkpoint.load(last, parts=parts) if last is not None and last.exists() else None
     return saved if saved is not None and saved["loop"]["global_step"] == run.state.global_step else None
 
 
-def _states_to_send(callbacks: Sequence[Callback], lost: list[str]) -> dict[str, dict[str, Any]]:
+def _states_to_send(callbacks: Sequence[Callback], lost: list[str]) -> dict[str, dict[str, object]]:
     """Return the state of each callback; note in `lost` whose state cannot be had or sent, which loses no other's."""
-    states: dict[str, dict[str, Any]] = {}
+    states: dict[str, dict[str, object]] = {}
     for callback in callbacks:
         try:
             own = callback_states([callback])
@@ -154,7 +154,7 @@ def _states_to_send(callbacks: Sequence[Callback], lost: list[str]) -> dict[str,
     return states
 
 
-def _weights_to_send(weights: dict[str, Any], lost: list[str]) -> dict[str, Any]:
+def _weights_to_send(weights: dict[str, object], lost: list[str]) -> dict[str, object]:
     """Return the entries that can be sent, among them all tensors; note the others in `lost`."""
     sent = {}
     for name, value in weights.items():

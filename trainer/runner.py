@@ -60,7 +60,7 @@ from .session.torch_flags import numerics
 from .session.train_state import TrainState
 from .setup import make_callbacks, make_loggers, set_up, with_module_callbacks
 
-Work = Callable[[Session, Request], Any]
+Work = Callable[[Session, Request], object]
 
 
 class Runner:
@@ -202,10 +202,10 @@ class Runner:
 
     # --- in processes of its own -------------------------------------------------------------------------------------
 
-    def _launch(self, work: Work, request: Request) -> Any:
+    def _launch(self, work: Work, request: Request) -> object:
         """Do the work in processes of its own, and take over their result."""
 
-        def take(answer: tuple[Result, Any]) -> None:
+        def take(answer: tuple[Result, object]) -> None:
             self._has_described = True
             self.precision.convert_module(request.module)
             callbacks = self._callbacks_of(request)
@@ -244,7 +244,7 @@ class Runner:
                 without_launch(error)
                 raise
 
-    def _report(self, work: Work, request: Request, rng: Mapping[str, Any]) -> tuple[Result, Any]:
+    def _report(self, work: Work, request: Request, rng: Mapping[str, object]) -> tuple[Result, object]:
         """Do the work in a process of the run, with the caller's random state, and return its result."""
         restore_rng(rng)
         self._reports = True
@@ -253,7 +253,7 @@ class Runner:
         assert self._result is not None
         return self._result, value
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Leave out the last run: a trainer that is sent to another process begins a new one there."""
         return {**self.__dict__, "current": None, "_result": None}
 

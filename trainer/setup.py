@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any
 
 import torch
 from torch import nn
@@ -128,7 +127,7 @@ def with_module_callbacks(callbacks: Sequence[Callback], module: TrainModule) ->
     return in_order([*(callback for callback in callbacks if type(callback) not in kinds), *brought])
 
 
-def source_of(kind: str, given: Any, datamodule: DataModule | None, module: TrainModule) -> Any:
+def source_of(kind: str, given: object, datamodule: DataModule | None, module: TrainModule) -> object:
     """Return the loaders passed to the trainer, else the data module's, else the module's; None if there are none."""
     if given is not None:
         return given
@@ -141,7 +140,7 @@ def source_of(kind: str, given: Any, datamodule: DataModule | None, module: Trai
     return None
 
 
-def load_train_data(session: Session, given: Any) -> None:
+def load_train_data(session: Session, given: object) -> None:
     """Give a session its training data.
 
     Raises:
@@ -187,7 +186,7 @@ def warn_if_endless(session: Session) -> None:
         )
 
 
-def load_evaluation_data(session: Session, kind: str, given: Any) -> None:
+def load_evaluation_data(session: Session, kind: str, given: object) -> None:
     """Give a session its evaluation data; in `fit` there may be none.
 
     Raises:
@@ -366,7 +365,7 @@ def set_up_module(session: Session) -> None:
     place(session.module, session.strategy)
 
 
-def _compile_in_place(module: nn.Module, blocks: Sequence[nn.Module], options: dict[str, Any]) -> None:
+def _compile_in_place(module: nn.Module, blocks: Sequence[nn.Module], options: dict[str, object]) -> None:
     """Compile the blocks, if any, else ``forward`` if the module has one, else each child; names do not change."""
     for part in blocks or ([module] if overrides(module, "forward", nn.Module) else module.children()):
         compile_calls(part, partial(torch.compile, **options))

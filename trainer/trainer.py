@@ -201,7 +201,7 @@ class Trainer(TrainerArguments, TrainerAttributes, Checkpoints, Trials):
         return list(self.predictions) if self.predictions is not None else None
 
     def _evaluate(
-        self, task: Task, model: TrainModule | None, loaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any
+        self, task: Task, model: TrainModule | None, loaders: object, ckpt_path: Any, verbose: bool, datamodule: Any
     ) -> Results:
         module = unwrapped(model, self.strategy)
         request = evaluation_request(task, module, loaders, datamodule, ckpt_path, last=self._runner.current)

@@ -16,7 +16,7 @@ from .session.session import Session
 
 _KEPT: Final = ("settings", "given", "loggers", "_callbacks", "state", "origin", "current", "_has_fitted")
 """What a run changes in its `Runner`."""
-_SILENT: Final[Mapping[str, Any]] = {
+_SILENT: Final[Mapping[str, object]] = {
     "logger": False,
     "enable_checkpointing": False,
     "enable_progress_bar": False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from .module.train_module import TrainModule
 _MOST_NAMES: Final = 3
 
 
-def load_trained(module: TrainModule, trained: Mapping[str, Any]) -> str:
+def load_trained(module: TrainModule, trained: Mapping[str, object]) -> str:
     """Load the weights that fit into the module, keep the others in its `unplaced_weights`, and return what to warn of.
 
     Layers that ``configure_model`` has built in the workers are built here as well. The module's own methods may raise
@@ -49,25 +49,25 @@ def load_trained(module: TrainModule, trained: Mapping[str, Any]) -> str:
     return _loss(module, own, untrained, raised)
 
 
-def _changed(own: Mapping[str, Any], trained: Mapping[str, Any]) -> Iterator[str]:
+def _changed(own: Mapping[str, object], trained: Mapping[str, object]) -> Iterator[str]:
     """Yield the names of the weights that the run has trained, or that only it has built."""
     for name, value in trained.items():
-        here: Any = own.get(name)
+        here: object = own.get(name)
         if not isinstance(here, Tensor) or here.is_meta or is_wrapper(here) or not _is_same(here, value):
             yield name
 
 
-def _is_same(here: Tensor, value: Any) -> bool:
+def _is_same(here: Tensor, value: object) -> bool:
     return isinstance(value, Tensor) and here.shape == value.shape and torch.equal(here.cpu(), value.cpu())
 
 
-def _fits(own: Any, trained: Any) -> bool:
+def _fits(own: object, trained: object) -> bool:
     if not isinstance(own, Tensor) or not isinstance(trained, Tensor):
         return isinstance(own, Tensor) == isinstance(trained, Tensor)
     return isinstance(own, nn.UninitializedParameter | nn.UninitializedBuffer) or own.shape == trained.shape
 
 
-def _loss(module: TrainModule, own: Mapping[str, Any], untrained: list[str], raised: str) -> str:
+def _loss(module: TrainModule, own: Mapping[str, object], untrained: list[str], raised: str) -> str:
     kind, parts = type(module).__name__, []
     if module.unplaced_weights:
         described = (_described(name, value, own.get(name)) for name, value in module.unplaced_weights.items())
@@ -88,7 +88,7 @@ def _loss(module: TrainModule, own: Mapping[str, Any], untrained: list[str], rai
     )
 
 
-def _described(name: str, trained: Any, own: Any) -> str:
+def _described(name: str, trained: object, own: object) -> str:
     if isinstance(own, Tensor) and isinstance(trained, Tensor) and own.shape != trained.shape:
         return f"{name!r} ({tuple(trained.shape)} there, {tuple(own.shape)} here)"
     return repr(name)
@@ -99,7 +99,7 @@ def _listed(names: Iterable[str], number: int) -> str:
     return f"{', '.join(first)}{f' and {number - len(first)} more' if number > len(first) else ''}"
 
 
-def trained_weights(module: TrainModule, names: Iterable[str] | None) -> dict[str, Any]:
+def trained_weights(module: TrainModule, names: Iterable[str] | None) -> dict[str, object]:
     """Return the module's weights with those unplaced; with `names`, only these, which the fit has trained."""
     weights = {**module.state_dict(), **module.unplaced_weights}
     return weights if names is None else {name: weights[name] for name in names if name in weights}
@@ -134,5 +134,5 @@ def place(module: TrainModule, strategy: Strategy) -> None:
         )
 
 
-def _has(own: Mapping[str, Any], name: str, value: Any) -> bool:
+def _has(own: Mapping[str, object], name: str, value: object) -> bool:
     return name in own and _fits(own[name], value)

@@ -48,7 +48,7 @@ class StartRecord:
     ends: tuple[RoundEnd, ...] = ()
     """How earlier rounds ended, as seen by their agent."""
 
-    def to_fields(self) -> dict[str, Any]:
+    def to_fields(self) -> dict[str, object]:
         """Return the fields of the line."""
         times = {"time": _seconds(self.time), "process_start": _seconds(self.process_start)}
         return {"kind": "start", **asdict(self), **times}
@@ -90,7 +90,7 @@ class PeriodRecord:
     parts: Mapping[str, int] = field(default_factory=dict)
     upload: LeftUpload | None = None
 
-    def to_fields(self) -> dict[str, Any]:
+    def to_fields(self) -> dict[str, object]:
         """Return the fields of the line."""
         parts = {name: _seconds(part) for name, part in self.parts.items() if part}
         steps = {"from": self.first, "to": self.last}
@@ -118,12 +118,12 @@ class EndRecord:
     status: Status
     cause: str = ""
 
-    def to_fields(self) -> dict[str, Any]:
+    def to_fields(self) -> dict[str, object]:
         """Return the fields of the line."""
         return {"kind": "end", **asdict(self), "time": _seconds(self.time)}
 
     @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> Self:
+    def from_fields(cls, fields: Mapping[str, object]) -> Self:
         """Return the record in a line."""
         statuses: tuple[Status, ...] = get_args(Status)
         return cls(_time(fields["time"]), statuses[statuses.index(fields["status"])], _text(fields["cause"]))
@@ -136,12 +136,12 @@ class AdviceRecord:
     time: int
     text: str
 
-    def to_fields(self) -> dict[str, Any]:
+    def to_fields(self) -> dict[str, object]:
         """Return the fields of the line."""
         return {"kind": "advice", "time": _seconds(self.time), "text": self.text}
 
     @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> Self:
+    def from_fields(cls, fields: Mapping[str, object]) -> Self:
         """Return the record in a line."""
         return cls(_time(fields["time"]), _text(fields["text"], _LONGEST_ADVICE))
 
@@ -278,7 +278,7 @@ def _lines(path: Path) -> Iterator[bytes]:
                 yield line
 
 
-def _round_end(fields: Mapping[str, Any]) -> RoundEnd:
+def _round_end(fields: Mapping[str, object]) -> RoundEnd:
     rank, step = (None if fields[name] is None else _count(fields[name]) for name in ("rank", "step"))
     kinds: tuple[EndKind, ...] = get_args(EndKind)
     kind = kinds[kinds.index(fields["kind"])]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +92,7 @@ class AveragedWeights:
         buffers = zip(self._live.names, parameters, strict=True)
         strategy.placed.sync_buffers(dict(list(buffers)[self._live.num_parameters :]))
 
-    def exchange_in(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def exchange_in(self, state: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
         """Return a state of the module with the averages, and the tensors that they replace; nothing is copied.
 
         Entries that other ranks write are left as they are.
@@ -107,7 +106,7 @@ class AveragedWeights:
         )
 
     @torch.no_grad()
-    def load(self, state: Mapping[str, Any], count: int) -> None:
+    def load(self, state: Mapping[str, object], count: int) -> None:
         """Restore an average from a state of the module.
 
         Raises:

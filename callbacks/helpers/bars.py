@@ -64,7 +64,7 @@ class TqdmBar:
 
     interval: float = 0.2
 
-    def __init__(self, make: Callable[[], Any], stays: Stays) -> None:
+    def __init__(self, make: Callable[[], object], stays: Stays) -> None:
         self._make, self._stays = make, stays
         self._has_ended = False
         self.tqdm: Any = None
@@ -201,7 +201,7 @@ def new_tqdm(console: Console, description: str, *, line: int) -> Any:
         ) from error
     lock_threads_only(module.tqdm)
     # without tqdm's monitor thread, which wakes bars that skip updates: ours skip none
-    own: dict[str, Any] = {"monitor_interval": 0}
+    own: dict[str, object] = {"monitor_interval": 0}
     if console != "notebook":
         own["format_meter"] = staticmethod(partial(_fitted, module.tqdm.format_meter))
     # draw every update: the caller has already decided that it is time
@@ -233,7 +233,7 @@ def _fitted(
     return disp_trim(text, max(0, ncols - len(end))) + end
 
 
-def _width() -> dict[str, Any]:
+def _width() -> dict[str, object]:
     """Return tqdm's arguments for the size: the terminal's, also when it changes; 80 by 20 if it has none."""
     try:
         columns, lines = os.get_terminal_size(sys.stdout.fileno())

@@ -112,16 +112,16 @@ class FolderLock:
             with contextlib.suppress(OSError):  # the descriptor is released anyway
                 os.close(descriptor)
 
-    def _is_followed(self, holder: Mapping[str, Any]) -> bool:
+    def _is_followed(self, holder: Mapping[str, object]) -> bool:
         """Return whether this is a later round of the holder's run."""
         return bool(holder["job"]) and holder["job"] == self._own["job"] and holder["round"] < self._own["round"]
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Leave out the lock: it belongs to this process."""
         return {**self.__dict__, "_descriptor": -1, "_in_store": None}
 
     def _take_in_store(self, folder: StorePath, patience: float) -> None:
-        def is_dead(holder: Mapping[str, Any]) -> bool:
+        def is_dead(holder: Mapping[str, object]) -> bool:
             is_ours = holder["host"] == self._own["host"]
             return self._is_followed(holder) or (is_ours and not _is_alive(holder))
 
@@ -148,11 +148,11 @@ class FolderLock:
         self._descriptor = descriptor
         return True
 
-    def _holder(self) -> dict[str, Any] | None:
+    def _holder(self) -> dict[str, object] | None:
         """Return the contents of the file; None while its holder is about to write it."""
         try:
             with self._path.open("rb") as file:
-                holder: dict[str, Any] = parse_json(file.read(_LONGEST), str(self._path))
+                holder: dict[str, object] = parse_json(file.read(_LONGEST), str(self._path))
             check(holder, SCHEMA, str(self._path))
         except (FileNotFoundError, CheckpointError):
             return None
@@ -193,7 +193,7 @@ def _is_alive(holder: Mapping[str, Any]) -> bool:
     return look_at(holder["pid"]).state != "ended" and started_at(holder["pid"]) == holder["start"]
 
 
-def _taken(folder: AnyPath, holder: Mapping[str, Any] | None) -> CheckpointError:
+def _taken(folder: AnyPath, holder: Mapping[str, object] | None) -> CheckpointError:
     who = "another process" if holder is None else f"process {holder['pid']} on {shown(holder['host'])}"
     return CheckpointError(
         f"The folder {folder} must belong to one run, but {who} is saving into it; give ModelCheckpoint another "

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from ...common.errors import ConfigError
 from ...common.storage import AnyPath, StorePath, as_path, spool_folder
@@ -51,7 +51,7 @@ def refuse_incomplete(logger: object) -> None:
         )
 
 
-def tell(loggers: Iterable[Logger], method: OptionalMethod, *args: Any) -> None:
+def tell(loggers: Iterable[Logger], method: OptionalMethod, *args: object) -> None:
     """Call a method of every logger that has it.
 
     Raises:

@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Final
 
 from ...common.errors import CheckpointError
 from ...common.storage import StorePath
@@ -37,7 +37,7 @@ class StoreLock:
         own: the holder, as in `SCHEMA`.
     """
 
-    def __init__(self, path: StorePath, own: Mapping[str, Any]) -> None:
+    def __init__(self, path: StorePath, own: Mapping[str, object]) -> None:
         self._path, self._own = path, dict(own)
         self._token = secrets.token_hex(8)
         self._beat = 0
@@ -46,8 +46,8 @@ class StoreLock:
 
     def take(
         self,
-        is_dead: Callable[[Mapping[str, Any]], bool],
-        refusal: Callable[[Mapping[str, Any]], Exception],
+        is_dead: Callable[[Mapping[str, object]], bool],
+        refusal: Callable[[Mapping[str, object]], Exception],
         wait: float,
     ) -> bool:
         """Take the lock; return False if another part of this run holds it.
@@ -96,9 +96,9 @@ class StoreLock:
     def _content(self) -> bytes:
         return json.dumps({**self._own, "token": self._token, "beat": self._beat}).encode()
 
-    def _holder(self) -> dict[str, Any] | None:
+    def _holder(self) -> dict[str, object] | None:
         try:
-            holder: dict[str, Any] = parse_json(self._path.read_bytes(), str(self._path))
+            holder: dict[str, object] = parse_json(self._path.read_bytes(), str(self._path))
             check(holder, _HELD, str(self._path))
         except FileNotFoundError:
             return None
@@ -113,7 +113,7 @@ class StoreLock:
             }
         return holder
 
-    def _remove(self, holder: Mapping[str, Any]) -> None:
+    def _remove(self, holder: Mapping[str, object]) -> None:
         """Delete the lock of a dead holder; of several that find it dead, only the first one does."""
         claim = self._path.with_name(f"{self._path.name}-{holder['token']}")
         if claim.store.write_if_absent(claim, self._token.encode()):

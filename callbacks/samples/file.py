@@ -129,12 +129,12 @@ class SampleWriter:
         self._file.close()
 
 
-def _packed(head: Sequence[int], indices: Sequence[Any]) -> bytes:
+def _packed(head: Sequence[int], indices: Sequence[object]) -> bytes:
     size = len(indices)
     return struct.pack(f"<{7 + size}q", *head, size, *indices)
 
 
-def _entries(given: Any) -> list[Any]:
+def _entries(given: Any) -> list[object]:
     """Return as a list what a sampler yielded in another form, such as an int, a tuple or a tensor."""
     try:
         return [index(given)]

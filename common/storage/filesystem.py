@@ -6,9 +6,12 @@ import functools
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import ConfigError, MissingDependencyError, StoreError
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 _PACKAGES: Final[Mapping[str, str]] = {
     "s3": "s3fs",
@@ -28,7 +31,7 @@ _PACKAGES: Final[Mapping[str, str]] = {
 }
 """The package to install for a scheme."""
 
-_OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
+_OPTIONS: Final[Mapping[str, Mapping[str, object]]] = {
     # botocore waits 60 s for a connection and tries 5 times, and s3fs 5 times each of these: our own retries have a
     # stated limit instead
     "s3": {"config_kwargs": {"connect_timeout": 5, "read_timeout": 30, "retries": {"max_attempts": 1}}},
@@ -47,7 +50,7 @@ class Mount:
     an argument of the filesystem, and no part of its paths.
     """
 
-    fs: Any
+    fs: AbstractFileSystem
     head: str
     """The first part of the keys below which it is: a bucket or a host."""
     base: str
@@ -97,7 +100,7 @@ def forget_filesystem(scheme: str) -> None:
     _clients.clear()
 
 
-_clients: Final[dict[tuple[int, str, str], Any]] = {}
+_clients: Final[dict[tuple[int, str, str], object]] = {}
 """Those of this process, by scheme and options: all buckets share one, and each host has its own."""
 
 

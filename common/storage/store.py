@@ -8,10 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from .filesystem import READ_ONLY, Mount, forget_filesystem, mount_of
 from .retry import Retry, default_retry
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 T = TypeVar("T")
 
@@ -68,7 +71,7 @@ class Store:
     def read_range(self, path: Located, begin: int, end: int) -> bytes:
         """Return the bytes of an object from `begin` up to `end`, all of them."""
 
-        def request(fs: Any, at: str) -> bytes:
+        def request(fs: AbstractFileSystem, at: str) -> bytes:
             content: bytes = fs.cat_file(at, start=begin, end=end)
             if len(content) != end - begin:  # a connection that was closed in the middle of a body
                 raise OSError(f"got {len(content)} bytes instead of {end - begin}")
@@ -97,7 +100,7 @@ class Store:
         first whether there is one, and read afterwards: two that write in the same instant could both be told True.
         """
 
-        def request(fs: Any, at: str) -> bool:
+        def request(fs: AbstractFileSystem, at: str) -> bool:
             if fs.exists(at):
                 return self._holds(fs, at, data)  # a lost answer: the try before has written it
             try:
@@ -113,7 +116,7 @@ class Store:
         return self._do("Writing", path, request)
 
     @staticmethod
-    def _holds(fs: Any, at: str, data: bytes) -> bool:
+    def _holds(fs: AbstractFileSystem, at: str, data: bytes) -> bool:
         try:
             return bool(fs.cat_file(at) == bytes(data))
         except FileNotFoundError:
@@ -122,7 +125,7 @@ class Store:
     def size(self, path: Located) -> int | None:
         """Return the bytes of an object; None if there is none of this name."""
 
-        def request(fs: Any, at: str) -> int | None:
+        def request(fs: AbstractFileSystem, at: str) -> int | None:
             info = fs.info(at)
             return int(info["size"] or 0) if info.get("type") == "file" else None
 
@@ -138,7 +141,7 @@ class Store:
     def list(self, folder: Located, limit: int | None = None) -> Sequence[Listed]:
         """Return what is directly in a folder, sorted by name; nothing if it does not exist."""
 
-        def request(fs: Any, at: str) -> list[Listed]:
+        def request(fs: AbstractFileSystem, at: str) -> list[Listed]:
             found = fs.ls(at, detail=True)
             return sorted((_entry(info) for info in found if _is_inside(info, at)), key=lambda one: one.name)
 
@@ -169,7 +172,7 @@ class Store:
         return {key: _version(info) for key, info in self._infos(folder).items()}
 
     def _infos(self, folder: Located) -> dict[str, Mapping[str, Any]]:
-        def request(fs: Any, at: str) -> dict[str, Mapping[str, Any]]:
+        def request(fs: AbstractFileSystem, at: str) -> dict[str, Mapping[str, Any]]:
             mount = self.mount(folder)
             return {mount.key(name): info for name, info in fs.find(at, detail=True).items() if name != at}
 
@@ -227,12 +230,12 @@ def store_of(scheme: str) -> Store:
     return Store(scheme)
 
 
-def _version(info: Mapping[str, Any]) -> str:
+def _version(info: Mapping[str, object]) -> str:
     known = [str(info[name]) for name in _VERSIONS if info.get(name)]
     return " ".join([str(info.get("size")), *known]) if known else ""
 
 
-def _is_inside(info: dict[str, Any], folder: str) -> bool:
+def _is_inside(info: dict[str, object], folder: str) -> bool:
     """Return whether an entry of a listing is below a folder: that of an object has the object itself."""
     return str(info["name"]).strip("/") != folder.strip("/")
 

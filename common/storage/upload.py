@@ -145,7 +145,7 @@ class _Parts:
         self._tags[number] = answer["ETag"]
         self._confirm(len(content))
 
-    def _call(self, method: str, **arguments: Any) -> Any:
+    def _call(self, method: str, **arguments: object) -> Any:
         return self._store.retry.call(
             f"Writing {self._path}",
             lambda: self._client.call_s3(method, **self._where, **arguments),

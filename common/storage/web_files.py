@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 
 class WebFiles:
@@ -16,7 +19,7 @@ class WebFiles:
         fs: fsspec's filesystem; its own search follows links to the folder above, and its listings have no sizes.
     """
 
-    def __init__(self, fs: Any) -> None:
+    def __init__(self, fs: AbstractFileSystem) -> None:
         self._fs = fs
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None) -> bytes:
@@ -31,9 +34,9 @@ class WebFiles:
         """Write a file to a local one, in one request."""
         self._fs.get_file(path, file)
 
-    def info(self, path: str) -> dict[str, Any]:
+    def info(self, path: str) -> dict[str, object]:
         """Return what the server says of a file; a folder is one whose request is redirected to its page."""
-        found: dict[str, Any] = self._fs.info(path)
+        found: dict[str, object] = self._fs.info(path)
         return {**found, "type": "directory"} if str(found.get("url", "")).endswith("/") else found
 
     def ls(self, path: str, detail: bool = True) -> Sequence[dict[str, Any]]:
@@ -42,9 +45,9 @@ class WebFiles:
         folder = f"{unquote(path).rstrip('/')}/"
         return [one for one in found if one["name"].startswith(folder) and one["name"] != folder]
 
-    def find(self, path: str, detail: bool = True) -> dict[str, dict[str, Any]]:
+    def find(self, path: str, detail: bool = True) -> dict[str, dict[str, object]]:
         """Return the files below a folder, at any depth."""
-        found: dict[str, dict[str, Any]] = {}
+        found: dict[str, dict[str, object]] = {}
         for one in self.ls(path):
             name = one["name"].rstrip("/")
             found.update(self.find(name) if one["type"] == "directory" else {name: self.info(name)})

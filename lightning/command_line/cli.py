@@ -131,7 +131,7 @@ class LightningCLI:
         else:
             self._add_arguments(self.parser)
 
-    def _add_subcommands(self, options: Mapping[str, dict[str, Any]]) -> None:
+    def _add_subcommands(self, options: Mapping[str, dict[str, object]]) -> None:
         from jsonargparse import class_from_function
 
         given = self.trainer_class
@@ -270,7 +270,7 @@ class LightningCLI:
         made = ConfiguredOptimizers(self.configure_optimizers, found[0], found[1])
         self.model.configure_optimizers = MethodType(made, self.model)
 
-    def _get(self, config: Any, key: str, default: Any = None) -> Any:
+    def _get(self, config: Any, key: str, default: object = None) -> Any:
         return config.get(str(self.subcommand), config).get(key, default)
 
     def _parser(self, subcommand: str | None) -> LightningArgumentParser:
@@ -300,8 +300,8 @@ class LightningCLI:
         getattr(self, f"after_{subcommand}", _nothing)()
 
 
-def _describing(kind: type) -> Callable[[Any], dict[str, Any]]:
-    def description(init_args: Any) -> dict[str, Any]:
+def _describing(kind: type) -> Callable[[object], dict[str, object]]:
+    def description(init_args: object) -> dict[str, Any]:
         return described(kind, init_args)
 
     return description
@@ -311,5 +311,5 @@ def _nothing() -> None:
     pass
 
 
-def _as_list(value: Any) -> list[Any]:
+def _as_list(value: object) -> list[object]:
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]

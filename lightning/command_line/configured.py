@@ -13,7 +13,7 @@ from .parser import AUTOMATIC, Kinds, LightningArgumentParser
 from .types import ReduceLROnPlateau
 
 
-def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
+def instantiate_class(args: object, init: Mapping[str, Any]) -> Any:
     """Return an object of the class that ``init["class_path"]`` names.
 
     Args:
@@ -26,7 +26,7 @@ def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
     return kind(*(args if isinstance(args, tuple) else (args,)), **dict(_plain(options)))
 
 
-def described(kind: type, init_args: Any) -> dict[str, Any]:
+def described(kind: type, init_args: object) -> dict[str, Any]:
     """Return the description of an object of a class."""
     return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": _plain(init_args or {})}
 
@@ -35,7 +35,7 @@ def _plain(value: Any) -> Any:
     return value.as_dict() if hasattr(value, "as_dict") else value
 
 
-def optimizers_for(optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
+def optimizers_for(optimizer: Optimizer, lr_scheduler: object = None) -> Any:
     """Return what ``configure_optimizers`` returns for an optimizer with its scheduler."""
     if lr_scheduler is None:
         return optimizer
@@ -69,7 +69,7 @@ class ConfiguredOptimizers:
         )
 
 
-def automatic(parser: LightningArgumentParser, get: Callable[[str], Any]) -> list[dict[str, Any] | None] | None:
+def automatic(parser: LightningArgumentParser, get: Callable[[str], object]) -> list[dict[str, Any] | None] | None:
     """Return the descriptions of the optimizer and the scheduler that a module gets; None without an optimizer.
 
     Args:
@@ -91,7 +91,7 @@ def automatic(parser: LightningArgumentParser, get: Callable[[str], Any]) -> lis
     return None if found[0] is None else found
 
 
-def _description(kinds: Kinds, value: Any) -> dict[str, Any] | None:
+def _description(kinds: Kinds, value: object) -> dict[str, object] | None:
     if isinstance(kinds, tuple):
         return dict(_plain(value)) if value else None
     return described(kinds, value)

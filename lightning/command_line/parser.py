@@ -189,7 +189,7 @@ class LightningArgumentParser(ArgumentParser):  # type: ignore[misc]  # without 
             )
 
 
-def _renamed(skip_none: bool | None, options: dict[str, Any]) -> dict[str, Any]:
+def _renamed(skip_none: bool | None, options: dict[str, object]) -> dict[str, object]:
     """Return the options of a dump with jsonargparse's new name for `skip_none`."""
     return options if skip_none is None else {**options, "skip_unset": skip_none}
 
@@ -208,7 +208,7 @@ def annotate_trainer() -> None:
     constructor.__signature__ = signature.replace(parameters=list(parameters.values()))
 
 
-def _readable(hint: Any) -> Any:
+def _readable(hint: object) -> object:
     """Return an annotation of a setting as jsonargparse reads it: a string is tried last, since every value is one."""
     if get_origin(hint) is Defaulted:
         return Optional[_readable(get_args(hint)[0])]  # noqa: UP045 - made at run time

@@ -76,7 +76,7 @@ class SaveConfigCallback(Callback):
             self.save_config(trainer, module, stage)
         self.already_saved = True
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Send the text of the config to the processes of a run: the parser holds what cannot be pickled."""
         parser: Any = self.parser
         if not isinstance(parser, RenderedConfig):

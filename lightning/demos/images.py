@@ -17,7 +17,7 @@ __all__ = ["MNIST", "MNISTDataModule"]
 _FOLDER: Final = "./data"
 
 
-def MNIST(*args: Any, **kwargs: Any) -> Any:  # noqa: N802 - Lightning's name
+def MNIST(*args: object, **kwargs: object) -> Any:  # noqa: N802 - Lightning's name
     """Return torchvision's data set."""
     return importlib.import_module("torchvision.datasets").MNIST(*args, **kwargs)
 
@@ -79,7 +79,7 @@ class MNISTDataModule(LightningDataModule):
     def test_dataloader(self) -> Any:
         return self._loader(MNIST(self.data_dir, train=False, download=False, transform=self.default_transforms))
 
-    def _loader(self, images: Any, *, shuffle: bool = False) -> DataLoader[Any]:
+    def _loader(self, images: Any, *, shuffle: bool = False) -> DataLoader[object]:
         return DataLoader(
             images,
             self.batch_size,

@@ -15,7 +15,7 @@ T = TypeVar("T", bound=type)
 def deprecated(name: str, kind: T) -> T:
     """Return a subclass of this name that warns, and names the class to use."""
 
-    def __init__(self: object, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: Any, *args: object, **kwargs: object) -> None:
         warnings.warn(
             f"The `{name}` is deprecated. Use `{kind.__name__.removesuffix('Plugin')}` instead.",
             DeprecationWarning,

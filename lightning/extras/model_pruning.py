@@ -280,7 +280,7 @@ class ModelPruning(Callback):
             )
 
     @staticmethod
-    def _is_pruning_method(method: Any) -> bool:  # that of Lightning, which subclasses call
+    def _is_pruning_method(method: object) -> bool:  # that of Lightning, which subclasses call
         return inspect.isclass(method) and issubclass(method, prune.BasePruningMethod)
 
     @staticmethod
@@ -318,8 +318,8 @@ class ModelPruning(Callback):
 
 
 def _method_of(
-    pruning_fn: Any, dim: int | None, norm: int | None
-) -> tuple[type[prune.BasePruningMethod], dict[str, Any]]:
+    pruning_fn: object, dim: int | None, norm: int | None
+) -> tuple[type[prune.BasePruningMethod], dict[str, object]]:
     """Return the pruning method, and its options other than the amount."""
     if inspect.isclass(pruning_fn) and issubclass(pruning_fn, prune.BasePruningMethod):
         return pruning_fn, {}
@@ -329,7 +329,7 @@ def _method_of(
             f"pruning_fn is expected to be a str in {list(_METHODS)} or a subclass of BasePruningMethod (the class), "
             f"got {pruning_fn!r}.{did_you_mean(name, _METHODS) if isinstance(name, str) else ''}"
         )
-    options: dict[str, Any] = {}
+    options: dict[str, object] = {}
     if name == "ln_structured":
         options["n"] = norm
     if name.endswith("_structured") or name == "ln_structured":
@@ -378,7 +378,7 @@ def _detach(module: nn.Module) -> None:
             setattr(part, name, getattr(part, name).detach())
 
 
-def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, object]:
     """Return the state of an optimizer with other names for some parameters."""
     result = dict(state)
     for part in ("state", "dtypes"):

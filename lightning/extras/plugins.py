@@ -238,7 +238,7 @@ _IN_PLACE_OF: Final[tuple[tuple[type, Callable[[Any], str]], ...]] = (
 )
 
 
-def settings_of(plugins: Sequence[object], given: dict[str, Any]) -> dict[str, Any]:
+def settings_of(plugins: Sequence[object], given: dict[str, object]) -> dict[str, Any]:
     """Return the settings that plugins stand for, and log a line for each of them.
 
     Args:
@@ -248,7 +248,7 @@ def settings_of(plugins: Sequence[object], given: dict[str, Any]) -> dict[str, A
     Raises:
         ConfigError: for an object that is no plugin, two precisions, and a precision beside another one.
     """
-    settings: dict[str, Any] = {}
+    settings: dict[str, object] = {}
     for plugin in plugins:
         says = next((says for kind, says in _IN_PLACE_OF if isinstance(plugin, kind)), None)
         if says is None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from enum import Enum, StrEnum
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from ...strategies.devices.kinds import available_types
 from ...strategies.torch_internals import tree_map
 from ...trainer.loggers.base import is_installed
 from ...trainer.module.train_module import TrainModule
+
+T = TypeVar("T")
 
 __all__ = [
     "UNKNOWN_SIZE",
@@ -123,7 +125,7 @@ def get_init_args(frame: FrameType) -> dict[str, Any]:
 
 
 def collect_init_args(
-    frame: FrameType, path_args: list[dict[str, Any]], inside: bool = False, classes: tuple[type, ...] = ()
+    frame: FrameType, path_args: list[dict[str, object]], inside: bool = False, classes: tuple[type, ...] = ()
 ) -> list[dict[str, Any]]:
     """Return the arguments of each ``__init__`` of one object on the stack, its base's first.
 
@@ -146,7 +148,7 @@ def collect_init_args(
     return path_args
 
 
-def update_hparams(hparams: dict[str, Any], updates: Mapping[str, Any]) -> None:
+def update_hparams(hparams: dict[str, Any], updates: Mapping[str, object]) -> None:
     """Add to hyper-parameters; mappings inside are merged."""
     for name, value in updates.items():
         if isinstance(value, Mapping) and isinstance(hparams.get(name), dict):
@@ -229,12 +231,12 @@ def _holders(model: Any, attribute: str) -> list[Any]:
     return found
 
 
-def lightning_hasattr(model: Any, attribute: str) -> bool:
+def lightning_hasattr(model: object, attribute: str) -> bool:
     """Return whether the module, its data module or their hyper-parameters have an attribute."""
     return bool(_holders(model, attribute))
 
 
-def lightning_getattr(model: Any, attribute: str) -> Any:
+def lightning_getattr(model: object, attribute: str) -> Any:
     """Return an attribute of the data module, of the module or of their hyper-parameters.
 
     Raises:
@@ -244,7 +246,7 @@ def lightning_getattr(model: Any, attribute: str) -> Any:
     return holder[attribute] if isinstance(holder, dict) else getattr(holder, attribute)
 
 
-def lightning_setattr(model: Any, attribute: str, value: Any) -> None:
+def lightning_setattr(model: object, attribute: str, value: object) -> None:
     """Set an attribute wherever it is: in module, data module and their hyper-parameters.
 
     Raises:
@@ -258,7 +260,7 @@ def lightning_setattr(model: Any, attribute: str, value: Any) -> None:
             setattr(holder, attribute, value)
 
 
-def _last_holder(model: Any, attribute: str) -> Any:
+def _last_holder(model: object, attribute: str) -> object:
     holders = _holders(model, attribute)
     if not holders:
         raise AttributeError(
@@ -289,7 +291,7 @@ def set_shared_parameters(module: nn.Module, shared_params: list[list[str]]) -> 
     return module
 
 
-def from_compiled(model: Any) -> Any:
+def from_compiled(model: nn.Module) -> Any:
     """Return the module in a compiled one, which a trainer fits compiled."""
     inner = getattr(model, "_orig_mod", None)
     if not isinstance(inner, TrainModule):
@@ -297,18 +299,18 @@ def from_compiled(model: Any) -> Any:
     return inner
 
 
-def to_uncompiled(model: Any) -> Any:
+def to_uncompiled(model: nn.Module) -> Any:
     """Return the module itself, compiled or not."""
     return getattr(model, "_orig_mod", model)
 
 
-def get_torchvision_model(model_name: str, **kwargs: Any) -> nn.Module:
+def get_torchvision_model(model_name: str, **kwargs: object) -> nn.Module:
     """Return a new model of torchvision, by its name."""
     model: nn.Module = importlib.import_module("torchvision.models").get_model(model_name, **kwargs)
     return model
 
 
-def unwrap_objects(collection: Any) -> Any:
+def unwrap_objects(collection: T) -> T:
     """Return what it is given: `Fabric` leaves modules and optimizers the objects that they were."""
     return collection
 
@@ -316,9 +318,10 @@ def unwrap_objects(collection: Any) -> Any:
 # --- tensors ---
 
 
-def move_data_to_device(batch: Any, device: torch.device | str) -> Any:
+def move_data_to_device(batch: T, device: torch.device | str) -> T:
     """Return a batch with its tensors on a device."""
-    return tree_map(lambda value: value.to(device) if hasattr(value, "to") else value, batch)
+    moved: T = tree_map(lambda value: value.to(device) if hasattr(value, "to") else value, batch)
+    return moved
 
 
 def grad_norm(module: torch.nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, float]:

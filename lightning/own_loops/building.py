@@ -28,9 +28,9 @@ class EmptyInit(TorchFunctionMode):
         self,
         func: Callable[..., Any],
         types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         given = dict(kwargs or {})
         if self.enabled and getattr(func, "__module__", None) == "torch.nn.init":
             return given["tensor"] if "tensor" in given else args[0]

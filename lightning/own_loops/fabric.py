@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ from ..in_fabric import InFabric
 from ..parts import Accelerator, accelerator_for
 from .building import EmptyInit
 from .files import load_file
+
+T = TypeVar("T")
 
 _STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -82,7 +84,7 @@ class Fabric(Engine):
         )
         self._callbacks, self._loggers = _as_list(callbacks), _as_list(loggers)
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         run = vars(cls).get("run")
         if run is not None and not hasattr(run, "__wrapped__"):
@@ -247,7 +249,7 @@ class Fabric(Engine):
 
     # --- values of all ranks -----------------------------------------------------------------------------------------
 
-    def to_device(self, obj: Any) -> Any:
+    def to_device(self, obj: T) -> T:
         """Return tensors on the device of this process; a module is moved itself."""
         self._connect()
         if isinstance(obj, nn.Module):
@@ -276,7 +278,7 @@ class Fabric(Engine):
                     tensor.copy_(result)
         return reduced
 
-    def _as_tensor(self, leaf: Any) -> Any:
+    def _as_tensor(self, leaf: object) -> object:
         return torch.tensor(leaf, device=self.device) if isinstance(leaf, int | float) else leaf
 
     # --- files -------------------------------------------------------------------------------------------------------
@@ -339,11 +341,11 @@ class Fabric(Engine):
             logger.log_metrics(metrics=values, step=step)
 
 
-def _launching(run: Callable[..., Any]) -> Callable[..., Any]:
+def _launching(run: Callable[..., object]) -> Callable[..., Any]:
     """Return a ``run`` that starts the processes, unless it is called in one of them."""
 
     @wraps(run)
-    def launch_and_run(self: Fabric, *args: Any, **kwargs: Any) -> Any:
+    def launch_and_run(self: Fabric, *args: object, **kwargs: object) -> Any:
         if self._is_connected:
             return run(self, *args, **kwargs)
         return self.launch(_run, *args, **kwargs)
@@ -351,11 +353,11 @@ def _launching(run: Callable[..., Any]) -> Callable[..., Any]:
     return launch_and_run
 
 
-def _run(fabric: Fabric, *args: Any, **kwargs: Any) -> Any:
+def _run(fabric: Fabric, *args: object, **kwargs: object) -> object:
     return fabric.run(*args, **kwargs)
 
 
-def _taken_by(method: Callable[..., Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
+def _taken_by(method: Callable[..., object], given: Mapping[str, object]) -> Mapping[str, object]:
     """Return those of the keyword arguments that a method takes."""
     try:
         parameters = inspect.signature(method).parameters
@@ -366,7 +368,7 @@ def _taken_by(method: Callable[..., Any], given: Mapping[str, Any]) -> Mapping[s
     return {name: value for name, value in given.items() if name in parameters}
 
 
-def _tensors(data: Any) -> list[Tensor]:
+def _tensors(data: object) -> list[Tensor]:
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -377,7 +379,7 @@ def _tensors(data: Any) -> list[Tensor]:
     return found
 
 
-def _as_list(value: Any) -> list[Any]:
+def _as_list(value: object) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, list | tuple) else [value]

@@ -139,7 +139,7 @@ class FabricThroughputMonitor(Throughput):
 
 
 def measure_flops(
-    model: nn.Module, forward_fn: Callable[[], Any], loss_fn: Callable[[Any], Tensor] | None = None
+    model: nn.Module, forward_fn: Callable[[], object], loss_fn: Callable[[object], Tensor] | None = None
 ) -> int:
     """Return the FLOPs of a forward, or with `loss_fn` of forward and backward, as torch's flop counter counts them.
 

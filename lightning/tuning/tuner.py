@@ -155,7 +155,9 @@ class Tuner:
             self._trainer.run_aside(partial(try_evaluations, finder=finder), request)
         return finder.optimal_batch_size
 
-    def _fit(self, finder: Callback, model: TrainModule, train: Any, val: Any, datamodule: DataModule | None) -> None:
+    def _fit(
+        self, finder: Callback, model: TrainModule, train: object, val: object, datamodule: DataModule | None
+    ) -> None:
         """Begin a fit that ends after the search."""
         if isinstance(train, DataModule):
             train, datamodule = None, train
@@ -184,7 +186,7 @@ def _prepares(callback: Callback) -> bool:
     return isinstance(callback, BaseFinetuning) or type(callback).__module__.partition(".")[0] != package
 
 
-def _check_method(method: str, train: Any, val: Any, evaluated: Any) -> None:
+def _check_method(method: str, train: object, val: object, evaluated: object) -> None:
     if method not in _METHODS:
         raise ConfigError(f"method {method!r} is invalid. Choose one of {', '.join(_METHODS)}.")
     is_fit = method == "fit"

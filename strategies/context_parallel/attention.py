@@ -57,7 +57,7 @@ class AttentionMode(TorchFunctionMode):
         self._flex, self._varlen = FlexParts(exchange), VarlenParts(exchange, by_heads=kind == "ulysses")
         self._reached: Any = WeakIdKeyDictionary()
         """The tokens that masks reach, where these are not nearly all."""
-        self._causal_masks: dict[tuple[Any, ...], Tensor] = {}
+        self._causal_masks: dict[tuple[object, ...], Tensor] = {}
 
     def __torch_function__(
         self,
@@ -65,7 +65,7 @@ class AttentionMode(TorchFunctionMode):
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    ) -> object:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self.attend(*args, **kwargs)
@@ -203,7 +203,7 @@ class AttentionMode(TorchFunctionMode):
             "batch, cut along its rows (the hook sequence_dims)."
         )
 
-    def mask_of_part(self, document_ids: Tensor, *, kind: MaskKind = "mask", **limits: Any) -> Any:
+    def mask_of_part(self, document_ids: Tensor, *, kind: MaskKind = "mask", **limits: Any) -> object:
         """Return this rank's rows of a `document_mask` over whole sequences, given this rank's ids. Collective."""
         whole = self._exchange.gather(document_ids, 1)
         rows = self._exchange.cut.positions(whole.shape[1], whole.device)
@@ -213,7 +213,7 @@ class AttentionMode(TorchFunctionMode):
         self.note_reach(mask, whole, limits["window"], is_causal=limits["is_causal"])
         return mask
 
-    def block_mask(self, document_ids: Tensor, rows: Tensor, **limits: Any) -> Any:
+    def block_mask(self, document_ids: Tensor, rows: Tensor, **limits: Any) -> object:
         """Return the rows of a block mask over whole sequences, with columns for the tokens that it reaches."""
         near = tokens_of_documents(self._exchange.cut, document_ids, limits["window"], is_causal=limits["is_causal"])
         if near is None:

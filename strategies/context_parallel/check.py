@@ -39,8 +39,8 @@ class _Output:
 def check_step(
     context: ContextParallel,
     module: nn.Module,
-    args: Sequence[Any],
-    run: Callable[..., Any],
+    args: Sequence[object],
+    run: Callable[..., object],
     collectives: Collectives,
     weighted_by_tokens: set[str],
 ) -> None:
@@ -159,7 +159,7 @@ def _without_derivatives(module: nn.Module, size: int) -> Iterator[None]:
 
 
 @contextmanager
-def _hooked(module: nn.Module, observe: Callable[[str, Any], None]) -> Iterator[None]:
+def _hooked(module: nn.Module, observe: Callable[[str, object], None]) -> Iterator[None]:
     handles = [
         submodule.register_forward_hook(lambda _, __, output, name=name: observe(name, output))
         for name, submodule in module.named_modules()
@@ -174,7 +174,7 @@ def _hooked(module: nn.Module, observe: Callable[[str, Any], None]) -> Iterator[
 
 def _observe(
     module: nn.Module,
-    step: Callable[[], Any],
+    step: Callable[[], object],
     means: NotedMeans,
     share: float | None,
     cut: tuple[SequenceLayout, int] | None = None,
@@ -186,7 +186,7 @@ def _observe(
     """
     outputs: list[_Output] = []
 
-    def observe(name: str, output: Any) -> None:
+    def observe(name: str, output: object) -> None:
         # a number over all tokens, such as a model's own loss, is that of the part; what is made of it is compared
         tensors = [x.detach() for x in iterate_tensors(output) if x.is_floating_point() and x.ndim]
         if tensors and cut is not None:
@@ -231,7 +231,7 @@ def loss_in(returned: Any) -> Tensor | None:
     return total if isinstance(total, Tensor) else None
 
 
-def _total_and_count(returned: Any, means: NotedMeans, share: float | None) -> Tensor:
+def _total_and_count(returned: object, means: NotedMeans, share: float | None) -> Tensor:
     """Return the loss of a step as a total and a count; a mean of anything but targets counts by its share."""
     total = loss_in(returned)
     if total is None:

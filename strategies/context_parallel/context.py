@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from .attention import EXCHANGES, AttentionMode, ExchangeKind
 from .exchange import Exchange
 from .overridable import make_attention_overridable
 from .sequence import SequenceLayout
+
+if TYPE_CHECKING:
+    from torch import distributed as dist
 
 
 class ContextParallel:
@@ -32,7 +35,7 @@ class ContextParallel:
 
     def __init__(
         self,
-        group: Any,
+        group: dist.ProcessGroup | None,
         size: int,
         rank: int,
         *,
@@ -62,7 +65,7 @@ class ContextParallel:
         """What runs now, the same on all ranks: whether a part, and the lengths of the batch's sequences."""
         return self.is_cut, tuple(self._current)
 
-    def cut(self, batch: Any, module: nn.Module) -> Any:
+    def cut(self, batch: object, module: nn.Module) -> object:
         """Return a batch with this rank's part of each sequence; none may be short, see `is_short`.
 
         Raises:
@@ -76,7 +79,7 @@ class ContextParallel:
             leaves.append(leaf if dim is None else self.sequence_cut.take(leaf, dim))
         return with_leaves(batch, leaves)
 
-    def lengths(self, batch: Any, module: nn.Module) -> list[int]:
+    def lengths(self, batch: object, module: nn.Module) -> list[int]:
         """Return the lengths of the batch's sequences.
 
         Raises:
@@ -105,7 +108,7 @@ class ContextParallel:
         cut = self.sequence_cut
         return [self.size * cut.part_length(length, rank) / length for rank in range(self.size)]
 
-    def _lengths(self, batch: Any, dims: Mapping[str, int | None]) -> list[int]:
+    def _lengths(self, batch: object, dims: Mapping[str, int | None]) -> list[int]:
         lengths = [leaf.shape[dims[name]] for name, leaf in named_leaves(batch) if dims[name] is not None]
         if not lengths:
             shapes = {name: tuple(leaf.shape) for name, leaf in named_leaves(batch) if isinstance(leaf, Tensor)}
@@ -115,7 +118,7 @@ class ContextParallel:
             )
         return lengths
 
-    def _dims(self, batch: Any, module: nn.Module) -> dict[str, int | None]:
+    def _dims(self, batch: object, module: nn.Module) -> dict[str, int | None]:
         """Return the dimension that is cut for each leaf of the batch, by name; None if it is not cut."""
         hook = getattr(module, "sequence_dims", None)
         answer = None if hook is None else hook(batch)
@@ -159,7 +162,7 @@ class ContextParallel:
         """Note what a causal mask of this part's tokens allows at most; see `AttentionMode.note_reach`."""
         self._mode.note_reach(mask, document_ids, window, is_causal=True)
 
-    def block_mask(self, document_ids: Tensor, rows: Tensor, **limits: Any) -> Any:
+    def block_mask(self, document_ids: Tensor, rows: Tensor, **limits: object) -> object:
         """Return this part's rows of a block mask over whole sequences; see `AttentionMode.block_mask`."""
         return self._mode.block_mask(document_ids, rows, **limits)
 

@@ -25,7 +25,7 @@ _MERGED: Final[Mapping[str, Callable[[Sequence[float]], float]]] = {"sum": sum, 
 _COUNTERS: Final = ("_update_count", "_computed", "_update_called")
 """The attributes of a metric object that its updates change beside its states."""
 
-State = dict[str, Tensor | list[Any]]
+State = dict[str, Tensor | list[object]]
 
 
 class _Logged(NamedTuple):
@@ -69,20 +69,20 @@ class Counted:
         self._logged: dict[str, list[_Logged]] = {}
         self.means, self._share = NotedMeans(), share
         """The cross-entropies that the step computes inside of it."""
-        self.functions: dict[str, Callable[[Tensor], Any]] = {}
+        self.functions: dict[str, Callable[[Tensor], object]] = {}
         """The functions with which values are reduced, by name of the value."""
         vars(module)["log"] = self._log
 
     def _log(
         self,
         name: str,
-        value: Any,
-        *_: Any,
+        value: object,
+        *_: object,
         reduce_fx: Any = "mean",
         batch_size: int | None = None,
         sync_dist: bool = True,
         rank_zero_only: bool = False,
-        **__: Any,
+        **__: object,
     ) -> None:
         kind = getattr(reduce_fx, "__name__", reduce_fx)
         kind = "mean" if kind == "avg" else kind
@@ -265,7 +265,7 @@ def metric_difference(counted: Counted, whole: Sequence[Record], parts: Sequence
 @contextmanager
 def not_counted(module: nn.Module) -> Iterator[None]:
     """Undo what a step in the block adds to metric objects, which another rank counts."""
-    counted: list[tuple[Any, State, dict[str, Any]]] = []
+    counted: list[tuple[Any, State, dict[str, object]]] = []
     reached = KeptObjects()
     reached.keep(module)
     for metric in reached.modules:
@@ -291,9 +291,9 @@ def _state_of(metric: Any) -> State:
     }
 
 
-def _added(metric: Any, before: State, after: State) -> State:
+def _added(metric: object, before: State, after: State) -> State:
     """Return what a state has got; of maxima, minima and means the state itself."""
-    added: dict[str, Tensor | list[Any]] = {}
+    added: dict[str, Tensor | list[object]] = {}
     for name, value in after.items():
         old = before.get(name)
         if isinstance(value, list):
@@ -309,7 +309,7 @@ def _differ(before: State, after: State) -> bool:
     return before.keys() != after.keys() or not all(_is_same(value, after[name]) for name, value in before.items())
 
 
-def _is_same(one: Tensor | list[Any], other: Tensor | list[Any]) -> bool:
+def _is_same(one: Tensor | list[object], other: Tensor | list[object]) -> bool:
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return len(one) == len(other)
     if one.shape != other.shape or torch.equal(one, other):
@@ -329,7 +329,7 @@ def _value(metric: Any, states: Sequence[State]) -> list[Tensor] | None:
         values: list[Any] = [state[name] for state in states]
         kind = _kind(metric, name)
         if isinstance(values[0], list):
-            merged: Any = [one for value in values for one in value]
+            merged: object = [one for value in values for one in value]
         elif kind in ("sum", "mean", "max", "min"):
             merged = metric._reductions[name](torch.stack(values))  # noqa: SLF001
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from torch import nn
 from torch.utils.checkpoint import CheckpointError as RecomputationError
@@ -68,8 +68,8 @@ class CutSteps:
         self,
         step_name: str,
         module: nn.Module,
-        steps: Sequence[Sequence[Any]],
-        run: Callable[..., Any],
+        steps: Sequence[Sequence[object]],
+        run: Callable[..., object],
         *,
         has_idle: bool = False,
     ) -> None:
@@ -111,10 +111,10 @@ class CutSteps:
             self._checked[step_name] = checked.and_also(found[index])
             self._compare(module, steps[index], run)
 
-    def _compare(self, module: nn.Module, args: Sequence[Any], run: Callable[..., Any]) -> None:
+    def _compare(self, module: nn.Module, args: Sequence[object], run: Callable[..., object]) -> None:
         check_step(self.context, module, args, run, self.collectives, self._logs.weighted_by_tokens)
 
-    def _shown_by(self, batch: Any, module: nn.Module) -> _Checked:
+    def _shown_by(self, batch: object, module: nn.Module) -> _Checked:
         lengths = self.context.lengths(batch, module)
         if self.context.is_short(lengths):
             return _Checked()
@@ -136,7 +136,7 @@ class CutSteps:
         """Do without the first check of a kind of step, which other ranks have made."""
         self._checked.setdefault(step_name, _Checked())
 
-    def run(self, step_name: str, module: nn.Module, args: Sequence[Any], run: Callable[..., Any]) -> Any:
+    def run(self, step_name: str, module: nn.Module, args: Sequence[object], run: Callable[..., object]) -> object:
         """Call ``run(step_name, *args)``, with this rank's part of the batch, the first of `args`, if steps are cut.
 
         Where a sequence is too short for all ranks, each computes the whole, and one of them counts.

@@ -92,7 +92,7 @@ def block_mask_of_rows(
     window: int | None,
     chunk: int | None,
     is_token: Tensor | None = None,
-) -> Any:
+) -> object:
     """Return the rows of a block mask for the tokens at the places `rows`; `is_token` is False for padding.
 
     It has a column for each token, or for each of those at the places `keys`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from .near import NearTokens
 from .part_lengths import PartLengths
 from .sequence import SequenceLayout
 
+if TYPE_CHECKING:
+    from torch import distributed as dist
+
 
 class Exchange:
     """Gathers tensors along a dimension, or exchanges parts of the sequence for heads, over the ranks of a group.
@@ -26,7 +29,9 @@ class Exchange:
         cut: how sequences are cut over its ranks.
     """
 
-    def __init__(self, group: Any, cut: SequenceLayout, device: torch.device | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, cut: SequenceLayout, device: torch.device | None = None
+    ) -> None:
         self.cut = cut
         self._device = device
         self._wire = Wire(group, cut.size, cut.rank, announce=lambda operation, gradient: None)
@@ -110,7 +115,7 @@ def gathered_again(gather: Callable[[Tensor], Tensor], pairs: list[tuple[Tensor,
     """
     regathered = {memory_id(whole): _Regathered(gather, part.detach()) for part, whole in pairs}
 
-    def pack(tensor: Tensor) -> Any:
+    def pack(tensor: Tensor) -> object:
         kept = regathered.get(memory_id(tensor))
         return tensor if kept is None else kept.pack(tensor)
 
@@ -129,7 +134,7 @@ class _Regathered:
         self._num_views, self._num_open = 0, 0
         self._whole: Tensor | None = None
 
-    def pack(self, view: Tensor) -> tuple[Any, ...]:
+    def pack(self, view: Tensor) -> tuple[object, ...]:
         self._num_views += 1
         return self, view.shape, view.stride(), view.storage_offset()
 

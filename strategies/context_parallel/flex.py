@@ -37,19 +37,19 @@ class FlexParts:
         """Block masks by identity, with those made from them, which layers share."""
         self._reached: Any = WeakIdKeyDictionary()
         """Of block masks with columns for some tokens of the whole: which these are."""
-        self._compiled: Callable[..., Any] | None = None
+        self._compiled: Callable[..., object] | None = None
 
     def attend(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., object],
         query: Tensor,
         key: Tensor,
         value: Tensor,
         score_mod: _Mod | None = None,
-        block_mask: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+        block_mask: object = None,
+        *args: object,
+        **kwargs: object,
+    ) -> object:
         """Return what ``flex_attention`` returns for this rank's queries. Collective, and so is its backward.
 
         Raises:
@@ -73,11 +73,11 @@ class FlexParts:
         keys, values = self._exchange.gather(key, -2), self._exchange.gather(value, -2)
         return self._plain(function, query)(query, keys, values, score_mod, block_mask, *args, **kwargs)
 
-    def note_reach(self, mask: Any, near: NearTokens) -> None:
+    def note_reach(self, mask: object, near: NearTokens) -> None:
         """Note which tokens of the whole a block mask has columns for."""
         self._reached[mask] = near
 
-    def _plain(self, function: Callable[..., Any], query: Tensor) -> Callable[..., Any]:
+    def _plain(self, function: Callable[..., object], query: Tensor) -> Callable[..., Any]:
         """Return the function as torch has it: fused where there are such kernels for training."""
         if query.device.type == "cpu":
             return as_it_was(function)
@@ -85,7 +85,7 @@ class FlexParts:
             self._compiled = torch.compile(as_it_was(function))
         return self._compiled
 
-    def _rows_of(self, mask: Any, parts: tuple[int, int], wholes: tuple[int, int], rows: Tensor) -> Any:
+    def _rows_of(self, mask: Any, parts: tuple[int, int], wholes: tuple[int, int], rows: Tensor) -> object:
         """Return the block mask of this rank's queries over all keys."""
         found = tuple(mask.seq_lengths)
         if found == (parts[0], wholes[1]):
@@ -121,10 +121,10 @@ def _at_places(mod: _Mod, rows: Tensor, columns: Tensor | None = None) -> _Mod:
         *before, query, key = args
         return mod(*before, rows[query], key if columns is None else columns[key])
 
-    def moved_mask(batch: Any, head: Any, query: Any, key: Any) -> Tensor:
+    def moved_mask(batch: object, head: object, query: object, key: object) -> Tensor:
         return moved(batch, head, query, key)
 
-    def moved_score(score: Any, batch: Any, head: Any, query: Any, key: Any) -> Tensor:
+    def moved_score(score: object, batch: object, head: object, query: object, key: object) -> Tensor:
         return moved(score, batch, head, query, key)
 
     return moved_score if _takes_scores(mod) else moved_mask
@@ -158,7 +158,7 @@ def _captured(value: Any, depth: int) -> Iterator[Tensor]:
         yield value
     if not depth:
         return
-    inner: tuple[Any, ...] = ()
+    inner: tuple[object, ...] = ()
     if isinstance(value, FunctionType):
         cells = (cell for cell in value.__closure__ or () if cell is not None)
         inner = (*(_content(cell) for cell in cells), *(value.__defaults__ or ()))
@@ -172,7 +172,7 @@ def _captured(value: Any, depth: int) -> Iterator[Tensor]:
         yield from _captured(each, depth - 1)
 
 
-def _content(cell: Any) -> Any:
+def _content(cell: Any) -> object:
     try:
         return cell.cell_contents
     except ValueError:  # a variable that has no value yet

@@ -33,7 +33,7 @@ def make_attention_overridable() -> None:
 
 def as_it_was(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that asks for no mode."""
-    plain: Callable[..., Any] = getattr(function, AS_IT_WAS)
+    plain: Callable[..., object] = getattr(function, AS_IT_WAS)
     return plain
 
 
@@ -42,7 +42,7 @@ def _make_overridable(function: FunctionType) -> None:
     plain.__kwdefaults__ = function.__kwdefaults__
     signature = inspect.signature(function)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         if has_torch_function(args):
             return handle_torch_function(function, args, *args, **kwargs)
         return plain(*args, **kwargs)

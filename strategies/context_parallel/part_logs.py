@@ -71,7 +71,7 @@ class _Weighed:
     ) -> None:
         self._logs, self._plain, self._share, self._means = logs, plain, share, means
 
-    def __call__(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+    def __call__(self, name: str, value: Any, *args: object, **options: Any) -> None:
         reduce_fx = options.get("reduce_fx", "mean")
         is_mean = getattr(reduce_fx, "__name__", reduce_fx) in ("mean", "avg")
         batch_size = options.get("batch_size")
@@ -87,7 +87,7 @@ class _Weighed:
         self._plain(name, value, *args, **options)
 
 
-def _ignore(*_: Any, **__: Any) -> None:
+def _ignore(*_: object, **__: object) -> None:
     pass
 
 

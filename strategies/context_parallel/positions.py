@@ -36,13 +36,13 @@ class GivesPositions:
         self._kinds = _kinds_of_attention(model)
         self._is_flex = attribute_of(attribute_of(model, "config"), "_attn_implementation") == "flex_attention"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> GivesPositions:
+    def __deepcopy__(self, memo: dict[int, object]) -> GivesPositions:
         return self  # a copy of the module trains in the same processes
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_context": None}  # where the module is unpickled, there are no parts
 
-    def __call__(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def __call__(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         context = self._context
         if context is None or not context.is_cut:
             return None
@@ -90,14 +90,14 @@ class GivesPositions:
             ids = documents_of(self._context.whole(positions.contiguous(), 1))
         if padding is not None:
             ids = ids.expand(len(padding), length)
-        limits: dict[str, Any] = {"is_causal": True, "is_token": padding}
+        limits: dict[str, object] = {"is_causal": True, "is_token": padding}
         masks = {
             kind: self._context.block_mask(ids, rows, window=window, chunk=chunk, **limits)
             for kind, (window, chunk) in self._kinds.items()
         }
         return masks.get("", masks)
 
-    def _without_mask(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _without_mask(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Any, dict[str, object]]:
         """Return arguments among whose positional ones there is no mask."""
         place = [*self._signature.parameters].index("attention_mask")
         if len(args) <= place:
@@ -119,7 +119,7 @@ def give_positions(module: nn.Module, context: ContextParallel) -> list[Removabl
     return handles
 
 
-def _is_padding(mask: Any) -> bool:
+def _is_padding(mask: object) -> bool:
     return isinstance(mask, Tensor) and mask.ndim == 2
 
 

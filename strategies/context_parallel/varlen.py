@@ -59,14 +59,14 @@ class VarlenParts:
 
     def attend(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., object],
         heads: Sequence[Tensor],
         ends: Sequence[Tensor | None],
         longest: Sequence[int],
         *,
         window_size: Sequence[int] = (-1, -1),
-        **options: Any,
-    ) -> Any:
+        **options: object,
+    ) -> object:
         """Return what ``varlen_attn`` returns for this rank's queries. Collective, and so is its backward.
 
         Args:
@@ -100,12 +100,12 @@ class VarlenParts:
 
     def _attend_by_heads(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., object],
         parts: Sequence[Tensor],
         ends: Tensor,
         longest: Sequence[int],
         options: dict[str, Any],
-    ) -> Any:
+    ) -> object:
         self._exchange.check_heads(parts[0].shape[1], parts[1].shape[1])
         aux = options.get("return_aux")
         if aux is not None and aux.lse:

@@ -24,7 +24,7 @@ class DeviceGenerator(Protocol):
     def set_state(self, state: Tensor) -> Any:
         """Continue from a state."""
 
-    def manual_seed(self, seed: int) -> Any:
+    def manual_seed(self, seed: int) -> object:
         """Start again from a seed."""
 
 

@@ -30,10 +30,12 @@ def set_current(device: torch.device) -> None:
         select(device)
 
 
-def current(device: torch.device) -> AbstractContextManager[Any]:
+def current(device: torch.device) -> AbstractContextManager[object]:
     """Return a context in which a device is this thread's current one."""
     own = getattr(module_of(device), "device", None)
-    context: AbstractContextManager[Any] = torch.accelerator.device_index(device.index) if own is None else own(device)
+    context: AbstractContextManager[object] = (
+        torch.accelerator.device_index(device.index) if own is None else own(device)
+    )
     return context
 
 

@@ -62,9 +62,9 @@ def current_stream(device: torch.device) -> Any:
     return module_of(device).current_stream(device)
 
 
-def on_stream(device: torch.device, stream: Any) -> AbstractContextManager[Any]:
+def on_stream(device: torch.device, stream: object) -> AbstractContextManager[object]:
     """Return a context in which this thread gives its work to a stream of a device."""
-    context: AbstractContextManager[Any] = module_of(device).stream(stream)
+    context: AbstractContextManager[object] = module_of(device).stream(stream)
     return context
 
 
@@ -73,7 +73,7 @@ def new_event(device: torch.device, **options: bool) -> Any:
     return module_of(device).Event(**options)
 
 
-def recorded_event(device: torch.device, stream: Any = None, **options: bool) -> Any:
+def recorded_event(device: torch.device, stream: object = None, **options: bool) -> object:
     """Return an event after the work that a stream, by default the current device's current one, was given so far."""
     event = new_event(device, **options)
     event.record() if stream is None else event.record(stream)

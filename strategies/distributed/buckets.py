@@ -43,7 +43,7 @@ def join(tensors: Sequence[Tensor], num_rows: int = 1, *, by_gradient: bool = Fa
             tensor, then the second of each, and so on.
         by_gradient: whether to separate tensors that require a gradient; only valid if all ranks agree on which do.
     """
-    groups: dict[Any, list[int]] = {}
+    groups: dict[object, list[int]] = {}
     for index, tensor in enumerate(tensors):
         key = (tensor.dtype, tensor.device.type, by_gradient and tensor.requires_grad)
         is_large = tensor.numel() * tensor.element_size() > _MAX_BYTES
@@ -79,7 +79,7 @@ class Reducible:
         ConfigError: for the mean of an integer tensor, and for an integer of more than 64 bits.
     """
 
-    def __init__(self, data: Any, op: ReduceOp | None = None) -> None:
+    def __init__(self, data: object, op: ReduceOp | None = None) -> None:
         self._data = data
         self._op = op
         leaves = [(name, leaf) for name, leaf in named_leaves(data) if isinstance(leaf, Tensor | numbers.Real)]
@@ -87,9 +87,9 @@ class Reducible:
         self.names = list(self._leaves)
         self.tensors = [_to_tensor(name or "data", leaf, op) for name, leaf in self._leaves.items()]
 
-    def replaced(self, results: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Any:
+    def replaced(self, results: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> object:
         """Return the structure with new tensors, each in the given shape; a reduced number becomes a number again."""
-        new: dict[str, Any] = {}
+        new: dict[str, object] = {}
         for (name, leaf), result, shape in zip(self._leaves.items(), results, shapes, strict=True):
             tensor = result.reshape(tuple(shape))
             new[name] = tensor if isinstance(leaf, Tensor) or self._op is None else _to_number(tensor, leaf, self._op)
@@ -107,6 +107,6 @@ def _to_tensor(name: str, leaf: Any, op: ReduceOp | None) -> Tensor:
     return leaf
 
 
-def _to_number(tensor: Tensor, leaf: Any, op: ReduceOp) -> Any:
+def _to_number(tensor: Tensor, leaf: object, op: ReduceOp) -> object:
     number = tensor.item()
     return bool(number) if isinstance(leaf, bool) and op in ("min", "max") else number

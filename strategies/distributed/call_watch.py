@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -40,7 +40,9 @@ class CallWatch(TorchDispatchMode):
         if not self._num_pauses and not self._ranks.isdisjoint(ranks):
             self._found()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # DTensor calls it again with the tensors that are sent
         if not self._num_pauses and func.namespace in _NAMESPACES:
@@ -48,7 +50,7 @@ class CallWatch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _ranks_of(args: Any, kwargs: Any) -> list[int]:
+def _ranks_of(args: object, kwargs: object) -> list[int]:
     """Return the global ranks of the process group among the arguments of a collective of torch."""
     import torch.distributed as dist
 

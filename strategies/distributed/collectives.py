@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, ClassVar, Final, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from .parcels import Parcel, fill, slots, unpack
 from .point_to_point import Mailbox, PendingTransfer
 from .process_group import ProcessGroup
 from .tensor_collectives import REDUCE_OPS, ReduceOp, Wire
+
+if TYPE_CHECKING:
+    from torch import distributed as dist
 
 T = TypeVar("T")
 
@@ -97,13 +100,13 @@ class Collectives:
         return self._group is not None and len(set(self._group.nodes)) > 1
 
     @property
-    def device_group(self) -> Any:
+    def device_group(self) -> dist.ProcessGroup | None:
         """Torch's process group of these ranks, for libraries that take one; None means the default group."""
         return None if self._group is None else self._group.device_group
 
     # --- every rank passes the same structure -------------------------------------------------------------------------
 
-    def all_reduce(self, data: Any, op: ReduceOp = "sum") -> Any:
+    def all_reduce(self, data: object, op: ReduceOp = "sum") -> Any:
         """Reduce every tensor and number over all ranks. Collective.
 
         Numbers are returned as numbers: integers are exact up to 64 bits, other numbers and every mean are float64.
@@ -127,7 +130,7 @@ class Collectives:
         self._announce(f"all_reduce({op})", list(numbers))
         return tensor_collectives.begin_all_reduce(self._cpu_wire, torch.tensor(numbers, dtype=torch.float64), op)
 
-    def all_gather(self, data: Any) -> Any:
+    def all_gather(self, data: object) -> Any:
         """Stack every tensor over the ranks, along a new first dimension of size world_size. Collective.
 
         A number becomes a tensor of that length. Differentiable. A single process returns `data` unchanged.
@@ -139,7 +142,7 @@ class Collectives:
         gathered = map_joined(own.tensors, lambda flat: tensor_collectives.all_gather(self._wire_of(flat), flat))
         return own.replaced(gathered, [(self.world_size, *tensor.shape) for tensor in own.tensors])
 
-    def reduce_scatter(self, data: Any, op: ReduceOp = "sum") -> Any:
+    def reduce_scatter(self, data: object, op: ReduceOp = "sum") -> Any:
         """Reduce every tensor over all ranks and return this rank's slice of the first dimension. Collective.
 
         Sum and mean are differentiable.
@@ -170,7 +173,7 @@ class Collectives:
 
     # --- one rank sends, or receives --------------------------------------------------------------------------------
 
-    def broadcast(self, data: Any, src: int = 0) -> Any:
+    def broadcast(self, data: object, src: int = 0) -> Any:
         """Return rank `src`'s data, of any kind, on every rank; others may pass None. Collective.
 
         Tensors arrive on the receiver's device; CPU tensors stay on the CPU. Differentiable.
@@ -228,7 +231,7 @@ class Collectives:
             if other is not None:
                 raise type(other)(f"{other} This happened on rank {rank} of {self.world_size}; look at its node.")
 
-    def scatter(self, data: Sequence[Any] | None, src: int = 0) -> Any:
+    def scatter(self, data: Sequence[object] | None, src: int = 0) -> Any:
         """Return, on each rank, its element of the list that rank `src` passes; others may pass None. Collective.
 
         The elements may be of any kind and differ in structure. Not differentiable.
@@ -255,7 +258,7 @@ class Collectives:
         self._send_all(others, parcels)
         return elements[src]
 
-    def _elements(self, data: Sequence[Any] | None, src: int) -> Sequence[Any]:
+    def _elements(self, data: Sequence[object] | None, src: int) -> Sequence[object]:
         if isinstance(data, Sequence) and len(data) == self.world_size:
             return data
         raise ConfigError(
@@ -267,7 +270,7 @@ class Collectives:
         for transfer in [self._mailbox.send(parcel, rank) for rank, parcel in zip(ranks, parcels, strict=True)]:
             transfer.wait()
 
-    def gather(self, data: Any, dst: int = 0) -> list[Any] | None:
+    def gather(self, data: object, dst: int = 0) -> list[Any] | None:
         """Return, on rank `dst`, the list of all ranks' data, in rank order; None on the others. Collective.
 
         The data may be of any kind and differ in structure. Not differentiable, unlike `all_gather`.
@@ -283,7 +286,7 @@ class Collectives:
             return None
         return [data if rank == dst else self._mailbox.receive(rank) for rank in range(self.world_size)]
 
-    def all_gather_object(self, data: Any) -> list[Any]:
+    def all_gather_object(self, data: object) -> list[Any]:
         """Return the list of all ranks' data, of any kind, in rank order. Collective.
 
         Raises:
@@ -293,7 +296,7 @@ class Collectives:
             self._announce("all_gather_object", None)
         return self.exchange(data)
 
-    def exchange(self, data: Any) -> list[Any]:
+    def exchange(self, data: object) -> list[Any]:
         """Return what `all_gather_object` does, from ranks whose code calls it in different places. Collective."""
         if not self._has_group:
             return [data]
@@ -313,7 +316,7 @@ class Collectives:
 
     # --- two ranks ---------------------------------------------------------------------------------------------------
 
-    def send(self, data: Any, dst: int) -> None:
+    def send(self, data: object, dst: int) -> None:
         """Send data of any kind to rank `dst`, and wait until it is sent. Not differentiable."""
         self.isend(data, dst).wait()
 
@@ -324,7 +327,7 @@ class Collectives:
             posted.check()
         return self._mailbox.receive(src)
 
-    def isend(self, data: Any, dst: int) -> PendingTransfer:
+    def isend(self, data: object, dst: int) -> PendingTransfer:
         """Start to send data of any kind to rank `dst`; it may be modified at once. ``wait()`` ends the transfer."""
         posted = self._announce_transfer("send", data, self.rank, dst)
         parcel = Parcel.pack(data, self.rank)
@@ -346,7 +349,7 @@ class Collectives:
         if not 0 <= rank < self.world_size:
             raise ConfigError(f"{name}={rank!r} must be a rank from 0 to {self.world_size - 1}; choose one of them.")
 
-    def _announce(self, name: str, data: Any, compared: Sequence[Aspect] = ("name", "shapes", "where")) -> None:
+    def _announce(self, name: str, data: object, compared: Sequence[Aspect] = ("name", "shapes", "where")) -> None:
         if self._record is not None:
             self._record.note(name)
         if self._checks is not None:
@@ -356,7 +359,7 @@ class Collectives:
     def _announce_backward(self, name: str, gradient: Tensor) -> None:
         self._announce(name, gradient, ("name", "shapes"))
 
-    def _announce_transfer(self, name: str, data: Any, src: int, dst: int) -> PostedCall | None:
+    def _announce_transfer(self, name: str, data: object, src: int, dst: int) -> PostedCall | None:
         if not self._has_group:
             raise RunError(
                 f"{name}(src={src}, dst={dst}) needs a second rank, but this run has one process; "

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from ...common.errors import CollectiveError
 from .nested import named_leaves
 from .noticeboard import Messages, Noticeboard
 from .point_to_point import PendingTransfer
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 _STRATEGIES: Final = Path(__file__).parents[1]
 _PACKAGE: Final = _STRATEGIES.parent
@@ -42,7 +45,7 @@ class Call:
     """The fields that must be the same on all ranks."""
 
 
-def call_here(name: str, data: Any, compared: Sequence[Aspect]) -> Call:
+def call_here(name: str, data: object, compared: Sequence[Aspect]) -> Call:
     """Return a description of this rank's call; the line is compared only if it is in the user's code."""
     where, is_users = _caller()
     return Call(name, shapes_of(data), where, [aspect for aspect in compared if aspect != "where" or is_users])
@@ -55,7 +58,7 @@ class CollectiveChecks:
     enters a collective that another has given up on. The last rank to read the messages removes them.
     """
 
-    def __init__(self, store: Any, rank: int, ranks: Sequence[int], timeout: timedelta) -> None:
+    def __init__(self, store: Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> None:
         run = Noticeboard(store, "calls").count(f"runs/{rank}")  # an earlier run that failed may have left messages
         self._board = Noticeboard(store, f"calls/{run}")
         self._rank = rank
@@ -157,12 +160,12 @@ def describe_table(rows: list[list[str]]) -> str:
     )
 
 
-def shapes_of(data: Any) -> str:
+def shapes_of(data: object) -> str:
     """Return the leaves of a structure, each with its type and shape, in the same order on all ranks."""
     return ", ".join(sorted(f"{name} {_describe(leaf)}".lstrip() for name, leaf in named_leaves(data)))
 
 
-def _describe(leaf: Any) -> str:
+def _describe(leaf: object) -> str:
     if not isinstance(leaf, Tensor):
         return type(leaf).__name__
     return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" + (
@@ -205,7 +208,7 @@ class _CheckedTransfer:
         self._posted: PostedCall | None = posted
         self._transfer = transfer
 
-    def wait(self) -> Any:
+    def wait(self) -> object:
         if self._posted is not None:
             self._posted.check()
             self._posted = None

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
 
-def _same(leaf: Any) -> Any:
+
+def _same(leaf: object) -> object:
     return leaf
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], data: Any, other: Callable[[Any], Any] = _same) -> Any:
+def map_tensors(function: Callable[[Tensor], Tensor], data: Any, other: Callable[[object], object] = _same) -> Any:
     """Return `data` with ``function(tensor)`` for every tensor and ``other(leaf)`` for every other leaf.
 
     Traverses mappings, lists, tuples, named tuples and dataclasses; anything else is a leaf.
@@ -34,7 +36,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], data: Any, other: Callable
     return other(data)
 
 
-def rebuild_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
+def rebuild_mapping(original: Mapping[object, object], items: dict[object, object]) -> Mapping[object, object]:
     """Return a mapping of the type of `original` with `items`, or a dict if its constructor does not take a mapping."""
     if type(original) is dict:
         return items
@@ -75,23 +77,24 @@ def named_leaves(data: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, data
 
 
-def with_leaves(data: Any, leaves: Iterable[Any]) -> Any:
+def with_leaves(data: object, leaves: Iterable[Any]) -> object:
     """Return `data` with its leaves replaced by these, in the order of `named_leaves`."""
     new = iter(leaves)
     return map_tensors(lambda _: next(new), data, lambda _: next(new))
 
 
-def to_device(data: Any, device: torch.device) -> Any:
+def to_device(data: T, device: torch.device) -> T:
     """Move a nested structure to `device`; to a GPU from pinned memory without blocking.
 
     A leaf that is not a tensor but has a ``to(device)`` method, such as a PyG batch, is moved with it.
     """
     non_blocking = can_copy_later(device)
 
-    def move_other(leaf: Any) -> Any:
+    def move_other(leaf: Any) -> object:
         return leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf
 
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking), data, move_other)
+    moved: T = map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking), data, move_other)
+    return moved
 
 
 def can_copy_later(device: torch.device) -> bool:

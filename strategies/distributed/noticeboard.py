@@ -7,7 +7,10 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 _SHORTEST_PAUSE: Final = 0.001  # seconds between two looks at the store, doubled from look to look
 _LONGEST_PAUSE: Final = 0.05
@@ -28,16 +31,16 @@ class Noticeboard:
         prefix: separates the keys of this board from others in the same store.
     """
 
-    def __init__(self, store: Any, prefix: str) -> None:
+    def __init__(self, store: Store, prefix: str) -> None:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # as its documentation has it
 
         self._store: Any = PrefixStore(prefix, store)
 
-    def post(self, key: str, message: Any = None) -> None:
+    def post(self, key: str, message: object = None) -> None:
         """Leave a message, replacing an earlier one under the same key."""
         self._store.set(key, _encoded(message))
 
-    def post_first(self, key: str, message: Any) -> Any:
+    def post_first(self, key: str, message: object) -> object:
         """Leave a message unless the key has one already, and return the one under the key."""
         return _decoded(self._store.compare_set(key, "", _encoded(message)))
 
@@ -83,9 +86,9 @@ class Noticeboard:
                 self._store.delete_key(key)
 
 
-def _encoded(message: Any) -> bytes:
+def _encoded(message: object) -> bytes:
     return zlib.compress(json.dumps(message).encode(), 1)  # the tensor entries of a checkpoint can take 8 MB
 
 
-def _decoded(content: bytes) -> Any:
+def _decoded(content: bytes) -> object:
     return json.loads(zlib.decompress(content))

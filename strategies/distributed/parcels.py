@@ -62,12 +62,12 @@ class Parcel:
     """
 
     payload: bytes
-    skeleton: Any = None
+    skeleton: object = None
     tensors: Sequence[Tensor] = ()
     error: Exception | None = None
 
     @classmethod
-    def pack(cls, data: Any, rank: int, *, keeps_gradients: bool = False, is_whole: bool = False) -> Self:
+    def pack(cls, data: object, rank: int, *, keeps_gradients: bool = False, is_whole: bool = False) -> Self:
         """Return a structure ready to be sent by `rank`; with `is_whole`, the bytes include its tensors.
 
         Without, they still include small ones on the CPU for which no gradient comes back: a collective costs more.
@@ -118,19 +118,19 @@ def unpack(payload: bytes) -> Any:
     return skeleton
 
 
-def slots(skeleton: Any) -> list[TensorSlot]:
+def slots(skeleton: object) -> list[TensorSlot]:
     """Return the slots of a skeleton whose tensors are sent on their own, in order."""
     return [leaf for _, leaf in named_leaves(skeleton) if isinstance(leaf, TensorSlot) and not leaf.is_sent]
 
 
-def fill(skeleton: Any, tensors: Sequence[Tensor], device: torch.device) -> Any:
+def fill(skeleton: object, tensors: Sequence[Tensor], device: torch.device) -> Any:
     """Return the structure with a tensor in each slot: the one that it holds, or the next of `tensors` in its shape.
 
     A tensor that a slot holds is put on `device`, unless the sender's was on the CPU.
     """
     new = iter(tensors)
 
-    def put(leaf: Any) -> Any:
+    def put(leaf: object) -> object:
         if not isinstance(leaf, TensorSlot):
             return leaf
         return leaf.read(device) if leaf.is_sent else next(new).reshape(leaf.shape)

@@ -38,7 +38,7 @@ def is_picklable(obj: object) -> bool:
 
 
 def pack(
-    value: Any,
+    value: object,
     name: str = "the function",
     parts: Mapping[str, object] | None = None,
     modules: set[str] | None = None,
@@ -51,7 +51,7 @@ def pack(
 
 def pack_into(
     file: IO[bytes],
-    value: Any,
+    value: object,
     name: str = "the function",
     parts: Mapping[str, object] | None = None,
     modules: set[str] | None = None,
@@ -90,7 +90,7 @@ def pack_into(
         ) from error
 
 
-def check_packs(value: Any, name: str) -> None:
+def check_packs(value: object, name: str) -> None:
     """Check that a value can be packed, without keeping the bytes.
 
     Raises:
@@ -100,14 +100,14 @@ def check_packs(value: Any, name: str) -> None:
         pack_into(file, value, name)
 
 
-def _pack_into(file: IO[bytes], value: Any, modules: set[str]) -> None:
+def _pack_into(file: IO[bytes], value: object, modules: set[str]) -> None:
     import cloudpickle
 
     # every tensor makes a storage object of its own, also those that share memory; kept, so that no address is reused
     memories: dict[tuple[torch.device, int, int], _Memory] = {}
 
     class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-        def reducer_override(self, obj: Any) -> Any:
+        def reducer_override(self, obj: Any) -> object:
             if isinstance(obj, TypedStorage | torch.UntypedStorage):
                 memory = memory_of(obj)
                 if memory.device.type != "meta" and memory.nbytes():
@@ -139,7 +139,7 @@ def _pack_into(file: IO[bytes], value: Any, modules: set[str]) -> None:
     Packer(file).dump(value)
 
 
-def _with_file_name(reduced: tuple[Any, tuple[Any, ...]], name: str) -> tuple[Any, tuple[Any, ...]]:
+def _with_file_name(reduced: tuple[object, tuple[object, ...]], name: str) -> tuple[object, tuple[object, ...]]:
     """Return what makes code again, with the name of its file: from 3.1.3 on, cloudpickle writes another one."""
     make, arguments = reduced
     return make, tuple(name if isinstance(one, str) and one == "<dynamic-code>" else one for one in arguments)
@@ -149,7 +149,7 @@ def _new(kind: Any) -> object:
     return kind.__new__(kind)
 
 
-def _hooks_of(parameter: torch.nn.Parameter) -> dict[str, Any]:
+def _hooks_of(parameter: torch.nn.Parameter) -> dict[str, object]:
     """Return the hooks of users on a parameter, by the attribute in which torch keeps them."""
     found = {name: getattr(parameter, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")}
     # a mark of torch's for those that are not the user's
@@ -160,7 +160,7 @@ def _hooks_of(parameter: torch.nn.Parameter) -> dict[str, Any]:
     }
 
 
-def _set_hooks(parameter: torch.nn.Parameter, found: Mapping[str, Any]) -> None:
+def _set_hooks(parameter: torch.nn.Parameter, found: Mapping[str, object]) -> None:
     for name, hooks in found.items():
         setattr(parameter, name, hooks)
 
@@ -235,7 +235,7 @@ def unpack(data: bytes) -> Any:
     return unpack_from(io.BytesIO(data))
 
 
-def unpack_from(file: Any) -> Any:
+def unpack_from(file: Any) -> object:
     """Return the value that `pack_into` wrote to a file, which may be memory-mapped."""
     return _LocalClassUnpickler(file).load()
 
@@ -243,12 +243,14 @@ def unpack_from(file: Any) -> Any:
 class _LocalClassUnpickler(pickle.Unpickler):
     """Unpickler that keeps the classes of this process; cloudpickle would replace their methods with copies."""
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         value = super().find_class(module, name)
         return functools.partial(_set_class_state, value) if name == "_class_setstate" else value
 
 
-def _set_class_state(original: Callable[[type, Any], type], cls: type, state: tuple[dict[str, Any], Any]) -> type:
+def _set_class_state(
+    original: Callable[[type, object], type], cls: type, state: tuple[dict[str, object], object]
+) -> type:
     # a class that was just unpickled has no methods yet, except a named tuple, which is created with some, and those
     # that a base's __init_subclass__ adds
     own = vars(cls)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from torch import Tensor
 from .buckets import join, map_joined
 from .parcels import Parcel, fill, slots, unpack
 from .tensor_collectives import as_bytes
+
+if TYPE_CHECKING:
+    from torch import distributed as dist
 
 # torch's tags distinguish the transfers between two ranks; the user's own sends have tags from 0 on
 _FIRST_TAG: Final = 1 << 20
@@ -23,7 +26,7 @@ _HOST: Final = torch.device("cpu")
 class PendingTransfer(Protocol):
     """Transfer that `isend` or `irecv` has started."""
 
-    def wait(self) -> Any:
+    def wait(self) -> object:
         """Wait until the transfer has finished, and return the received data."""
 
 
@@ -34,7 +37,7 @@ class Mailbox:
     soon as the tensors are larger than its buffers.
     """
 
-    def __init__(self, cpu_group: Any, device: torch.device) -> None:
+    def __init__(self, cpu_group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._cpu_group = cpu_group
         self._device = device
         self._num_sent: Counter[int] = Counter()
@@ -51,7 +54,7 @@ class Mailbox:
         works = [dist.isend(as_bytes(flat), group=self._cpu_group, tag=tag, group_dst=dst) for flat in flats]
         return _Sending(works, flats)
 
-    def receive(self, src: int) -> Any:
+    def receive(self, src: int) -> object:
         """Wait for the next structure from `src`."""
         return self._receive(src, _tag(self._num_received, src))
 
@@ -60,7 +63,7 @@ class Mailbox:
         tag = _tag(self._num_received, src)
         return _Receiving(lambda: self._receive(src, tag))
 
-    def _receive(self, src: int, tag: int) -> Any:
+    def _receive(self, src: int, tag: int) -> object:
         size = self._fetch(torch.empty(1, dtype=torch.int64), src, tag)
         payload = self._fetch(torch.empty(int(size), dtype=torch.uint8), src, tag)
         skeleton = unpack(payload.numpy().tobytes())
@@ -114,7 +117,7 @@ class _Receiving:
         finally:
             self._has_ended.set()
 
-    def wait(self) -> Any:
+    def wait(self) -> object:
         if not self._has_thread and not self._has_ended.is_set():
             self._run()
         # not Thread.join(): if a signal handler raises inside it, CPython 3.11 considers the thread finished

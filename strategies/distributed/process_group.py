@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from multiprocessing.util import Finalize
-from typing import Any, Final, Self, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Final, Self, TypedDict, Unpack
 
 import torch
 
@@ -25,12 +25,16 @@ from ..cluster.torchrun import agent_hosts_store
 from ..devices.backends import backend_for, beside_gloo, binds_devices, check_several_processes
 from ..torch_internals import default_store
 
+if TYPE_CHECKING:
+    from torch import distributed as dist
+    from torch.distributed.distributed_c10d import Store
+
 START_TIMEOUT: Final = timedelta(minutes=5)
 """The default time for which processes wait for each other at the start."""
 # torch's default for gloo; a checkpoint, a download or a first compilation can keep a rank busy for a long time
 _TIMEOUT: Final = timedelta(minutes=30)
 
-_PARTS: Final[dict[tuple[Any, ...], tuple[Any, Any]]] = {}
+_PARTS: Final[dict[tuple[object, ...], tuple[Any, Any]]] = {}
 """torch's CPU and device groups for subsets of ranks; later runs in this process reuse them."""
 
 _FAREWELL: Final = 60.0  # seconds for which rank 0, at exit, keeps the store alive for slower ranks
@@ -120,7 +124,7 @@ class ProcessGroup:
         self.node_rank = environment.node_rank
         self.ranks: Sequence[int] = range(self.world_size)
         """The global ranks of its members."""
-        self.device_group: Any = None
+        self.device_group: dist.ProcessGroup | None = None
         """torch's group for tensors on the device; None for the default group of all ranks."""
         self.has_failed = False
         """Whether a run has failed on this rank, so that others may be dead."""
@@ -140,7 +144,7 @@ class ProcessGroup:
             self._check_existing()
         else:
             self._meet()
-        self.store: Any = PrefixStore("echelon", default_store())
+        self.store: Store = PrefixStore("echelon", default_store())
         is_cpu = dist.get_backend() == "gloo" or self.is_rehearsed
         # for CPU tensors and objects, and for everything that must not make the GPU wait
         self.cpu_group: Any = dist.group.WORLD if is_cpu else dist.new_group(backend="gloo", timeout=self.timeout)
@@ -148,7 +152,7 @@ class ProcessGroup:
         """The node of each rank of the run."""
         if self.environment.num_nodes > 1 and not self.is_rehearsed:
             group: Any = self.cpu_group
-            nodes: list[Any] = list(self.nodes)
+            nodes = list(self.nodes)
             dist.all_gather_object(nodes, self.node_rank, group)
             self.nodes = nodes
 
@@ -224,7 +228,7 @@ class ProcessGroup:
         Finalize(None, partial(self._say_farewell, store), exitpriority=0)
         atexit.register(_leave)
 
-    def _await_others(self, store: Any, limit: timedelta) -> None:
+    def _await_others(self, store: Store, limit: timedelta) -> None:
         """Wait until every rank has posted its arrival; rank 0 says now and then who is missing."""
         keys = [f"echelon/start/{rank}" for rank in range(self.world_size)]
 
@@ -250,7 +254,7 @@ class ProcessGroup:
             address = f"{self.environment.main_address}:{self.environment.main_port}"
             wait.tell(lambda: f"{missing()} of {self.world_size} processes to connect to {address}")  # noqa: B023
 
-    def _unlike(self, store: Any) -> ConfigError:
+    def _unlike(self, store: Store) -> ConfigError:
         """Return the error of ranks whose devices or backends differ; each rank says the same."""
         others: dict[str, tuple[int, str]] = {}
         for rank, posted in enumerate(store.multi_get([f"echelon/start/{rank}" for rank in range(self.world_size)])):
@@ -262,7 +266,7 @@ class ProcessGroup:
             "is missing there (`echelon doctor`), or give each the same accelerator and process_group_backend."
         )
 
-    def _say_farewell(self, store: Any) -> None:
+    def _say_farewell(self, store: Store) -> None:
         """Tell rank 0 that this rank no longer needs the store; if rank 0 hosts it, rank 0 waits for the others."""
         with contextlib.suppress(RuntimeError):  # the store is gone
             num_left = store.add("echelon/left", 1)

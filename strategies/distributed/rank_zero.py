@@ -25,7 +25,7 @@ def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]: ...
 def rank_zero_only(*, default: D) -> Callable[[Callable[P, T]], Callable[P, T | D]]: ...
 
 
-def rank_zero_only(function: Callable[..., Any] | None = None, *, default: Any = None) -> Any:
+def rank_zero_only(function: Callable[..., object] | None = None, *, default: object = None) -> Any:
     """Decorate a function so that only rank 0 runs it; it returns `default` on the others. No rank waits for another.
 
     It also works before a process group exists: the rank then comes from the launcher's environment variables.
@@ -46,7 +46,7 @@ def rank_zero_only(function: Callable[..., Any] | None = None, *, default: Any =
         return functools.partial(rank_zero_only, default=default)
 
     @functools.wraps(function)
-    def on_rank_zero(*args: Any, **kwargs: Any) -> Any:
+    def on_rank_zero(*args: object, **kwargs: object) -> object:
         return function(*args, **kwargs) if current_rank() == 0 else default
 
     return on_rank_zero

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 
@@ -25,7 +25,7 @@ class RehearsedCollectives(Collectives):
 
     def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
         super().__init__(group, device)
-        self._sent: dict[int, Any] = {}
+        self._sent: dict[int, object] = {}
 
     def over(self, ranks: Sequence[int]) -> Collectives:
         assert self._group is not None
@@ -38,32 +38,32 @@ class RehearsedCollectives(Collectives):
     def begin_all_reduce(self, numbers: Sequence[float], op: ReduceOp) -> Callable[[], list[float]]:
         return lambda: list(numbers)
 
-    def broadcast(self, data: Any, src: int = 0) -> Any:
+    def broadcast(self, data: object, src: int = 0) -> object:
         self._check_rank("src", src)
         return data
 
     def on_first_rank(self, function: Callable[[], T]) -> T:
         return function()
 
-    def scatter(self, data: Sequence[Any] | None, src: int = 0) -> Any:
+    def scatter(self, data: Sequence[object] | None, src: int = 0) -> object:
         self._check_rank("src", src)
         return None if data is None else self._elements(data, src)[self.rank]
 
-    def gather(self, data: Any, dst: int = 0) -> list[Any] | None:
+    def gather(self, data: object, dst: int = 0) -> list[object] | None:
         self._check_rank("dst", dst)
         return [data] * self.world_size if self.rank == dst else None
 
-    def all_gather_object(self, data: Any) -> list[Any]:
+    def all_gather_object(self, data: object) -> list[object]:
         return [data] * self.world_size
 
     def barrier(self, name: str | None = None) -> None:
         """Return at once."""
 
-    def send(self, data: Any, dst: int) -> None:
+    def send(self, data: object, dst: int) -> None:
         self._check_rank("dst", dst)
         self._sent[dst] = data
 
-    def recv(self, src: int) -> Any:
+    def recv(self, src: int) -> object:
         """Return what this rank last sent to `src`; None if it has sent nothing."""
         self._check_rank("src", src)
         return self._sent.get(src)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+if TYPE_CHECKING:
+    from torch import distributed as dist
 
 ReduceOp = Literal["sum", "mean", "min", "max"]
 REDUCE_OPS: Final = ("sum", "mean", "min", "max")
@@ -24,7 +27,7 @@ _BROADCAST_FIRST: Final = 1 << 8
 class Wire:
     """A torch process group, and a function that is called before a backward runs a collective on it."""
 
-    process_group: Any
+    process_group: dist.ProcessGroup | None
     world_size: int
     rank: int
     announce: Callable[[str, Tensor], None]

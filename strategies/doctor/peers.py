@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -25,6 +25,9 @@ from ..cluster.tcp_store import connect_store, host_store
 from ..cluster.version import VERSION
 from .finding import Finding
 from .folder import marked
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 PATIENCE: Final = 60.0
 """Seconds to wait for the other nodes."""
@@ -272,7 +275,7 @@ def _store(environment: Environment) -> Any:
         ) from error
 
 
-def _wait(store: Any, key: str, node: int) -> bytes:
+def _wait(store: Store, key: str, node: int) -> bytes:
     """Return what a node has written under a key of the store.
 
     Raises:

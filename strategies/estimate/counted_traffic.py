@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,14 +24,16 @@ class CountedTraffic(TorchDispatchMode):
         self.num_calls: Counter[Sequence[int]] = Counter()
         """Number of collectives, by the same ranks."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # DTensor calls it again with the tensors that are sent
         if func.namespace == "c10d":
             self._count(func.name().removeprefix("c10d::"), args)
         return func(*args, **(kwargs or {}))
 
-    def _count(self, name: str, args: Any) -> None:
+    def _count(self, name: str, args: tuple[object, ...]) -> None:
         import torch.distributed as dist
 
         boxed = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)

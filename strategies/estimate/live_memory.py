@@ -47,7 +47,7 @@ class LiveMemory(TorchDispatchMode):
         self._own = {_memory(tensor) for tensor in own}
         self._parameters = {_memory(tensor) for tensor in module.parameters()}
         self._alive: dict[int, tuple[int, Sources, str]] = {}
-        self._references: dict[int, Any] = {}
+        self._references: dict[int, object] = {}
         self._gradients: dict[int, int] = {}
         self._sparse: dict[torch.Size, list[int]] = defaultdict(list)
         """The bytes of the sparse gradients of each shape."""
@@ -139,7 +139,7 @@ class LiveMemory(TorchDispatchMode):
         """
         plain = torch.UntypedStorage.resize_
 
-        def resize(storage: Any, size: int) -> Any:
+        def resize(storage: torch.UntypedStorage, size: int) -> object:
             answer = plain(storage, size)
             memory = memory_id(storage)
             if memory in self._alive:
@@ -156,7 +156,7 @@ class LiveMemory(TorchDispatchMode):
         finally:
             torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
 
-    def take(self, tensors: Any) -> None:
+    def take(self, tensors: object) -> None:
         """Count tensors that were created outside, such as a batch."""
         for tensor in iterate_tensors(tensors):
             self._note(tensor, _NOTHING)
@@ -177,7 +177,9 @@ class LiveMemory(TorchDispatchMode):
 
     # --- what the dispatcher tells -----------------------------------------------------------------------------------
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
         output = func(*args, **(kwargs or {}))
         if func.namespace == "prim":  # a query, for a device for instance; more than half of all calls here
             return output
@@ -219,7 +221,7 @@ class LiveMemory(TorchDispatchMode):
         self.largest_attention_bytes = max(self.largest_attention_bytes, size)
         return flops
 
-    def _sources(self, operator: str, args: Any) -> Sources:
+    def _sources(self, operator: str, args: object) -> Sources:
         tensors = [tensor for tensor in tree_leaves(args) if isinstance(tensor, Tensor)]
         if operator == _CAST and tensors and _memory(tensors[0]) in self._parameters:
             return frozenset((CASTS,))
@@ -237,7 +239,7 @@ class LiveMemory(TorchDispatchMode):
         for part in _parts(tensor):
             self._note_storage(part.untyped_storage(), sources)
 
-    def _note_storage(self, storage: Any, sources: Sources) -> None:
+    def _note_storage(self, storage: torch.UntypedStorage, sources: Sources) -> None:
         memory = memory_id(storage)
         if memory in self._alive or memory in self._own or memory in self._gradients:
             return
@@ -285,10 +287,10 @@ class LiveMemory(TorchDispatchMode):
 
     # --- layers ------------------------------------------------------------------------------------------------------
 
-    def _enter(self, name: str, layer: nn.Module, inputs: Any) -> None:
+    def _enter(self, name: str, layer: nn.Module, inputs: object) -> None:
         self._inside.append(name)
 
-    def _leave(self, name: str, layer: nn.Module, inputs: Any, output: Any) -> None:
+    def _leave(self, name: str, layer: nn.Module, inputs: object, output: object) -> None:
         self._inside.pop()
         outputs = list(iterate_tensors(output))
         if not outputs:  # recomputation stops inside the last layer, as soon as it has all that it needs

@@ -32,7 +32,7 @@ class StageEstimates:
         self._layout, self._profile, self._schedule = layout, profile, schedule
         self._cut, self._degrees = layout.activations, layout.degrees
         self._shapes: Mapping[Any, Shape] = layout.shapes
-        self._parts: Mapping[Any, int] = {
+        self._parts: Mapping[object, int] = {
             parameter: number
             for name, number in layout.expert_parts.items()
             for parameter in profile.module.get_submodule(name).parameters()

@@ -53,7 +53,9 @@ class StepWork:
         return self.matmul_flops, self.attention_flops, self.moved_bytes, self.num_operators
 
 
-def work_of(operator: Any, flops: int, args: Any, kwargs: Mapping[str, Any] | None, output: Any) -> StepWork:
+def work_of(
+    operator: Any, flops: int, args: tuple[object, ...], kwargs: Mapping[str, object] | None, output: object
+) -> StepWork:
     """Return the work of one call of an operator.
 
     Args:
@@ -75,14 +77,14 @@ def work_of(operator: Any, flops: int, args: Any, kwargs: Mapping[str, Any] | No
     return StepWork(flops, 0.0, read + written, 1.0)
 
 
-def _is_causal(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _is_causal(operator: object, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
     names = [argument.name for argument in arguments_of(operator)]
     return bool({**dict(zip(names, args, strict=False)), **kwargs}.get("is_causal", False))
 
 
-def _bytes(values: Any) -> int:
+def _bytes(values: object) -> int:
     """Return the bytes of tensors; those of an expanded one count once."""
-    tensors: Iterable[Any] = tree_leaves(values)
+    tensors: Iterable[object] = tree_leaves(values)
     return sum(_own_bytes(tensor) for tensor in tensors if isinstance(tensor, Tensor))
 
 

@@ -17,7 +17,7 @@ _FEW_STEPS: Final = 18
 _FEW_SAMPLES: Final = 8
 
 
-def with_workspace(operator: str, args: Sequence[Any], output: Any) -> Any:
+def with_workspace(operator: str, args: Sequence[Any], output: Any) -> object:
     """Return the output of an operator, where an LSTM on a CPU has a workspace of the size that a real one has."""
     if operator != _LSTM or not is_without_memory(args[0]) or output[3].numel():
         return output
@@ -51,7 +51,7 @@ def _workspace(args: Sequence[Any], num_steps: int, num_samples: int, width: int
         return int(torch.ops.aten.mkldnn_rnn_layer(*zeros, *args[7:])[3].nbytes)
 
 
-def sparse_gradient(operator: str, args: Sequence[Any], output: Any) -> tuple[torch.Size, int] | None:
+def sparse_gradient(operator: str, args: Sequence[Any], output: object) -> tuple[torch.Size, int] | None:
     """Return the shape of the sparse gradient that an operator computes, and its bytes; None for all other operators.
 
     Gradients without memory lose their rows once they are accumulated.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import update_wrapper
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from .exchange import ExpertGroup
 from .find_experts import inputs_of
 from .layer import even_numbers
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 _CHECKED: Final = 16
 """The tokens with which a layer is checked when it is first called."""
 _TOLERANCE: Final = 1e-9
@@ -25,7 +28,7 @@ _TOLERANCE_OF_FLOATS: Final = 0.1  # which may be multiplied in half precision
 
 
 def deal_experts(
-    module: nn.Module, experts: Mapping[str, int], mesh: Any, elsewhere: Collection[nn.Parameter] = ()
+    module: nn.Module, experts: Mapping[str, int], mesh: DeviceMesh, elsewhere: Collection[nn.Parameter] = ()
 ) -> dict[str, Dispatch]:
     """Leave each rank its part of a module's experts, and let tokens travel to them; meta tensors are dealt as well.
 
@@ -94,7 +97,7 @@ class Dispatch:
         self._is_checked = False
         self._noted: list[Tensor] | None = None
 
-    def chosen_by(self, run: Callable[[], Any]) -> Tensor:
+    def chosen_by(self, run: Callable[[], object]) -> Tensor:
         """Return the experts with which the layer is called in `run`, in which it computes nothing."""
         noted: list[Tensor] = []
         self._noted = noted
@@ -105,7 +108,7 @@ class Dispatch:
         # a token's experts may come in any order
         return torch.cat([indices.flatten(0, -2) for indices in noted]).to(torch.int64).sort(-1).values
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: object, **kwargs: object) -> Tensor:
         """Run the layer with its own inputs: tokens, the experts of each, and their weights."""
         tokens, indices, weights = self._bound(args, kwargs)
         if self._noted is not None:
@@ -128,7 +131,7 @@ class Dispatch:
         outputs: Tensor = back[order.argsort()].unflatten(0, (*indices.shape[:-1], num_slots))
         return outputs.sum(-2).to(tokens.dtype)
 
-    def _bound(self, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def _bound(self, args: Sequence[object], kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
         given = dict(zip(self._inputs, args, strict=False)) | kwargs
         found = [given.pop(name, None) for name in self._inputs]
         tokens, indices, weights = found
@@ -212,7 +215,7 @@ class _NoRows(torch.autograd.Function):
         return rows.new_empty(rows.shape)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: object) -> tuple[Tensor | None, ...]:
         pairs = zip(ctx.shapes, ctx.needs_input_grad, strict=True)
         return tuple(
             torch.zeros(shape, dtype=dtype, device=device) if needs else None for (shape, dtype, device), needs in pairs

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class ExpertGroup:
@@ -17,7 +20,7 @@ class ExpertGroup:
         mesh: a DeviceMesh with one axis.
     """
 
-    def __init__(self, mesh: Any) -> None:
+    def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self.rank: int = mesh.get_local_rank()
         self.size: int = mesh.size()
@@ -80,6 +83,6 @@ class _SentRows(torch.autograd.Function):
         return tuple(arrived)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: object) -> tuple[Tensor | None, ...]:
         assert ctx.saved_tensors
         return None, None, None, *_SentRows.apply(ctx.group, ctx.received, ctx.sent, *gradients)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Final
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -151,7 +151,7 @@ def _is_stacked(layer: nn.Module) -> bool:
     return is_stack and min(lengths) > 1 and len(inputs_of(layer.forward)) == _INPUTS
 
 
-def inputs_of(forward: Callable[..., Any]) -> list[str]:
+def inputs_of(forward: Callable[..., object]) -> list[str]:
     """Return the names of the first inputs of a layer's forward that get its tokens, their experts, and weights."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(forward).parameters.values()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ class RouterCheck:
         needed = [each for each in inputs if each.default is inspect.Parameter.empty and each.kind not in kinds]
         return type(router).forward is not nn.Module.forward and len(needed) == 1 and needed[0] is inputs[0]
 
-    def __call__(self, router: nn.Module, args: Any, kwargs: Any) -> None:
+    def __call__(self, router: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Check before the first forward of a training step.
 
         Raises:

@@ -42,8 +42,8 @@ class _EvenGroups(TorchFunctionMode):
     """Multiplies in even groups where torch's grouped product has no values, which some dtypes do not allow."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
         given = kwargs or {}
         rows = args[0] if args else None
         is_grouped = getattr(func, "__name__", "") == _GROUPED and given.get("offs") is not None

@@ -107,7 +107,7 @@ class Agent(LocalElasticAgent):
         """The ranks on this node that have not ended."""
         return list(self._running)
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, object]:
         preload(self._modules, uses_devices=self._uses_devices)
         with blank_main(), keeping_start_method(), _without_signal_warning():
             try:

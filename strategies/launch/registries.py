@@ -28,7 +28,7 @@ class RegistryEntry(NamedTuple):
     path: tuple[str, ...]
     """The names that lead to the mapping from the module's namespace."""
     key: Hashable
-    value: Any
+    value: object
 
 
 class Registered(partial[Any]):
@@ -36,14 +36,14 @@ class Registered(partial[Any]):
 
     entries: tuple[RegistryEntry, ...] = ()
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: object, **kwargs: object) -> object:
         """Put the entries that are missing, and call the function."""
         for entry in self.entries:
             _put(entry)
         return super().__call__(*args, **kwargs)
 
 
-def with_registries(function: Callable[[], Any], held: object) -> Callable[[], Any]:
+def with_registries(function: Callable[[], object], held: object) -> Callable[[], object]:
     """Return a function that first fills the registries of its process as this one's are for the modules in `held`.
 
     A constructor may leave something in a module-level mapping, or in a mapping of a class: under its class or the
@@ -92,7 +92,9 @@ def _entries_for(modules: list[nn.Module]) -> Iterator[RegistryEntry]:
             yield from _attributes_of(kind)
 
 
-def _own_entries(mapping: Any, keys: list[Any], modules: list[nn.Module], root: str) -> Iterator[tuple[Any, Any]]:
+def _own_entries(
+    mapping: Any, keys: list[object], modules: list[nn.Module], root: str
+) -> Iterator[tuple[object, object]]:
     """Yield the entries of a mapping under classes, names and modules, and those of the program itself."""
     if isinstance(mapping, WeakKeyDictionary | WeakSet):
         found = [
@@ -113,12 +115,12 @@ def _own_entries(mapping: Any, keys: list[Any], modules: list[nn.Module], root: 
             yield key, value
 
 
-def _keys_of(kind: type) -> tuple[Any, ...]:
+def _keys_of(kind: type) -> tuple[object, ...]:
     """Return under what a class may be registered."""
     return kind, str(kind), kind.__name__, f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _mappings_of(roots: set[str]) -> Iterator[tuple[str, tuple[str, ...], Any]]:
+def _mappings_of(roots: set[str]) -> Iterator[tuple[str, tuple[str, ...], object]]:
     """Yield the mappings in the modules of packages, each once: its module, the names that lead to it, and itself."""
     found = {
         id(mapping): (name, path, mapping)
@@ -129,7 +131,7 @@ def _mappings_of(roots: set[str]) -> Iterator[tuple[str, tuple[str, ...], Any]]:
     yield from found.values()
 
 
-def _mappings_in(namespace: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _mappings_in(namespace: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], object]]:
     """Yield the mappings of a namespace and those inside its mapping objects, with the names that lead to them."""
     for name, value in _public(namespace):
         if isinstance(value, dict | WeakKeyDictionary | WeakSet):
@@ -137,7 +139,7 @@ def _mappings_in(namespace: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...]
         yield from (((name, own), inner) for own, inner in _inside(value) if isinstance(inner, dict))
 
 
-def _inside(value: Any) -> Iterator[tuple[str, Any]]:
+def _inside(value: Any) -> Iterator[tuple[str, object]]:
     """Yield the attributes of a mapping object or of a class that is no module."""
     if isinstance(value, Mapping):
         yield from _public({**vars(type(value)), **getattr(value, "__dict__", {})})
@@ -145,7 +147,7 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
         yield from _public(vars(value))
 
 
-def _public(namespace: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _public(namespace: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     return ((name, value) for name, value in list(namespace.items()) if not name.startswith("__"))
 
 

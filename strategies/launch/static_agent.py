@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
-from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 
@@ -32,7 +31,7 @@ class StaticAgent(Agent):
         self.nodes = nodes
         self._others = [node for node in range(nodes.num_nodes) if node != nodes.node_rank]
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, object]:
         pids = super()._start_workers(worker_group)
         self._stuck = StuckRanks({rank: self.task.calls_file(rank) for rank in self.ranks})
         return pids

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # as its documentation has it
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
@@ -15,6 +15,9 @@ from ..cluster.environment import LOOPBACK, Environment
 from ..cluster.start_wait import StartWait, unknown_host
 from ..cluster.tcp_store import connect_store, host_store
 from ..distributed.noticeboard import Messages, Noticeboard
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 _ATTEMPT = 3.0  # seconds after which a waiting node reconnects: it may have reached the store of an earlier run
 _PAUSE = 0.05  # seconds between two attempts
@@ -51,7 +54,7 @@ class Rendezvous(RendezvousHandler):
         """End the wait for other nodes; may be called from any thread."""
         self._is_cancelled = True
 
-    def _host(self) -> Any:
+    def _host(self) -> object:
         """Open the store, and confirm to every other node that it has reached the store of this run."""
         store = PrefixStore(_PREFIX, self._open())
         board = _board(store)
@@ -81,7 +84,7 @@ class Rendezvous(RendezvousHandler):
         self.port = store.port
         return store
 
-    def _join(self) -> Any:
+    def _join(self) -> object:
         """Connect to the store of node 0 until it confirms that it belongs to this run."""
         wait = StartWait(self.limit)
         missing = [0]
@@ -148,7 +151,7 @@ class Rendezvous(RendezvousHandler):
         return True
 
 
-def _board(store: Any) -> Noticeboard:
+def _board(store: Store) -> Noticeboard:
     return Noticeboard(store, "rendezvous")
 
 

@@ -38,10 +38,10 @@ class TorchSettings:
     precisions: dict[tuple[str, str], str]
     is_deterministic: bool
     warns_only: bool
-    cudnn: dict[str, Any]
-    matmul: dict[str, Any]
+    cudnn: dict[str, object]
+    matmul: dict[str, object]
     attention: dict[str, bool]
-    compiler: dict[tuple[str, str], Any]
+    compiler: dict[tuple[str, str], object]
 
     @classmethod
     def of_this_process(cls) -> Self:
@@ -80,7 +80,7 @@ class TorchSettings:
             setattr(importlib.import_module(module), name, value)
 
 
-def _set_attributes(owner: Any, wanted: dict[str, Any], now: dict[str, Any]) -> None:
+def _set_attributes(owner: Any, wanted: dict[str, object], now: dict[str, object]) -> None:
     for name, value in wanted.items():
         if value != now[name]:
             setattr(owner, name, value)

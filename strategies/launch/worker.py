@@ -61,7 +61,7 @@ class InheritedFile:
     def __init__(self, number: int) -> None:
         self.number = number
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _from_duplicate, (reduction.DupFd(self.number),)
 
     def unpack(self) -> Any:
@@ -122,7 +122,7 @@ class CallerState:
     umask: int | None
     """None if it cannot be read without changing it for a moment, during which other threads might create files."""
     torch_settings: TorchSettings
-    warning_filters: list[Any]
+    warning_filters: list[object]
     start_method: str | None
     """Start method of multiprocessing, for DataLoader workers; None if the caller has not chosen one."""
     sharing_strategy: str
@@ -130,7 +130,7 @@ class CallerState:
     """torch's seed, for the generators of devices, which are not in use yet, so that only their seed matters."""
     imported_first: tuple[str, ...]
     python_random: Any
-    numpy_random: Any
+    numpy_random: object
     torch_random: torch.Tensor
 
     @classmethod
@@ -252,7 +252,7 @@ def _check_devices() -> None:
         )
 
 
-def _write(path: Path, value: Any, name: str) -> None:
+def _write(path: Path, value: object, name: str) -> None:
     temporary = path.with_suffix(".part")
     with temporary.open("wb") as file:
         pack_into(file, value, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.nn.functional as F
@@ -64,7 +65,9 @@ class _LossOfLinear(TorchFunctionMode):
         super().__init__()
         self._head = head
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: Sequence[object] = (), kwargs: Any = None
+    ) -> object:
         kwargs = kwargs or {}
         asked = asked_of(self._head) if func is F.linear else None
         if asked is None:

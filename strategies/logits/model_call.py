@@ -31,7 +31,7 @@ class _Losses:
         self.found.append((loss, total, count))
 
 
-def total_of_model(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+def total_of_model(model: nn.Module, batch: Mapping[str, object]) -> tuple[Tensor, Tensor]:
     """Return the total and the count of the loss that a model computes from a batch with labels.
 
     What the model adds to the mean over its targets, such as the loss of a router, is multiplied by their count.
@@ -64,7 +64,7 @@ def total_of_model(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, 
     return loss.reshape(()) * count, count
 
 
-def _check_batch(batch: Mapping[str, Any]) -> None:
+def _check_batch(batch: Mapping[str, object]) -> None:
     if not any(isinstance(batch.get(name), Tensor) for name in _LABELS):
         raise ModuleError(
             f"the batch must have labels, got {', '.join(batch) or 'nothing'}; a causal language model takes its "
@@ -99,7 +99,7 @@ def _model_with_head(model: nn.Module) -> tuple[nn.Module, list[nn.Linear], str]
     return model, found, type(owner).__name__
 
 
-def _head_of(part: Any) -> Any:
+def _head_of(part: Any) -> object:
     try:
         return part.get_output_embeddings()
     except (NotImplementedError, AttributeError):

@@ -38,10 +38,10 @@ _IN_PLACE: Final = frozenset(("__imul__", "__itruediv__", "__iadd__", "__isub__"
 Compute = Callable[[CrossEntropy, Tensor], Tensor]
 
 
-def _refused(name: str) -> Callable[..., Any]:
+def _refused(name: str) -> Callable[..., object]:
     """Return a method that raises the error for something that cannot be done."""
 
-    def refused(self: UncomputedLogits, *args: object) -> Any:
+    def refused(self: UncomputedLogits, *args: object) -> object:
         raise self.refusal(name)
 
     return refused
@@ -118,7 +118,13 @@ class UncomputedLogits:
         return lambda *args, **kwargs: self._call(name, (self, *args), kwargs)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         found = [one for one in (*args, *kwargs.values()) if isinstance(one, cls)]
         if not found:  # inside of a list, as for torch.cat
@@ -127,7 +133,7 @@ class UncomputedLogits:
         own = found[0]
         return own.applied(func, args, kwargs)
 
-    def applied(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def applied(self, function: Any, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         """Return what a function of torch returns for them."""
         if function is not F.cross_entropy:
             return self._call(function.__name__, args, kwargs)
@@ -153,7 +159,7 @@ class UncomputedLogits:
             raise self.refusal("a dimension after the classes")
         return self._like(_place=self._place[tuple(parts)])
 
-    def __setitem__(self, index: Any, value: Any) -> None:
+    def __setitem__(self, index: object, value: object) -> None:
         raise self.refusal("an assignment to elements")
 
     __rsub__, __rtruediv__, __pow__, __rpow__, __matmul__, __rmatmul__, __abs__, __float__, __int__, __array__ = (
@@ -162,38 +168,38 @@ class UncomputedLogits:
     )
     __lt__, __le__, __gt__, __ge__ = (_refused(name) for name in ("lt", "le", "gt", "ge"))
 
-    def __mul__(self, other: Any) -> Any:
+    def __mul__(self, other: object) -> object:
         return self._call("__mul__", (self, other), {})
 
-    def __imul__(self, other: Any) -> Any:
+    def __imul__(self, other: object) -> object:
         return self._call("__imul__", (self, other), {})
 
-    def __itruediv__(self, other: Any) -> Any:
+    def __itruediv__(self, other: object) -> object:
         return self._call("__itruediv__", (self, other), {})
 
-    def __iadd__(self, other: Any) -> Any:
+    def __iadd__(self, other: object) -> object:
         return self._call("__iadd__", (self, other), {})
 
-    def __isub__(self, other: Any) -> Any:
+    def __isub__(self, other: object) -> object:
         return self._call("__isub__", (self, other), {})
 
     __rmul__ = __mul__
 
-    def __truediv__(self, other: Any) -> Any:
+    def __truediv__(self, other: object) -> object:
         return self._call("__truediv__", (self, other), {})
 
-    def __add__(self, other: Any) -> Any:
+    def __add__(self, other: object) -> object:
         return self._call("__add__", (self, other), {})
 
     __radd__ = __add__
 
-    def __sub__(self, other: Any) -> Any:
+    def __sub__(self, other: object) -> object:
         return self._call("__sub__", (self, other), {})
 
-    def __neg__(self) -> Any:
+    def __neg__(self) -> object:
         return self._call("neg", (self,), {})
 
-    def _call(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _call(self, name: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         """Apply a function of torch, or a method, to the logits."""
         is_in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
         name = name.removesuffix("_") if is_in_place and not name.startswith("__") else name
@@ -224,7 +230,7 @@ class UncomputedLogits:
             return self
         raise self.refusal(name)
 
-    def _like(self, **others: Any) -> UncomputedLogits:
+    def _like(self, **others: object) -> UncomputedLogits:
         """Return others that differ in these attributes, and may share memory with these unless they are changed."""
         if "_changes" not in others:
             self._aliases[0] += 1
@@ -232,7 +238,9 @@ class UncomputedLogits:
         vars(own).update(vars(self), **others)
         return own
 
-    def _converted(self, dtype: torch.dtype | None, args: Any, kwargs: Any) -> UncomputedLogits:
+    def _converted(
+        self, dtype: torch.dtype | None, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> UncomputedLogits:
         """Return them in another dtype; they are computed in float32 at least, and not in less than their own."""
         for one in (*args, *kwargs.values()):
             like = one.dtype if isinstance(one, Tensor | UncomputedLogits) else one
@@ -246,20 +254,24 @@ class UncomputedLogits:
         changes = (*self._changes, lambda logits, columns: logits.to(dtype))
         return self._like(dtype=dtype, _changes=changes, _aliases=[1])
 
-    def _reshaped(self, name: str, args: Any, kwargs: Any) -> UncomputedLogits:
+    def _reshaped(self, name: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> UncomputedLogits:
         shape = getattr(torch.empty(self.shape, device="meta"), name)(*args, **kwargs).shape
         if not shape or shape[-1] != self._num_classes or self._classes_second:
             raise self.refusal(f"{name} to {tuple(shape)}")
         return self._like(_place=self._place.reshape(shape[:-1]))
 
-    def _with_classes_second(self, name: str, args: Any, kwargs: Any) -> UncomputedLogits:
+    def _with_classes_second(
+        self, name: str, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> UncomputedLogits:
         marked = torch.empty([*range(2, self.ndim + 1), 1], device="meta")  # the sizes say where dimensions go
         order = getattr(marked, name)(*args, **kwargs).shape
         if self.ndim < 3 or self._classes_second or tuple(order) != (2, 1, *range(3, self.ndim + 1)):
             raise self.refusal(name)
         return self._like(_classes_second=True)
 
-    def _changed(self, change: Callable[..., Tensor], name: str, operands: list[Any], kwargs: Any) -> UncomputedLogits:
+    def _changed(
+        self, change: Callable[..., Tensor], name: str, operands: list[object], kwargs: Mapping[str, object]
+    ) -> UncomputedLogits:
         if any(isinstance(value, UncomputedLogits) for value in (*operands, *kwargs.values())) or self._classes_second:
             raise self.refusal(name)
         for value in operands:
@@ -309,7 +321,7 @@ class UncomputedLogits:
         )
 
 
-def _dims_of(part: Any) -> int:
+def _dims_of(part: object) -> int:
     """Return how many dimensions a part of an index stands for."""
     if part is None or part is Ellipsis:
         return 0

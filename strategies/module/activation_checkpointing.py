@@ -178,7 +178,7 @@ def checkpointed(module: nn.Module, setting: ActivationCheckpointing | None) -> 
 
 def _make_forward(
     submodule: nn.Module, setting: ActivationCheckpointing, offload: ActivationOffload | None
-) -> Callable[..., Any]:
+) -> Callable[..., object]:
     """Return a new ``forward`` method for a submodule; it can also be bound to a replica of the submodule."""
     from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -188,7 +188,7 @@ def _make_forward(
     if is_selective:
         every = setting.every_product
 
-        def contexts() -> Any:
+        def contexts() -> object:
             return create_selective_checkpoint_contexts(_policy if every is None else _EveryProduct(every))
 
         options["context_fn"] = contexts
@@ -199,7 +199,7 @@ def _make_forward(
     changing = _Changing()
     is_computed_again = setting.mode is not None
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
         plain = partial(type(self).forward, self) if own is None else own
         if not torch.is_grad_enabled():
             return plain(*args, **kwargs)
@@ -224,11 +224,11 @@ def _is_layer(submodule: nn.Module) -> bool:
     return type(submodule).__module__.startswith("torch.nn.") and next(submodule.children(), None) is None
 
 
-def _in_default_dtype(function: Callable[..., Any]) -> Callable[..., Any]:
+def _in_default_dtype(function: Callable[..., object]) -> Callable[..., object]:
     """Make both calls use the current default dtype: backward runs outside the step, which may have set its own."""
     dtype = torch.get_default_dtype()
 
-    def call(*args: Any) -> Any:
+    def call(*args: object) -> object:
         now = torch.get_default_dtype()
         if now is dtype:
             return function(*args)
@@ -241,11 +241,11 @@ def _in_default_dtype(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _in_function_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+def _in_function_modes(function: Callable[..., object]) -> Callable[..., object]:
     """Make both calls run in the current TorchFunctionModes: few or none are active during backward."""
     modes = function_modes()
 
-    def call(*args: Any) -> Any:
+    def call(*args: object) -> Any:
         missing = [mode for mode in modes if mode not in function_modes()]
         if not missing:
             return function(*args)
@@ -257,10 +257,10 @@ def _in_function_modes(function: Callable[..., Any]) -> Callable[..., Any]:
     return call if modes else function
 
 
-def _without_cast_cache(function: Callable[..., Any]) -> Callable[..., Any]:
+def _without_cast_cache(function: Callable[..., object]) -> Callable[..., object]:
     """Disable the autocast cache: selective checkpointing needs the same number of casts in both calls."""
 
-    def call(*args: Any) -> Any:
+    def call(*args: object) -> object:
         was_enabled = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         try:
@@ -274,7 +274,7 @@ def _without_cast_cache(function: Callable[..., Any]) -> Callable[..., Any]:
 # --- what is kept ----------------------------------------------------------------------------------------------------
 
 
-def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+def _policy(context: object, operator: Any, *args: object, **kwargs: object) -> object:
     """Return whether selective checkpointing keeps the result of an operator or computes it again."""
     from torch.utils.checkpoint import CheckpointPolicy
 
@@ -291,7 +291,7 @@ class _EveryProduct:
         self._counts = {False: 0, True: 0}
         """The products so far, of the first forward and of the second one."""
 
-    def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, context: Any, operator: Any, *args: object, **kwargs: object) -> object:
         from torch.utils.checkpoint import CheckpointPolicy
 
         if operator.name().partition(".")[0] in _OF_LAYERS:
@@ -301,7 +301,7 @@ class _EveryProduct:
         return _policy(context, operator, *args, **kwargs)
 
 
-def _has_dropout(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def _has_dropout(operator: object, args: Sequence[object], kwargs: dict[str, object]) -> bool:
     """Return whether an attention draws random numbers: if it were kept, the next operator would draw them instead."""
     for index, argument in enumerate(arguments_of(operator)):
         if argument.name == "dropout_p":
@@ -312,7 +312,7 @@ def _has_dropout(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 # --- caches of keys and values ---------------------------------------------------------------------------------------
 
 
-def _without_cache(value: Any, submodule: nn.Module) -> Any:
+def _without_cache(value: Any, submodule: nn.Module) -> object:
     """Return None for one of transformers' caches that has nothing yet for the layer of a submodule.
 
     The second forward would attend to the keys that the first has added. An empty cache is the same as none, and
@@ -345,15 +345,15 @@ class _WithBuffers:
     Otherwise the running statistics of a batch norm would be updated twice.
     """
 
-    def __init__(self, forward: Callable[..., Any], submodule: nn.Module, changing: _Changing) -> None:
+    def __init__(self, forward: Callable[..., object], submodule: nn.Module, changing: _Changing) -> None:
         self._forward, self._changing = forward, changing
         self._owners = {index: owner for index, owner in enumerate(submodule.modules()) if buffers_by_name(owner)}
         self._before: dict[int, _Buffers] | None = None
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: object) -> object:
         return self._first(*args) if self._before is None else self._again(*args)
 
-    def _first(self, *args: Any) -> Any:
+    def _first(self, *args: object) -> object:
         known, held = self._changing.indices, {i: dict(buffers_by_name(owner)) for i, owner in self._owners.items()}
         versions = {index: _versions(buffers) for index, buffers in held.items()}
         copies = {index: _copied(buffers) for index, buffers in held.items() if known is None or index in known}
@@ -365,7 +365,7 @@ class _WithBuffers:
         self._before = {index: copy for index, copy in copies.items() if index in self._changing.indices}
         return output
 
-    def _again(self, *args: Any) -> Any:
+    def _again(self, *args: object) -> object:
         assert self._before is not None
         assert self._changing.indices is not None
         now = {index: dict(buffers_by_name(self._owners[index])) for index in self._changing.indices}

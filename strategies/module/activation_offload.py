@@ -109,7 +109,7 @@ class Lane:
         """Discard a tensor on its way back; its memory is reused once the copy has finished."""
         tensor.record_stream(self._back)
 
-    def _fetch_before(self, number: int, computing: Any) -> None:
+    def _fetch_before(self, number: int, computing: object) -> None:
         size = sum(away.num_bytes for away in self._ahead)
         for earlier in range(number - 1, max(-1, number - 1 - _LOOK_BACK), -1):
             away = self._kept.get(earlier)
@@ -120,7 +120,7 @@ class Lane:
                 return
             self._begin(away, computing)
 
-    def _begin(self, away: Away, computing: Any) -> None:
+    def _begin(self, away: Away, computing: object) -> None:
         """Start to copy a tensor back to the device."""
         # allocated on the computing stream, whose earlier work may still use that memory
         tensor = torch.empty(away.host.size(), dtype=away.host.dtype, device=self._device)
@@ -143,11 +143,11 @@ class Away:
     num_bytes: int
     computing: Any
     """The stream that computed with it."""
-    has_left: Any
+    has_left: object
     """The event after the copy to the CPU."""
     original: Tensor | None
     """The tensor itself, until `computing` has been told to wait for `has_left`."""
-    ahead: tuple[Tensor, Any] | None = None
+    ahead: tuple[Tensor, object] | None = None
     """The prefetched copy on the device, and the event after which it is complete."""
 
     def __del__(self) -> None:

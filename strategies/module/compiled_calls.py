@@ -12,7 +12,7 @@ from torch import nn
 
 from ..torch_tensors import call_uncompiled, compiled_call_of, set_compiled_call
 
-_CALLS: Final[WeakKeyDictionary[type[nn.Module], Callable[..., Any]]] = WeakKeyDictionary()
+_CALLS: Final[WeakKeyDictionary[type[nn.Module], Callable[..., object]]] = WeakKeyDictionary()
 """For each class `call_uncompiled` with code of its own, which all compiled modules of the class share."""
 
 
@@ -28,10 +28,10 @@ def compile_calls(module: nn.Module, compiler: Callable[..., Any]) -> None:
 class _FirstCall:
     """The first call of a compiled module: later ones are the compiled function, without a detour."""
 
-    def __init__(self, module: nn.Module, compiled: Callable[..., Any]) -> None:
+    def __init__(self, module: nn.Module, compiled: Callable[..., object]) -> None:
         self.module, self.compiled = module, compiled
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         set_compiled_call(self.module, self.compiled)
         return self.compiled(*args, **kwargs)
 
@@ -50,7 +50,7 @@ def warn_if_uncalled(module: nn.Module) -> None:
         )
 
 
-def _call_of(kind: type[nn.Module]) -> Callable[..., Any]:
+def _call_of(kind: type[nn.Module]) -> Callable[..., object]:
     """Return what calls a module of a class.
 
     torch compiles one code so often (``recompile_limit``: 8 times), and then runs it as it is: with one for all classes

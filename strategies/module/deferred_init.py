@@ -150,7 +150,9 @@ class _AsIfReal(TorchFunctionMode):
         super().__init__()
         self._operations = operations
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: Any = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
         kwargs = dict(kwargs or {})
         if func is fill_from and _is_meta(args[0]):
             outline = _Outline.of(args[0])
@@ -183,7 +185,13 @@ class _Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._operations = operations
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         before = _outlined((args, kwargs or {}))
         output = func(*args, **(kwargs or {}))
         operation = _Operation(func, before[0], before[1], _outlined(output))
@@ -197,7 +205,7 @@ def _trunc_normal_as_one(operations: list[_Operation]) -> Iterator[None]:
     """Record a call of ``nn.init.trunc_normal_`` as one operation."""
     original = nn.init._no_grad_trunc_normal_
 
-    def record(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def record(tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
         outline = _Outline.of(tensor)
         operations.append(_Operation(original, (outline, *args), kwargs, outline))
         return tensor
@@ -288,7 +296,7 @@ class _Operation(NamedTuple):
 
     function: Any
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    kwargs: dict[str, object]
     output: Any
 
     @property
@@ -334,7 +342,7 @@ class _Operation(NamedTuple):
     def perform(self, real: dict[int, torch.UntypedStorage]) -> None:
         """Call the function on the CPU, on the storages that replace the recorded ones; missing ones are allocated."""
 
-        def replace(value: Any) -> Any:
+        def replace(value: object) -> Any:
             if isinstance(value, _Outline):
                 return value.real(real)
             return torch.device("cpu") if value == _META else value
@@ -357,14 +365,14 @@ def _needed(operations: Sequence[_Operation], wanted: set[int]) -> set[int]:
     return needed
 
 
-def _outlined(values: Any) -> Any:
+def _outlined(values: object) -> Any:
     """Return nested arguments with outlines in place of meta tensors."""
     return tree_map(
         lambda value: _Outline.of(value) if isinstance(value, Tensor) and value.device.type == "meta" else value, values
     )
 
 
-def _deferred_device(value: Any) -> Any:
+def _deferred_device(value: object) -> object:
     """Return the meta device in place of the CPU, and any other value unchanged."""
     return _META if isinstance(value, torch.device | str) and value in (_CPU, "cpu") else value
 
@@ -375,5 +383,5 @@ def _is_meta(tensor: Tensor) -> bool:
         return tensor.is_meta
 
 
-def _memories(values: Any) -> set[int]:
+def _memories(values: object) -> set[int]:
     return {value.memory for value in tree_leaves(values) if isinstance(value, _Outline)}

@@ -108,7 +108,7 @@ def match_device_map(module: nn.Module, device_map: Mapping[str, torch.device]) 
     for name in device_map:
         if name not in known:
             raise ConfigError(f"device_map names {name!r}, which is not a submodule.{did_you_mean(name, known - {''})}")
-    owners: dict[Any, tuple[str, torch.device]] = {}
+    owners: dict[object, tuple[str, torch.device]] = {}
     for name, tensor in [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]:
         owner = device_of(name, device_map)
         if owner is None:

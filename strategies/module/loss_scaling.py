@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,7 +106,13 @@ class LossScaling:
 class _BlockingCopies(TorchFunctionMode):
     """Lets copies by ``Tensor.to`` wait until they have arrived."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if func is Tensor.to and kwargs and "non_blocking" in kwargs:
             kwargs = {**kwargs, "non_blocking": False}
         return func(*args, **(kwargs or {}))

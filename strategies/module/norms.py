@@ -16,6 +16,6 @@ def match_inputs_of_norms(module: nn.Module) -> None:
             submodule.register_forward_pre_hook(_match_input)
 
 
-def _match_input(norm: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def _match_input(norm: nn.Module, args: tuple[Any, ...]) -> tuple[object, ...] | None:
     dtype = norm.weight.dtype
     return (args[0].to(dtype), *args[1:]) if args and args[0].dtype != dtype else None

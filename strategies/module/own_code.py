@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from types import CodeType
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 _PACKAGE: Final = __name__.partition(".")[0]
 _STANDARD: Final = sysconfig.get_path("stdlib")
@@ -47,7 +47,7 @@ def _with_inner(code: CodeType) -> Iterator[CodeType]:
             yield from _with_inner(constant)
 
 
-def is_own_code(module_name: Any) -> bool:
+def is_own_code(module_name: object) -> bool:
     """Return whether code of a module of this name is the user's, not that of an installed package."""
     return isinstance(module_name, str) and _kind_of(module_name.partition(".")[0]) == "own"
 

@@ -20,10 +20,10 @@ from ..torch_tensors import version_of
 
 PutBack = Callable[[], object]
 
-_MISSING: Any = object()
+_MISSING: object = object()
 
 
-def put_back_of(value: Any, device: torch.device | None = None) -> PutBack | None:
+def put_back_of(value: object, device: torch.device | None = None) -> PutBack | None:
     """Return a function that restores the content of a container, tensor, array or generator; None for other kinds.
 
     A container or tensor that has not changed is not written to: another thread may be using it, or a graph may need it
@@ -52,7 +52,7 @@ def put_back_of(value: Any, device: torch.device | None = None) -> PutBack | Non
     return _of_numpy(value)
 
 
-def namespace_put_back(namespace: dict[str, Any], names: Collection[str] | None = None) -> PutBack:
+def namespace_put_back(namespace: dict[str, object], names: Collection[str] | None = None) -> PutBack:
     """Return a function that restores what names stand for in a module's globals, or in the attributes of an object.
 
     Args:
@@ -64,14 +64,14 @@ def namespace_put_back(namespace: dict[str, Any], names: Collection[str] | None 
     return partial(_restore, namespace, {name: namespace.get(name, _MISSING) for name in names})
 
 
-def restore_all(namespace: dict[str, Any], before: Mapping[str, Any]) -> None:
+def restore_all(namespace: dict[str, object], before: Mapping[str, object]) -> None:
     """Give a namespace the names and values that it had before, and no others."""
     for name in [name for name in namespace if name not in before]:
         del namespace[name]
     _restore(namespace, before)
 
 
-def _restore(namespace: dict[str, Any], before: Mapping[str, Any]) -> None:
+def _restore(namespace: dict[str, object], before: Mapping[str, object]) -> None:
     for name, value in before.items():
         if namespace.get(name, _MISSING) is value:
             continue
@@ -81,11 +81,11 @@ def _restore(namespace: dict[str, Any], before: Mapping[str, Any]) -> None:
             namespace[name] = value
 
 
-def _same(now: Collection[Any], before: Collection[Any]) -> bool:
+def _same(now: Collection[object], before: Collection[object]) -> bool:
     return len(now) == len(before) and all(map(is_, now, before))
 
 
-def _refill_dict(mapping: dict[Any, Any], before: dict[Any, Any]) -> None:
+def _refill_dict(mapping: dict[object, object], before: dict[object, object]) -> None:
     if _same(mapping.keys(), before.keys()) and _same(mapping.values(), before.values()):
         return
     kind: Any = OrderedDict if isinstance(mapping, OrderedDict) else dict  # not the methods of a user's class
@@ -94,24 +94,24 @@ def _refill_dict(mapping: dict[Any, Any], before: dict[Any, Any]) -> None:
         kind.__setitem__(mapping, key, value)
 
 
-def _refill_list(values: list[Any], before: list[Any]) -> None:
+def _refill_list(values: list[object], before: list[object]) -> None:
     if not _same(values, before):
         list.__setitem__(values, slice(None), before)
 
 
-def _refill_deque(values: deque[Any], before: list[Any]) -> None:
+def _refill_deque(values: deque[object], before: list[object]) -> None:
     if not _same(values, before):
         values.clear()
         values.extend(before)
 
 
-def _refill_set(values: set[Any], before: set[Any]) -> None:
+def _refill_set(values: set[object], before: set[object]) -> None:
     if len(values) != len(before) or values != before:
         set.clear(values)
         set.update(values, before)
 
 
-def _refill_bytes(values: Any, before: Any) -> None:
+def _refill_bytes(values: Any, before: object) -> None:
     if values != before:
         values[:] = before
 
@@ -156,7 +156,7 @@ def _without_repeats(values: Tensor, like: Tensor | None = None) -> Tensor:
     return values
 
 
-def _of_numpy(value: Any) -> PutBack | None:
+def _of_numpy(value: object) -> PutBack | None:
     numpy: Any = sys.modules.get("numpy")
     if numpy is None:
         return None
@@ -173,7 +173,7 @@ def _of_numpy(value: Any) -> PutBack | None:
     return None
 
 
-def slots_put_back(value: object) -> tuple[PutBack, list[Any]]:
+def slots_put_back(value: object) -> tuple[PutBack, list[object]]:
     """Return a function that restores the attributes that an object has in ``__slots__``, and their values."""
     names = [name for kind in type(value).__mro__ for name in _slots(kind)]
     before = {name: getattr(value, name, _MISSING) for name in names}

@@ -70,7 +70,7 @@ class Traceless:
         self._streams.rewind()
 
 
-def change_for_good(module: nn.Module, attributes: Mapping[str, Any]) -> None:
+def change_for_good(module: nn.Module, attributes: Mapping[str, object]) -> None:
     """Set attributes of a module that no `Traceless` undoes, such as what Echelon finds out in a first step."""
     vars(module).update(attributes)
     for kept in _KEEPING:
@@ -91,8 +91,8 @@ class KeptObjects:
         self._seen: dict[int, object] = {}
         """Objects by identity, kept alive so that no other object gets the same identity."""
         self._put_backs: list[PutBack] = []
-        self._waiting: deque[Any] = deque()
-        self._attributes: dict[int, dict[str, Any]] = {}
+        self._waiting: deque[object] = deque()
+        self._attributes: dict[int, dict[str, object]] = {}
         """Those to which modules are put back, by the identity of a module."""
         self._called: set[str] = set()
         """The names that code uses, of which each may be a method."""
@@ -123,7 +123,7 @@ class KeptObjects:
         """The modules among the kept objects."""
         return [one for one in self._seen.values() if isinstance(one, nn.Module)]
 
-    def note_change(self, module: nn.Module, attributes: Mapping[str, Any]) -> None:
+    def note_change(self, module: nn.Module, attributes: Mapping[str, object]) -> None:
         """Note what else a module is put back to, if it is kept."""
         if id(module) in self._attributes:
             self._attributes[id(module)].update(attributes)
@@ -141,7 +141,7 @@ class KeptObjects:
 
     # --- one object --------------------------------------------------------------------------------------------------
 
-    def _visit(self, value: Any) -> None:
+    def _visit(self, value: object) -> None:
         if isinstance(value, nn.Module):
             self._visit_module(value)
         elif isinstance(value, Tensor):
@@ -172,7 +172,7 @@ class KeptObjects:
 
     def _visit_object(self, value: Any) -> None:
         self._append(put_back_of(value))
-        elements: Iterable[Any] = ()
+        elements: Iterable[object] = ()
         if isinstance(value, dict):
             elements = value.values()
         elif isinstance(value, list | tuple | set | frozenset | deque):
@@ -257,7 +257,7 @@ class KeptObjects:
             self._waiting.extend(self._methods.pop(name, ()))
 
     def _keep_names(
-        self, namespace: dict[str, Any], names: Iterable[str], assigned: Iterable[str] = frozenset()
+        self, namespace: dict[str, object], names: Iterable[str], assigned: Iterable[str] = frozenset()
     ) -> None:
         found = {name for name in names if name in namespace}
         self._put_backs.append(namespace_put_back(namespace, found | set(assigned)))
@@ -279,7 +279,7 @@ def _has_own_code(kind: type) -> bool:
     return any(is_own_code(each.__module__) for each in kind.__mro__)
 
 
-def _put_back_class(kind: type, before: dict[str, Any]) -> None:
+def _put_back_class(kind: type, before: dict[str, object]) -> None:
     for name in [name for name in vars(kind) if name not in before and not _is_special(name)]:
         type.__delattr__(kind, name)
     for name, value in before.items():
@@ -287,7 +287,7 @@ def _put_back_class(kind: type, before: dict[str, Any]) -> None:
             type.__setattr__(kind, name, value)
 
 
-def _put_back_hooks(hooks: dict[int, Any], before: dict[int, Any]) -> None:
+def _put_back_hooks(hooks: dict[int, object], before: dict[int, object]) -> None:
     """Restore hooks, except that those stay which torch or Echelon has added, as fully_shard does in a first step."""
     added = {key: hook for key, hook in hooks.items() if key not in before and is_own_hook(hook)}
     after = before | added

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
@@ -56,5 +56,5 @@ def steps_of(module: nn.Module) -> list[object]:
     return [getattr(module, name) for name in _STEPS if hasattr(module, name)]
 
 
-def _ignore(*_: Any, **__: Any) -> None:
+def _ignore(*_: object, **__: object) -> None:
     pass

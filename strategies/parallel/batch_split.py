@@ -16,7 +16,7 @@ from ..distributed.nested import iterate_tensors, rebuild_mapping
 from ..targets.target_mean import TargetMean, note_target_mean, target_mean_of
 
 
-def split(batch: Any, num_slices: int) -> tuple[list[Any], list[int]]:
+def split(batch: object, num_slices: int) -> tuple[list[Any], list[int]]:
     """Return at most `num_slices` slices of a batch, as ``torch.chunk`` would, and the number of samples in each.
 
     Tensors are cut along their first dimension, and so are lists with one entry per sample; a tensor without
@@ -40,7 +40,7 @@ def split(batch: Any, num_slices: int) -> tuple[list[Any], list[int]]:
     return slices, [min(step, length - start) for start in starts]
 
 
-def _rows(data: Any, start: int, stop: int, length: int) -> Any:
+def _rows(data: object, start: int, stop: int, length: int) -> object:
     if isinstance(data, Tensor):
         return data[start:stop] if data.dim() else data
     if isinstance(data, list) and len(data) == length and next(iterate_tensors(data), None) is None:
@@ -48,7 +48,7 @@ def _rows(data: Any, start: int, stop: int, length: int) -> Any:
     return _by_child(lambda child: _rows(child, start, stop, length), data)
 
 
-def combine(results: Sequence[Any], sizes: Sequence[int], where: str) -> Any:
+def combine(results: Sequence[Any], sizes: Sequence[int], where: str) -> object:
     """Combine the results for the slices of a batch into one for the whole batch; `where` names them in errors.
 
     None is left out. Floating-point numbers and tensors are averaged, weighted by samples; integers are summed. Tensors
@@ -123,7 +123,7 @@ def _mean_over_targets(results: Sequence[Tensor], means: Sequence[TargetMean]) -
     return combined
 
 
-def _combine_others(results: Sequence[Any], sizes: Sequence[int], where: str) -> Any:
+def _combine_others(results: Sequence[object], sizes: Sequence[int], where: str) -> Any:
     first = results[0]
     if isinstance(first, float):
         return sum(_weighted(results, sizes))
@@ -138,13 +138,13 @@ def _weighted(results: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
     return [result * (size / sum(sizes)) for result, size in zip(results, sizes, strict=True)]
 
 
-def _holds_rows(results: Sequence[list[Any]], sizes: Sequence[int]) -> bool:
+def _holds_rows(results: Sequence[list[object]], sizes: Sequence[int]) -> bool:
     """Return whether the entries of these lists are tensors with one row per sample."""
     entries = [(entry, size) for result, size in zip(results, sizes, strict=True) for entry in result]
     return all(isinstance(entry, Tensor) and entry.dim() and len(entry) == size for entry, size in entries)
 
 
-def _by_child(function: Callable[..., Any], first: Any, *others: Any) -> Any:
+def _by_child(function: Callable[..., Any], first: Any, *others: Any) -> object:
     """Return a structure like `first`, with the result of `function` for each of its children and the others'."""
     if isinstance(first, Mapping):
         return rebuild_mapping(first, {key: function(first[key], *(other[key] for other in others)) for key in first})
@@ -158,11 +158,11 @@ def _by_child(function: Callable[..., Any], first: Any, *others: Any) -> Any:
     return first
 
 
-def _is_dataclass(data: Any) -> bool:
+def _is_dataclass(data: object) -> bool:
     return dataclasses.is_dataclass(data) and not isinstance(data, type)
 
 
-def _cannot(where: str, results: Sequence[Any]) -> ModuleError:
+def _cannot(where: str, results: Sequence[object]) -> ModuleError:
     kinds = {type(result).__name__ for result in results}
     shown = sorted(kinds) if len(kinds) > 1 else [r if isinstance(r, str) else f"{r!r:.60}" for r in results]
     return ModuleError(

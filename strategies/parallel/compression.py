@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 from ...common.errors import ConfigError
 
 Compression = Literal["fp16", "bf16", "powersgd"]
-CommHook = tuple[object, Callable[[Any, Any], Any]]
+CommHook = tuple[object, Callable[..., object]]
 """The state and function of a DDP communication hook, either torch's or the user's."""
 
 _COMPRESSIONS: Final[tuple[Compression, ...]] = ("fp16", "bf16", "powersgd")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,11 @@ from ..distributed.collectives import Collectives
 from ..state.dtensor import is_dtensor
 from .replica import copy_from_first
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
-def configure(module: Any, mesh: Any, device: torch.device, collectives: Collectives) -> None:
+
+def configure(module: Any, mesh: DeviceMesh | None, device: torch.device, collectives: Collectives) -> None:
     """Let a module shard parts of itself, with equal values on all ranks. Collective: every rank calls it."""
     if overrides(module, "configure_sharding"):
         make_equal(chain(module.parameters(), module.buffers()), device, collectives)

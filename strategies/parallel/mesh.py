@@ -6,10 +6,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from itertools import product
 from math import prod
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from ...common.errors import ConfigError
 from ..torch_internals import forget_meshes, tell_compiled_shards_apart
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Replicas = int | Literal["nodes"]
 """The number of replicas; ``"nodes"`` means one per node, or two on a single node."""
@@ -128,7 +131,7 @@ def check_degrees(given: Mapping[str, Degree]) -> None:
         )
 
 
-def make_mesh(device_type: str, degrees: Degrees, *, axes: Collection[str] = (), ep: int = 1) -> Any:
+def make_mesh(device_type: str, degrees: Degrees, *, axes: Collection[str] = (), ep: int = 1) -> DeviceMesh:
     """Return the DeviceMesh of all ranks. Collective: every rank calls it.
 
     The axis ``dp_shard`` is always there and includes cp, since parameters are sharded over both; any other axis is

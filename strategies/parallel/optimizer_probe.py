@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, Final
@@ -86,7 +86,7 @@ class OptimizerProbe:
         Even shards come first: an optimizer that fails on an empty shard fails on some ranks while the others wait.
         """
 
-        def differs(chosen: Sequence[tuple[int, Any]]) -> bool:
+        def differs(chosen: Sequence[tuple[int, object]]) -> bool:
             return bool(collectives.all_reduce(float(self._differs(shard_like, chosen)), "max"))
 
         self.failure = ""
@@ -105,7 +105,7 @@ class OptimizerProbe:
                 return False
         return bool(self._chosen) and not self._differs(_plain_shard, self._chosen)
 
-    def first_state(self) -> list[tuple[Parameter, dict[str, Any]]]:
+    def first_state(self) -> list[tuple[Parameter, dict[str, object]]]:
         """Return the state that some steps make for imitations of parameters, with these; empty if they fail."""
         self._updated(self._chosen, 1.0, _same)
         return [(parameter, state) for (_, parameter), state in zip(self._chosen, self._state, strict=False)]
@@ -115,7 +115,7 @@ class OptimizerProbe:
         whole = self._updated_whole(self._chosen, 1.0)
         return whole is not None and self._updated(self._chosen, 1.0, _plain_shard) is None
 
-    def _differs(self, shard: Callable[[Tensor, Any], Tensor], chosen: Sequence[tuple[int, Any]]) -> bool:
+    def _differs(self, shard: Callable[[Tensor, object], Tensor], chosen: Sequence[tuple[int, object]]) -> bool:
         differs = False
         for scale in _SCALES:  # all of them on every rank, which may see differences that others do not
             whole = self._updated_whole(chosen, scale)
@@ -125,7 +125,7 @@ class OptimizerProbe:
                 differs |= _differ(_shards(one, parameter), (local_shard(other[0]), local_shard(other[1])))
         return differs
 
-    def _updated_whole(self, chosen: Sequence[tuple[int, Any]], scale: float) -> list[tuple[Tensor, Tensor]] | None:
+    def _updated_whole(self, chosen: Sequence[tuple[int, object]], scale: float) -> list[tuple[Tensor, Tensor]] | None:
         if chosen is not self._chosen:
             return self._updated(chosen, scale, _same)
         if scale not in self._together:
@@ -133,7 +133,7 @@ class OptimizerProbe:
         return self._together[scale]
 
     def _updated(
-        self, chosen: Sequence[tuple[int, Any]], scale: float, shard: Callable[[Tensor, Any], Tensor]
+        self, chosen: Sequence[tuple[int, Any]], scale: float, shard: Callable[[Tensor, object], Tensor]
     ) -> list[tuple[Tensor, Tensor]] | None:
         """Return each imitation before and after some steps; None if they failed."""
         held: dict[int, list[Parameter]] = {}
@@ -265,7 +265,7 @@ def _is_known(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim.") or needs_closure(optimizer)
 
 
-def _choose(optimizer: Optimizer) -> list[tuple[int, Any]]:
+def _choose(optimizer: Optimizer) -> list[tuple[int, object]]:
     """Return parameters, each with its group: the smallest and the largest of each kind, then others.
 
     Some optimizers treat matrices from a certain size on in another way.
@@ -285,31 +285,31 @@ def _choose(optimizer: Optimizer) -> list[tuple[int, Any]]:
     return list(chosen.values())[:_MOST]
 
 
-def _kind(parameter: Any) -> tuple[Any, ...]:
+def _kind(parameter: Any) -> tuple[object, ...]:
     """Return what optimizers tell parameters apart by: the dimensions, those above 1, and how it is sharded."""
     layout = (parameter.device_mesh, parameter.placements) if is_dtensor(parameter) else ()
     return parameter.dim(), sum(size > 1 for size in parameter.shape), layout
 
 
-def _has_parameters(value: Any) -> bool:
+def _has_parameters(value: object) -> bool:
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else (value,)
     return any(isinstance(each, Parameter | Optimizer) for each in values)
 
 
-def _numbers(parameter: Any, seed: int) -> Tensor:
+def _numbers(parameter: Tensor, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.device)
 
 
-def _same(value: Tensor, like: Any) -> Tensor:
+def _same(value: Tensor, like: object) -> Tensor:
     return value
 
 
-def _plain_shard(value: Tensor, like: Any) -> Tensor:
+def _plain_shard(value: Tensor, like: object) -> Tensor:
     return local_shard(shard_like(value, like)).clone()
 
 
-def _is_other(value: Any, shape: torch.Size) -> bool:
+def _is_other(value: object, shape: torch.Size) -> bool:
     """Return whether a value of an optimizer's state is more than a number, and no tensor of its parameter's shape."""
     if isinstance(value, Tensor):
         return value.dim() > 0 and value.shape != shape
@@ -323,7 +323,9 @@ class _Operations(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.are_elementwise = True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         name = func.__name__.partition(".")[0]
         is_alone = torch.Tag.pointwise in func.tags or name in _EACH_ALONE
@@ -334,7 +336,7 @@ class _Operations(TorchDispatchMode):
         return result
 
 
-def _shards(pair: tuple[Tensor, Tensor], parameter: Any) -> tuple[Tensor, Tensor]:
+def _shards(pair: tuple[Tensor, Tensor], parameter: object) -> tuple[Tensor, Tensor]:
     return local_shard(shard_like(pair[0], parameter)), local_shard(shard_like(pair[1], parameter))
 
 

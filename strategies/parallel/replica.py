@@ -182,20 +182,20 @@ class Replica:
             copy_from_first(tensors.values(), collectives)
         names = [name for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)]
 
-        def send(*_: Any) -> None:
+        def send(*_: object) -> None:
             if self._wrapper.require_forward_param_sync:
                 copy_from_first([self._module.get_buffer(name) for name in names], collectives)
 
         if names and self._options.broadcast_buffers:
             self._caller.register_forward_pre_hook(send)
 
-    def step_fn(self, step_name: str) -> Callable[..., Any]:
+    def step_fn(self, step_name: str) -> Callable[..., object]:
         """Return a function that calls the module's step with as little overhead as possible."""
         if self._trained is None or step_name not in SYNCHRONIZED:
             return getattr(self._module, step_name)  # type: ignore[no-any-return]
         return partial(self._run, self._trained, step_name)
 
-    def _run(self, trained: TrainedSet, step_name: str, *args: Any) -> Any:
+    def _run(self, trained: TrainedSet, step_name: str, *args: object) -> object:
         if trained.has_changed:
             self._wrap_anew(trained)
         if self._wrapper is None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -178,7 +178,7 @@ class ReplicaCheck:
             return (), (described[0], described[1])
         own = None if tensor is None else [part.detach().cpu() for part in _plain_parts(tensor)]
         theirs = self._collectives.broadcast(own, src=first)
-        result: Any = None
+        result: object = None
         if self._collectives.rank == other and own is not None:
             result = _first_difference(theirs, own)
         index, values = self._collectives.broadcast(result, src=other)

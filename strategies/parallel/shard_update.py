@@ -24,7 +24,7 @@ _STEPPED: Final = "stepped on DTensors"
 """What a note says on the error of an optimizer."""
 
 
-def step_on_shards(optimizer: Optimizer, step: Callable[[], Any]) -> None:
+def step_on_shards(optimizer: Optimizer, step: Callable[[], object]) -> None:
     """Call `step`, the optimizer's own, while its groups and its state hold shards instead of DTensors.
 
     The resulting parameters are bitwise equal to those of a step on DTensors. Where this is not certain, the optimizer
@@ -102,7 +102,7 @@ def _holding(optimizer: Optimizer, shards: Mapping[Any, Tensor]) -> Iterator[Non
                     _take_back(whole_state[parameter], state[shard], parameter)
 
 
-def _shards_of(optimizer: Optimizer) -> Mapping[Any, Tensor] | None:
+def _shards_of(optimizer: Optimizer) -> Mapping[object, Tensor] | None:
     """Return plain tensors for the parameters; None if one of them has a gradient that is sharded differently."""
     with torch.no_grad():
         shards = {p: _shard_of(p) for group in optimizer.param_groups for p in group["params"]}
@@ -110,7 +110,7 @@ def _shards_of(optimizer: Optimizer) -> Mapping[Any, Tensor] | None:
     return known if len(known) == len(shards) else None
 
 
-def _is_watched(optimizer: Any) -> bool:
+def _is_watched(optimizer: Optimizer) -> bool:
     return has_step_hooks(optimizer) or any(group.get("differentiable") for group in optimizer.param_groups)
 
 
@@ -127,11 +127,11 @@ def _shard_of(parameter: Any) -> Tensor | None:
     return shard
 
 
-def _local(value: Any) -> Any:
+def _local(value: Any) -> object:
     return value.to_local() if is_dtensor(value) else value
 
 
-def _take_back(whole: dict[str, Any], own: dict[str, Any], parameter: Any) -> None:
+def _take_back(whole: dict[str, Any], own: dict[str, Any], parameter: Tensor) -> None:
     """Put entries that an optimizer has added or replaced in a shard's state, as in its first step, into the state."""
     for key, value in own.items():
         if key in whole and _local(whole[key]) is value:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,6 +29,9 @@ from .mesh import DATA_AXES
 from .sharding_policy import ShardingOptions, large_layers
 from .step_caller import SYNCHRONIZED, StepCaller
 from .unit_dtypes import check_dtypes, policy_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class ShardedModule:
@@ -59,7 +62,7 @@ class ShardedModule:
     def __init__(
         self,
         module: nn.Module,
-        mesh: Any,
+        mesh: DeviceMesh,
         *,
         collectives: Collectives,
         data_collectives: Collectives,
@@ -69,11 +72,11 @@ class ShardedModule:
         is_manual: bool,
         elsewhere: Collection[nn.Parameter] = (),
         dealt: DealtLayers | None = None,
-        runs: Callable[..., Any] | None = None,
+        runs: Callable[..., object] | None = None,
     ) -> None:
         self.module, self._elsewhere = module, set(elsewhere)
         self._mesh, self._collectives, self._device = mesh, collectives, device
-        dp_axes = tuple(axis for axis in mesh.mesh_dim_names if axis in DATA_AXES)
+        dp_axes = tuple(axis for axis in mesh.mesh_dim_names or () if axis in DATA_AXES)
         self._dp_mesh = mesh if len(dp_axes) == mesh.ndim else mesh[dp_axes]
         self._precision, self._options, self._dealt = precision, options, dealt or DealtLayers()
         # gathered parameters would be outdated after the updates of a manual step; the micro-batches of a pipeline
@@ -138,7 +141,7 @@ class ShardedModule:
             )
         return own
 
-    def _own_units(self) -> list[Any]:
+    def _own_units(self) -> list[object]:
         """Return the submodules that the module has sharded itself."""
         return [submodule for submodule in self.module.modules() if _is_sharded(submodule)]
 
@@ -253,7 +256,7 @@ class ShardedModule:
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def run(self, step_name: str, *args: Any) -> Any:
+    def run(self, step_name: str, *args: object) -> Any:
         """Call the module's step with gathered parameters. Collective: every rank calls it."""
         if step_name not in self._checked_steps:
             self._check_batch(step_name, args)
@@ -267,7 +270,7 @@ class ShardedModule:
             return output
         return self._run(step_name, *args)
 
-    def _run(self, step_name: str, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, step_name: str, *args: object, **kwargs: object) -> object:
         has_backward = step_name in SYNCHRONIZED and torch.is_grad_enabled()
         with self.runs.in_order(step_name, syncs=self._syncs, has_backward=has_backward):
             output = self._run_step(step_name, *args, **kwargs)
@@ -281,7 +284,7 @@ class ShardedModule:
             self.runs.await_backward(step_name)
         return self._caller.rebuild(output)
 
-    def _run_step(self, step_name: str, *args: Any, **kwargs: Any) -> Any:
+    def _run_step(self, step_name: str, *args: object, **kwargs: object) -> object:
         self._is_in_step = self.runs.inner.is_in_step = has_failed = True
         self.runs.writes.begin(step_name)
         try:
@@ -295,11 +298,11 @@ class ShardedModule:
             if self.runs.layers is not None:
                 self.runs.layers.end(step_name, has_failed=has_failed)
 
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, *args: object, **kwargs: object) -> object:
         """Run the module's ``forward``; between steps, run it through the root, which gathers parameters."""
         return self._forward(*args, **kwargs) if self._is_in_step else self._run("forward", *args, **kwargs)
 
-    def _check_batch(self, step_name: str, args: Sequence[Any]) -> None:
+    def _check_batch(self, step_name: str, args: Sequence[object]) -> None:
         self._checked_steps.add(step_name)
         for tensor in iterate_tensors(args):
             if is_dtensor(tensor) or tensor.device != self._device:
@@ -327,7 +330,7 @@ class ShardedModule:
 
     # --- steps in which some ranks have no samples -------------------------------------------------------------------
 
-    def stand_by(self, step_name: str, busy: Sequence[bool], run: Callable[[Any], None]) -> None:
+    def stand_by(self, step_name: str, busy: Sequence[bool], run: Callable[[object], None]) -> None:
         """Take part in a step of the busy ranks without samples; see `IdleRanks`. Collective.
 
         If no rank is busy, the gradients that earlier micro-batches have left are reduced.

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -34,16 +35,16 @@ class ShardedOptimizer:
         check_one_by_one(optimizer)
         self._optimizer = optimizer
         # torch calls this as it would call the class; both optimizers share the groups' dictionaries
-        make: Any = self._make_own
+        make: object = self._make_own
         self._zero: Any = zero_class()(list(optimizer.param_groups), optimizer_class=make, **optimizer.defaults)
         self._follow()
         replace_step(optimizer, partial(Optimizer.profile_hook_step(self._step), optimizer))
 
-    def _make_own(self, groups: list[dict[str, Any]], **_: Any) -> Optimizer:
+    def _make_own(self, groups: list[dict[str, object]], **_: object) -> Optimizer:
         """Return a second optimizer of the user's class, with this rank's parameters in its groups."""
         return remake(type(self._optimizer), attributes_of(self._optimizer), groups)
 
-    def owns(self, parameter: Any) -> bool:
+    def owns(self, parameter: Tensor) -> bool:
         """Return whether this rank keeps the state of a parameter."""
         if parameter not in owners_of(self._zero):
             self._follow()  # a group was added since, as a resumed run does for layers that were unfrozen
@@ -60,7 +61,7 @@ class ShardedOptimizer:
                 del optimizer.state[parameter]
             zero.optim.state = optimizer.state
 
-    def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    def _step(self, optimizer: Optimizer, closure: Callable[[], object] | None = None) -> object:
         note_step(optimizer)
         self._follow()
         result = step_own_part(self._zero, closure)

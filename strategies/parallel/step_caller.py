@@ -35,18 +35,18 @@ class StepCaller(nn.Module):
         *,
         returns_tensors: bool,
         copies_views: bool = False,
-        runs: Callable[..., Any] | None = None,
+        runs: Callable[..., object] | None = None,
     ) -> None:
         super().__init__()
         self.module = module
         self.returns_tensors, self.copies_views = returns_tensors, copies_views
         self._runs = runs
-        self._structure: Any = None
+        self._structure: object = None
 
-    def forward(self, step_name: str, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, step_name: str, *args: Any, **kwargs: object) -> Any:
         """Call the step; or, for a rank without samples, return 0 times the parameters that are given instead."""
         if step_name == _WITHOUT_SAMPLES:
-            output: Any = torch.stack([parameter.reshape(-1)[0].double() * 0 for parameter in args[0]]).sum()
+            output: object = torch.stack([parameter.reshape(-1)[0].double() * 0 for parameter in args[0]]).sum()
         elif self._runs is not None:
             output = self._runs(getattr(self.module, step_name), *args, **kwargs)
         else:

@@ -39,8 +39,12 @@ class AbsentTensor(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         """Answer questions about the form, and raise the error for everything else."""
         name = getattr(getattr(func, "__self__", None), "__name__", "") if func.__name__ == "__get__" else func.__name__
         if name in _OF_FORM:
@@ -48,7 +52,7 @@ class AbsentTensor(Tensor):
         raise next(tensor.error for tensor in iterate_tensors((args, kwargs)) if isinstance(tensor, AbsentTensor))
 
 
-def stand_in(specs: Any, value: float, device: torch.device, error_of: Callable[[Spec], Exception]) -> Any:
+def stand_in(specs: object, value: float, device: torch.device, error_of: Callable[[Spec], Exception]) -> object:
     """Return a structure of tensors that have forms and no values: filled with one number, or absent.
 
     Args:
@@ -58,7 +62,7 @@ def stand_in(specs: Any, value: float, device: torch.device, error_of: Callable[
         error_of: returns the error to raise where an absent one is used.
     """
 
-    def fill(leaf: Any) -> Any:
+    def fill(leaf: object) -> object:
         if not isinstance(leaf, Spec):
             return leaf
         if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
@@ -68,10 +72,10 @@ def stand_in(specs: Any, value: float, device: torch.device, error_of: Callable[
     return map_tensors(_same, specs, fill)
 
 
-def absent(specs: Any, device: torch.device, error: Exception) -> Any:
+def absent(specs: object, device: torch.device, error: Exception) -> object:
     """Return a structure of absent tensors."""
 
-    def fill(leaf: Any) -> Any:
+    def fill(leaf: object) -> Any:
         return AbsentTensor.like(leaf.shape, leaf.dtype, device, error=error) if isinstance(leaf, Spec) else leaf
 
     return map_tensors(_same, specs, fill)
@@ -88,12 +92,12 @@ class Written(NamedTuple):
     owner: str
     """The submodule that has it, by name."""
     name: str
-    specs: Any
+    specs: object
     """What was written, with specs in place of its tensors."""
 
 
 class _Mark(NamedTuple):
-    attributes: dict[str, Any]
+    attributes: dict[str, object]
     """Those of the submodule."""
     written: Written
     error: Exception
@@ -193,7 +197,7 @@ class AbsentAttributes:
         return here
 
 
-def attributes_of(module: nn.Module) -> Mapping[str, Any]:
+def attributes_of(module: nn.Module) -> Mapping[str, object]:
     """Return the attributes of a module that are its own, not torch's."""
     return {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
 

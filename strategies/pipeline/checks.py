@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from ...common.errors import ConfigError
@@ -22,7 +20,7 @@ def check_pipeline(pp: int, **options: bool) -> None:
             raise ConfigError(f"pp={pp} cannot be combined with {name}; leave {name} out, or use dp_shard for pp.")
 
 
-def check_module(module: Any, schedule: Schedule, *, is_built: bool) -> None:
+def check_module(module: nn.Module, schedule: Schedule, *, is_built: bool) -> None:
     """Check that a module, as far as it is built, can be cut into stages.
 
     Raises:

@@ -36,7 +36,7 @@ class CountedOnce:
 
     def __init__(self, module: Any) -> None:
         self._module = module
-        self.observe: Callable[[str, Any], None] | None = None
+        self.observe: Callable[[str, object], None] | None = None
         """Called with the names and values of what counts of ``self.log``, where it is to be compared."""
         reached = KeptObjects()
         reached.keep(module)  # a metric in a plain list or dict is not a submodule
@@ -71,12 +71,12 @@ class Observed:
     """What steps have returned and logged, to be compared."""
 
     def __init__(self) -> None:
-        self.outputs: dict[int, Any] = {}
+        self.outputs: dict[int, object] = {}
         """By the indices of micro-batches."""
         self.logged: list[tuple[int, int, str, float]] = []
         """Micro-batch, stage, name and value of each number."""
 
-    def keep(self, index: int, output: Any) -> None:
+    def keep(self, index: int, output: object) -> None:
         """Keep what a step has returned.
 
         Raises:
@@ -100,13 +100,15 @@ class Observed:
 class _Guard:
     """A method, or what is called instead of it where its arguments do not count."""
 
-    def __init__(self, method: Callable[..., Any], counts: Callable[[], bool], otherwise: Callable[..., Any]) -> None:
+    def __init__(
+        self, method: Callable[..., object], counts: Callable[[], bool], otherwise: Callable[..., object]
+    ) -> None:
         self._method, self._counts, self._otherwise = method, counts, otherwise
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return self._method(*args, **kwargs) if self._counts() else self._otherwise(*args, **kwargs)
 
-    def __deepcopy__(self, memo: Any) -> _Guard:
+    def __deepcopy__(self, memo: object) -> _Guard:
         return self
 
 
@@ -116,7 +118,7 @@ class _ForwardOfCopy:
     def __init__(self, metric: nn.Module) -> None:
         self._metric = metric
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         copied = copy.deepcopy(self._metric)
         for part in copied.modules():
             for name in [name for name, value in vars(part).items() if isinstance(value, _Guard)]:
@@ -125,13 +127,18 @@ class _ForwardOfCopy:
 
 
 def _log_and_observe(
-    log: Callable[..., Any], observe: Callable[[str, Any], None], name: str, value: Any, *args: Any, **kwargs: Any
+    log: Callable[..., object],
+    observe: Callable[[str, object], None],
+    name: str,
+    value: object,
+    *args: object,
+    **kwargs: object,
 ) -> None:
     observe(name, value)
     log(name, value, *args, **kwargs)
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
+def _nothing(*args: object, **kwargs: object) -> None:
     pass
 
 

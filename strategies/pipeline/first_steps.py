@@ -63,7 +63,7 @@ class FirstSteps:
 
     @contextmanager
     def compared(
-        self, signatures: Sequence[Any], position: int, run: Callable[[int], Any], values: Callable[[], object]
+        self, signatures: Sequence[Any], position: int, run: Callable[[int], object], values: Callable[[], object]
     ) -> Iterator[None]:
         """Compare the steps that run inside with whole runs, if there are new ones among them. Collective.
 
@@ -105,7 +105,7 @@ class FirstSteps:
     # --- the whole run -----------------------------------------------------------------------------------------------
 
     def _run_whole(
-        self, indices: Sequence[int], position: int, run: Callable[[int], Any], values: object
+        self, indices: Sequence[int], position: int, run: Callable[[int], object], values: object
     ) -> _WholeRun | None:
         """Return what whole runs compute, on the rank that makes them; the others lend it their parts."""
         whole: _WholeRun | None = None
@@ -143,7 +143,7 @@ class FirstSteps:
         ranks = [self._schedule.rank_of(stage) for stage in self._partition.owners(part)]
         return self._last if self._last in ranks else ranks[0]
 
-    def _own_state(self) -> dict[str, Any]:
+    def _own_state(self) -> dict[str, object]:
         rank = self._collectives.rank
         return {
             name: self._first_state[name].changed() for name in self._partition.parts if self._rank_of(name) == rank
@@ -231,7 +231,7 @@ class _WholeRun:
         """Whether parts have drawn random numbers, and whether anything was computed in half precision."""
         self.error: Exception | None = None
 
-    def make(self, position: int, run: Callable[[int], Any]) -> None:
+    def make(self, position: int, run: Callable[[int], object]) -> None:
         """Run the steps; an error is kept."""
         module, draws = self.staged.module, self.staged.draws
         draws.begin(position)
@@ -248,7 +248,7 @@ class _WholeRun:
             draws.end(len(self._indices))
 
     def _note_of(self, index: int) -> Callable[..., None]:
-        def log(name: str, value: Any, *_: Any, **__: Any) -> None:
+        def log(name: str, value: object, *_: object, **__: object) -> None:
             self.observed.note(index, 0, name, value)
 
         return log
@@ -276,7 +276,7 @@ class _WholePass:
         self._whole, self._steps, self._staged, self.index = whole, steps, whole.staged, index
         self.output: Any = None
 
-    def call(self, name: str, part: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call(self, name: str, part: nn.Module, run: Callable[..., object], args: Any, kwargs: Any) -> object:
         """Run a part with the random numbers that it draws on its stage, and note what it changes."""
         draws, whole = self._staged.draws, self._whole
         before = self._attributes_around(name, part)
@@ -320,7 +320,7 @@ class _WholePass:
                 self._whole.written.append(Written(name, owner, attribute, specs_of(value)))
 
 
-def _content(value: Any) -> tuple[Any, ...]:
+def _content(value: object) -> tuple[object, ...]:
     """Return what makes up a value that can change in place."""
     if isinstance(value, Tensor):
         return (version_of(value),)
@@ -329,7 +329,7 @@ def _content(value: Any) -> tuple[Any, ...]:
     return tuple(value.values()) if isinstance(value, dict) else ()
 
 
-def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+def _are_same(one: Sequence[object], other: Sequence[object]) -> bool:
     return len(one) == len(other) and all(
         a is b or (type(a) is int and a == b) for a, b in zip(one, other, strict=True)
     )

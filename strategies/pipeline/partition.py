@@ -63,7 +63,7 @@ class Partition:
         return sum(self.parts[name].num_bytes for name in self.stages[stage])
 
 
-def make_partition(module: Any, num_stages: int) -> Partition:
+def make_partition(module: nn.Module, num_stages: int) -> Partition:
     """Return the stages that a module's ``configure_pipeline`` names; by default, its blocks dealt by size and work.
 
     Raises:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -131,11 +130,11 @@ class Pipeline:
         self.runner.recorder = recorder = WindowRecorder(self.schedule, self.collectives, self._device)
         return recorder
 
-    def evaluate(self, signature: Hashable, step: Callable[[], Any]) -> Any:
+    def evaluate(self, signature: Hashable, step: Callable[[], object]) -> object:
         """Run a step without gradients, and return its result on all ranks. Collective."""
         return self.collectives.broadcast(self.evaluate_here(signature, step), self.last_rank)
 
-    def evaluate_here(self, signature: Hashable, step: Callable[[], Any]) -> Any:
+    def evaluate_here(self, signature: Hashable, step: Callable[[], object]) -> object:
         """Run a step without gradients, and return its result on the rank that ends it, elsewhere None. Collective.
 
         The signature tells apart steps that pass on tensors of different shapes.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,18 +41,18 @@ class Spec:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{'' if self.requires_grad else ' no grad'}"
 
 
-def specs_of(data: Any) -> Any:
+def specs_of(data: object) -> object:
     """Return a structure with specs in place of its tensors."""
     return map_tensors(Spec, data)  # type: ignore[arg-type]
 
 
-def with_tensors(specs: Any, tensors: list[Tensor]) -> Any:
+def with_tensors(specs: object, tensors: list[Tensor]) -> object:
     """Return a structure with tensors, in its order, in place of its specs."""
     left = iter(tensors)
     return map_tensors(_same, specs, lambda leaf: next(left) if isinstance(leaf, Spec) else leaf)
 
 
-def flat(specs: Any) -> list[Spec]:
+def flat(specs: object) -> list[Spec]:
     """Return the specs of a structure, in order."""
     return [leaf for _, leaf in named_leaves(specs) if isinstance(leaf, Spec)]
 
@@ -64,9 +64,9 @@ def _same(tensor: Tensor) -> Tensor:
 class Shapes(NamedTuple):
     """What a stage knows about the stages before it, for batches of one signature."""
 
-    received: Any
+    received: object
     """What it receives, with specs in place of tensors; None on the first stage."""
-    parts: dict[str, list[Any]]
+    parts: dict[str, list[object]]
     """What the parts of earlier stages return, for each of their calls."""
 
 
@@ -92,7 +92,7 @@ class KnownShapes:
         return len(self._known)
 
 
-def signature_of(step_name: str, batch: Any) -> Hashable:
+def signature_of(step_name: str, batch: object) -> Hashable:
     """Return a key that differs for batches with different shapes, or with different numbers, which may be lengths."""
     leaves = tuple(
         (name, str(leaf.dtype), tuple(leaf.shape)) if isinstance(leaf, Tensor) else (name, _plain(leaf))
@@ -101,5 +101,5 @@ def signature_of(step_name: str, batch: Any) -> Hashable:
     return step_name, torch.is_grad_enabled(), leaves
 
 
-def _plain(leaf: Any) -> Any:
+def _plain(leaf: object) -> object:
     return leaf if isinstance(leaf, bool | int) or leaf is None else type(leaf).__name__

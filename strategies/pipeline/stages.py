@@ -34,7 +34,7 @@ class Answering(Protocol):
     index: int
     output: Any
 
-    def call(self, name: str, part: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call(self, name: str, part: nn.Module, run: Callable[..., object], args: object, kwargs: object) -> Any:
         """Answer a call to a part."""
 
     def check_complete(self, *, was_cut: bool) -> None:
@@ -53,7 +53,7 @@ class Pass:
     """
 
     def __init__(
-        self, staged: StagedModule, stage: int, index: int, received: Any, shapes: Mapping[str, Sequence[Any]]
+        self, staged: StagedModule, stage: int, index: int, received: object, shapes: Mapping[str, Sequence[object]]
     ) -> None:
         self.staged, self.stage, self.index = staged, stage, index
         self.partition = staged.partition
@@ -67,9 +67,9 @@ class Pass:
         """The parts that have run here."""
         self.stood_in: list[str] = []
         """The parts of earlier stages that were called."""
-        self.output: Any = None
+        self.output: object = None
         """What is sent to the next stage."""
-        self.specs: dict[str, list[Any]] = {}
+        self.specs: dict[str, list[object]] = {}
         """What the parts that have run here returned, where it is to be noted."""
         self.fills: Mapping[str, float] | None = None
         """To trace a value: what stands in for each part, instead of NaN."""
@@ -77,7 +77,7 @@ class Pass:
 
     # --- calls of parts ----------------------------------------------------------------------------------------------
 
-    def call(self, name: str, part: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call(self, name: str, part: nn.Module, run: Callable[..., object], args: object, kwargs: object) -> object:
         """Answer a call to a part, or end the stage."""
         owners = self.staged.owners[name]
         if self.stage in owners:
@@ -95,7 +95,7 @@ class Pass:
         self.stood_in.append(name)
         return self._stand_in(name, number)
 
-    def _run(self, name: str, part: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run(self, name: str, part: nn.Module, run: Callable[..., object], args: Any, kwargs: Any) -> object:
         is_block = self.partition.parts[name].is_block
         if is_block:
             self._check_order(name)
@@ -113,7 +113,7 @@ class Pass:
             self._end(name, output)
         return output
 
-    def _end(self, name: str, output: Any) -> None:
+    def _end(self, name: str, output: object) -> None:
         leaves = [leaf for _, leaf in named_leaves(output)]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         odd = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor | int | float | str | None)]
@@ -127,7 +127,7 @@ class Pass:
         self.staged.draws.cross(self.index, self.stage)
         self.logs = False
 
-    def _receive(self, name: str) -> Any:
+    def _receive(self, name: str) -> object:
         if self.has_received:
             raise ModuleError(
                 f"{name} on stage {self.stage - 1} was called twice in one step, but stage {self.stage} receives its "
@@ -138,11 +138,11 @@ class Pass:
         self.logs = self.fills is None
         return self._received_again()
 
-    def _received_again(self) -> Any:
+    def _received_again(self) -> object:
         """Return a copy of what was received, which the step may change in place: the original is a leaf."""
         return map_tensors(torch.clone, self.received)
 
-    def _stand_in(self, name: str, number: int) -> Any:
+    def _stand_in(self, name: str, number: int) -> object:
         """Return what has the form of a part's output, and no values."""
         specs = self.shapes.get(name, [])
         if not specs:
@@ -171,7 +171,14 @@ class Pass:
 
     # --- calls in backward -------------------------------------------------------------------------------------------
 
-    def call_again(self, name: str, part: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call_again(
+        self,
+        name: str,
+        part: nn.Module,
+        run: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+    ) -> object:
         """Answer a call of a part by a checkpoint around it, which computes in backward what it did not keep.
 
         It gets what it got in forward: the same random numbers, and the same output of the stage before.
@@ -223,7 +230,7 @@ class Pass:
                 f"{self.stage - 1}; register the blocks in the order of their calls."
             )
 
-    def _check_inputs(self, name: str, part: nn.Module, args: Any, kwargs: Any) -> None:
+    def _check_inputs(self, name: str, part: nn.Module, args: object, kwargs: object) -> None:
         """Look for NaN that was not received: such values come from parts of earlier stages."""
         if has_nan(self.received):
             return
@@ -262,7 +269,7 @@ class Pass:
             f"stage that calls it in {HOOK}(num_stages), or register it before the blocks."
         )
 
-    def noted(self) -> dict[str, list[Any]]:
+    def noted(self) -> dict[str, list[object]]:
         """Return what all parts up to here return, for the next stage."""
         return {**{name: list(specs) for name, specs in self.shapes.items()}, **self.specs}
 
@@ -277,7 +284,7 @@ class StagedModule:
         device: this rank's device.
     """
 
-    def __init__(self, module: Any, partition: Partition, own: Sequence[int], device: torch.device) -> None:
+    def __init__(self, module: nn.Module, partition: Partition, own: Sequence[int], device: torch.device) -> None:
         self.module, self.partition, self.own, self.device = module, partition, own, device
         self.owners = {name: partition.owners(name) for name in partition.parts}
         self.ends = {partition.boundary(stage): stage for stage in range(partition.num_stages - 1)}
@@ -299,9 +306,9 @@ class StagedModule:
         """Let calls of a part come here first: before its hooks, and around what is compiled of it."""
         compiled = compiled_call_of(part) if set(self.owners[name]) & set(self.own) else None
 
-        run: Callable[..., Any] = partial(call_uncompiled, part) if compiled is None else compiled
+        run: Callable[..., object] = partial(call_uncompiled, part) if compiled is None else compiled
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> Any:
             if self._current is not None:
                 return self._current.call(name, part, run, args, kwargs)
             if self.again is not None:
@@ -311,7 +318,7 @@ class StagedModule:
         set_compiled_call(part, call)
 
     @contextmanager
-    def passing(self, stage: int, index: int, received: Any, shapes: Shapes | None) -> Iterator[Pass]:
+    def passing(self, stage: int, index: int, received: object, shapes: Shapes | None) -> Iterator[Pass]:
         """Run steps inside as one stage does; what it logs counts from where it receives to where it sends."""
         self._current = current = Pass(self, stage, index, received, shapes.parts if shapes is not None else {})
         self.draws.begin_micro_batch(index)
@@ -334,7 +341,7 @@ class StagedModule:
         finally:
             self._current = None
 
-    def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, step: Callable[..., object], *args: object, **kwargs: object) -> object:
         """Run a step to the end of the stage; return what the stage sends or, on the last, what the step returns."""
         current = self._current
         if current is None:
@@ -355,7 +362,7 @@ class StagedModule:
         return self._current is not None
 
 
-def has_nan(data: Any) -> bool:
+def has_nan(data: object) -> bool:
     """Return whether a tensor of a structure, or this rank's shard of it, has a NaN element."""
     numbers = [tensor for tensor in iterate_tensors(data) if tensor.is_floating_point() or tensor.is_complex()]
     return any(bool(local_shard(tensor).isnan().any()) for tensor in numbers)

@@ -14,7 +14,7 @@ from ..state.optimizer_state import Elsewhere, Sharded
 from .pipeline import Pipeline
 
 
-def marked(pipeline: Pipeline, state: Mapping[str, Any]) -> dict[str, Any]:
+def marked(pipeline: Pipeline, state: Mapping[str, object]) -> dict[str, object]:
     """Return a module's state with placeholders for the parameters that other ranks of the pipeline write."""
     parameters = dict(pipeline.module.named_parameters(remove_duplicate=False))
     marks: dict[Tensor, Elsewhere] = {}  # one for all names of a parameter
@@ -31,7 +31,7 @@ def marked(pipeline: Pipeline, state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def own_entries(pipeline: Pipeline, state: Mapping[str, Any], peers: Collectives) -> dict[str, Any]:
+def own_entries(pipeline: Pipeline, state: Mapping[str, Any], peers: Collectives) -> dict[str, object]:
     """Return an optimizer's state with the entries that this rank of the pipeline writes.
 
     Args:
@@ -47,7 +47,7 @@ def own_entries(pipeline: Pipeline, state: Mapping[str, Any], peers: Collectives
     return {**state, "state": entries}
 
 
-def without_elsewhere(pipeline: Pipeline, state: Mapping[str, Any]) -> dict[str, Any]:
+def without_elsewhere(pipeline: Pipeline, state: Mapping[str, Any]) -> dict[str, object]:
     """Return a module's state to be loaded, with tensors of other ranks reduced to their shapes."""
     lacking = {name for name, p in pipeline.module.named_parameters(remove_duplicate=False) if p in pipeline.elsewhere}
     return {
@@ -56,19 +56,19 @@ def without_elsewhere(pipeline: Pipeline, state: Mapping[str, Any]) -> dict[str,
     }
 
 
-def here(pipeline: Pipeline, entries: Mapping[str, Any]) -> dict[str, Any]:
+def here(pipeline: Pipeline, entries: Mapping[str, object]) -> dict[str, object]:
     """Return the entries of an optimizer's state for the parameters that this rank holds."""
     lacking = {name for name, parameter in pipeline.module.named_parameters() if parameter in pipeline.elsewhere}
     return {name: values for name, values in entries.items() if name not in lacking}
 
 
-def gather_all(pipeline: Pipeline, collectives: Collectives, *, is_kept: bool) -> dict[str, Any]:
+def gather_all(pipeline: Pipeline, collectives: Collectives, *, is_kept: bool) -> dict[str, object]:
     """Return the whole state of a module on the CPU; empty on ranks where it is not kept. Collective: all ranks.
 
     One tensor at a time is whole on the ranks that do not keep it.
     """
     ranks_a_stage = collectives.world_size // pipeline.schedule.num_ranks
-    whole: dict[str, Any] = {}
+    whole: dict[str, object] = {}
     for name, value in pipeline.module.state_dict().items():
         if name in pipeline.ranks_of:
             first = pipeline.ranks_of[name][0]

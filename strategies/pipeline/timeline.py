@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import torch
 
@@ -119,7 +119,7 @@ class WindowRecorder:
         return {kind: self._recorded(kind, function) for kind, function in do.items()}
 
     def _recorded(self, kind: str, function: Callable[..., None]) -> Callable[..., None]:
-        def run(action: Action, *args: Any) -> None:
+        def run(action: Action, *args: object) -> None:
             self._begun = time.perf_counter()
             function(action, *args)
             if kind in _DOING:

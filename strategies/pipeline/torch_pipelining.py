@@ -44,7 +44,7 @@ def pipeline_order(
     return [[each for action in orders[rank] for each in plain(action)] for rank in range(num_ranks)]
 
 
-def _order_stage_loss(*_: Any) -> None:
+def _order_stage_loss(*_: object) -> None:
     pass
 
 
@@ -70,7 +70,7 @@ def backward_for_inputs(
     gradients: list[torch.Tensor] | None,
     inputs: list[torch.Tensor],
     weights: Iterable[torch.nn.Parameter],
-) -> Any:
+) -> object:
     """Compute the gradients of inputs, into ``.grad``; return what `backward_for_weights` needs to continue."""
     with names_of_torch:
         from torch.distributed.pipelining._backward import stage_backward_input

@@ -55,13 +55,13 @@ class WindowRunner:
         self._recording: WindowRecorder | None = None
         self._shapes: list[dict[int, Shapes]] = []
         self._is_new: list[bool] = []
-        self._arriving: dict[Place, tuple[list[Tensor], list[Any]]] = {}
-        self._arriving_gradients: dict[Place, tuple[list[Tensor], list[Any]]] = {}
+        self._arriving: dict[Place, tuple[list[Tensor], list[object]]] = {}
+        self._arriving_gradients: dict[Place, tuple[list[Tensor], list[object]]] = {}
         self._handed: dict[Place, Any] = {}
         self._inputs: dict[Place, list[Tensor]] = {}
         self._outputs: dict[Place, list[Tensor]] = {}
-        self._notes: dict[Place, Any] = {}
-        self._rests: dict[Place, Any] = {}
+        self._notes: dict[Place, object] = {}
+        self._rests: dict[Place, object] = {}
         self._passes: dict[Place, Pass] = {}
         self._backwards_left: list[int] = []
         self._staged.again = None
@@ -155,7 +155,7 @@ class WindowRunner:
             self._outputs[stage, index] = list(iterate_tensors(output))
         self._inputs[stage, index] = [leaf for leaf in received if leaf.requires_grad]
 
-    def _pass(self, stage: int, index: int, step: Callable[[], Any]) -> tuple[list[Tensor], Pass, Any]:
+    def _pass(self, stage: int, index: int, step: Callable[[], object]) -> tuple[list[Tensor], Pass, object]:
         """Run a stage on a micro-batch, and hand what it sends to the next one, if that is on this rank."""
         leaves, value, shapes = self._take(stage, index)
         self._staged.is_first_look = self._is_new[index]
@@ -170,7 +170,7 @@ class WindowRunner:
             self._note(stage, index, current, output)
         return leaves, current, output
 
-    def _trace(self, failed: Pass, value: Any, shapes: Shapes | None, step: Callable[[], Any]) -> None:
+    def _trace(self, failed: Pass, value: object, shapes: Shapes | None, step: Callable[[], object]) -> None:
         """Find the parts of earlier stages whose outputs, which are missing here, turn the step's result into NaN.
 
         Raises:
@@ -218,7 +218,7 @@ class WindowRunner:
             tensor.requires_grad_(spec.requires_grad and torch.is_grad_enabled())
         return tensors, with_tensors(shapes.received, tensors), shapes
 
-    def _note(self, stage: int, index: int, current: Pass, output: Any) -> None:
+    def _note(self, stage: int, index: int, current: Pass, output: object) -> None:
         """Compare what is sent with what the next stage expects, or tell it."""
         shapes = Shapes(specs_of(output), current.noted())
         sent = self._shapes[index].get(-1 - stage)
@@ -345,7 +345,7 @@ class WindowRunner:
 
     # --- without gradients -------------------------------------------------------------------------------------------
 
-    def evaluate(self, signature: Hashable, step: Callable[[], Any]) -> Any:
+    def evaluate(self, signature: Hashable, step: Callable[[], object]) -> object:
         """Run a step once through all stages; return its result on the rank that ends it, elsewhere None.
 
         Collective: every rank of the pipeline calls it.

@@ -40,14 +40,14 @@ class StageWire:
             # torch holds no reference to what it sends
             self._sending.append((dist.isend(as_bytes(flat.reshape(-1)), group=group, group_dst=rank, tag=tag), flat))
 
-    def receive(self, tensors: list[Tensor], rank: int, tag: int) -> list[Any]:
+    def receive(self, tensors: list[Tensor], rank: int, tag: int) -> list[object]:
         """Start to receive into tensors; return the works to wait for."""
         import torch.distributed as dist
 
         group = self._collectives.device_group
         return [dist.irecv(as_bytes(tensor.view(-1)), group=group, group_src=rank, tag=tag) for tensor in tensors]
 
-    def send_object(self, data: Any, rank: int) -> None:
+    def send_object(self, data: object, rank: int) -> None:
         """Send plain data to a rank."""
         self._sending.append((self._collectives.isend(data, rank), torch.empty(0)))
 

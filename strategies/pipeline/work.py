@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor
 
 from ..distributed.collectives import Collectives
 from ..state.dtensor import whole_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class WindowWork(Protocol):
@@ -39,16 +42,16 @@ class WindowWork(Protocol):
     def micro_batches_a_step(self) -> int:
         """Of a whole step; the rest of an epoch may have others."""
 
-    def arguments_at(self, index: int) -> Sequence[Any]:
+    def arguments_at(self, index: int) -> Sequence[object]:
         """Return what the module's step gets, the batch first; behind the last index, that which stands in."""
 
     def unseen(self) -> AbstractContextManager[object]:
         """Return the context of the forward of a batch that stands in: it leaves no trace in the module."""
 
-    def forward_at(self, index: int) -> Any:
+    def forward_at(self, index: int) -> object:
         """Call the module's step, as far as a stage goes."""
 
-    def loss_at(self, index: int, output: Any) -> Tensor:
+    def loss_at(self, index: int, output: object) -> Tensor:
         """Return the loss to differentiate of what the step returned; on the last stage. One that stands in is 0."""
 
     def backward_of(self, index: int, loss: Tensor) -> None:
@@ -79,7 +82,7 @@ class StepContext(NamedTuple):
     sends: bool = False
     """Whether a stage sends activations to those of other data ranks: all then run as many micro-batches, and in the
     same order."""
-    lent: Callable[[Tensor], Tensor] = whole_tensor
+    lent: Callable[[DTensor], Tensor] = whole_tensor
     """Returns a DTensor as another rank of the pipeline can compute with it. Collective: the ranks that share it."""
 
 

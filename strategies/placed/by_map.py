@@ -66,7 +66,7 @@ class PlacedByMap(Placed):
         while self._handles:
             self._handles.pop().remove()
 
-    def run(self, step_name: str, *args: Any) -> Any:
+    def run(self, step_name: str, *args: object) -> Any:
         with self.forward_context, self._other_context:
             return getattr(self.module, step_name)(*args)
 
@@ -77,12 +77,12 @@ class _Follow:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def before(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def before(self, _: nn.Module, args: object, kwargs: object) -> tuple[Any, Any]:
         return self._moved(args), self._moved(kwargs)
 
-    def after(self, _: nn.Module, __: Any, output: Any) -> Any:
+    def after(self, _: nn.Module, __: object, output: object) -> object:
         return self._moved(output)
 
-    def _moved(self, data: Any) -> Any:
+    def _moved(self, data: object) -> object:
         non_blocking = can_copy_later(self._device)
         return map_tensors(lambda tensor: tensor.to(self._device, non_blocking=non_blocking), data)

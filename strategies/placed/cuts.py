@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from ..tensor_parallel.cutting import check_cut, cut_module
 from ..tensor_parallel.loss import loss_context
 from ..tensor_parallel.tensor_plan import TensorPlan
 from ..units.dealt_layers import DealtLayers
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Cuts:
@@ -48,7 +51,7 @@ class Cuts:
         loss_parallel: bool = False,
         sequences: CutSteps | None = None,
         sequence_ranks: Collectives | None = None,
-        expert_mesh: Any = None,
+        expert_mesh: DeviceMesh | None = None,
     ) -> None:
         self.degrees, self._gathers = degrees or Degrees(), degrees is not None
         self._find_plan, self._loss_parallel = find_plan, loss_parallel
@@ -74,7 +77,7 @@ class Cuts:
     def cut_layers(
         self,
         module: nn.Module,
-        mesh: Any,
+        mesh: DeviceMesh | None,
         device: torch.device,
         peers: Collectives,
         here: Callable[[TensorPlan], TensorPlan] | None = None,
@@ -93,7 +96,7 @@ class Cuts:
         if any(is_dtensor(parameter) for parameter in module.parameters()):  # its configure_sharding has split it
             check_cut(module, self.degrees.tp)
             return
-        assert self._find_plan is not None
+        assert self._find_plan is not None and mesh is not None
         plan = self._find_plan(module)
         plan.validate(module, self.degrees.tp)
         copies = sorted(set(plan.copies(module, self.degrees.tp).values()))
@@ -134,7 +137,7 @@ class Cuts:
             router = module.get_submodule(around)
             if around and not peers.is_rehearsed and RouterCheck.fits(router):
                 RouterCheck(around, router, dispatch, dispatch.group)
-        data = tuple(axis for axis in mesh.mesh_dim_names if axis in DATA_AXES)
+        data = tuple(axis for axis in mesh.mesh_dim_names or () if axis in DATA_AXES)
         return DealtLayers(layers, mesh[data], own.size())
 
     @property
@@ -158,14 +161,14 @@ class Cuts:
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def run(self, module: nn.Module, run: Callable[..., Any], step_name: str, *args: Any) -> Any:
+    def run(self, module: nn.Module, run: Callable[..., object], step_name: str, *args: object) -> object:
         """Call `run` with a step and this rank's part of the sequences among its arguments."""
         checked = partial(self._run_checked, run)
         if self.sequences is None:
             return checked(step_name, *args)
         return self.sequences.run(step_name, module, args, checked)
 
-    def _run_checked(self, run: Callable[..., Any], step_name: str, *args: Any) -> Any:
+    def _run_checked(self, run: Callable[..., object], step_name: str, *args: object) -> object:
         """Call `run`; in the first steps of each kind, compare cut layers with whole ones."""
         if self._check is None:
             return run(step_name, *args)
@@ -178,9 +181,9 @@ class Cuts:
     def compare(
         self,
         module: nn.Module,
-        run: Callable[..., Any],
+        run: Callable[..., object],
         step_name: str,
-        steps: Sequence[Sequence[Any]],
+        steps: Sequence[Sequence[object]],
         *,
         has_idle: bool,
     ) -> None:
@@ -197,7 +200,7 @@ class Cuts:
         """Return the context of a step, in which a loss may have logits that are sharded."""
         return loss_context() if self._loss_parallel else nullcontext()
 
-    def gathered(self, output: Any) -> Any:
+    def gathered(self, output: object) -> Any:
         """Return what a step has returned, with whole tensors."""
         return map_tensors(gathered, output) if self._gathers else output
 

@@ -64,7 +64,7 @@ class PlacedLocalSGD(PlacedReplica):
     def _plan_step(self) -> None:
         self._replica.averages_gradients = any(average.is_warming_up for average in self._averages.values())
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, optimizer: Optimizer, closure: Callable[[], object] | None = None) -> None:
         """Step the optimizer, and average its parameters if that is due."""
         super().step(optimizer, closure)
         if optimizer in self._averages:
@@ -91,7 +91,7 @@ class PlacedLocalSGD(PlacedReplica):
                 for tensor, mean in zip(common, self.ranks.all.all_reduce(common, "mean"), strict=True):
                     tensor.copy_(mean)
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, object]:
         """Return the optimizer's state, with parameters by name, and its number of steps."""
         state = super().optimizer_state(optimizer)
         average = self._averages.get(optimizer)

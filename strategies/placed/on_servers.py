@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -157,7 +156,7 @@ class PlacedOnServers(PlacedReplica):
 
     # --- for every micro-batch and step ------------------------------------------------------------------------------
 
-    def stand_by(self, step_name: str, busy: Sequence[bool], run: Callable[[Any], None]) -> None:
+    def stand_by(self, step_name: str, busy: Sequence[bool], run: Callable[[object], None]) -> None:
         if self._tables is not None or self.precision.uses_scaler:
             super().stand_by(step_name, busy, run)
         else:  # no parameter gets a gradient
@@ -223,13 +222,13 @@ class PlacedOnServers(PlacedReplica):
                 for served in self.served.values():
                     served.pull()
 
-    def model_state(self) -> dict[str, Any]:
+    def model_state(self) -> dict[str, object]:
         state = super().model_state()
         if self._tables is None or self.connection is None:
             return state
         return Sharded(self._tables.own_share(state, self.connection, self.ranks.all))
 
-    def full_model_state(self) -> dict[str, Any]:
+    def full_model_state(self) -> dict[str, object]:
         state = dict(super(PlacedReplica, self).model_state())
         if self._tables is not None and self.connection is not None and self._is_first_of_node():
             state.update(self._tables.fetch_all(self.connection))
@@ -244,7 +243,7 @@ class PlacedOnServers(PlacedReplica):
             return rest | super().whole_tensors(served)
         return rest | self._tables.fetch(self.connection, list(served))
 
-    def load_model_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+    def load_model_state(self, state: Mapping[str, object], *, strict: bool = True) -> None:
         if self._tables is None or self.connection is None:
             super().load_model_state(state, strict=strict)
             for served in self.served.values():
@@ -253,7 +252,7 @@ class PlacedOnServers(PlacedReplica):
         self._tables.load(state, self.connection, self.ranks.all)
         super().load_model_state(self._tables.without_memory(state), strict=strict)
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, object]:
         """Return the groups and this trainer's share of the state, by name; each trainer saves a different share."""
         state = super().optimizer_state(optimizer)
         served = self.served.get(optimizer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from ..distributed.nested import to_device
 from ..module.memory_estimate import MemoryShare
 from .placed import Placed
+
+T = TypeVar("T")
 
 
 class PlacedMethods:
@@ -23,7 +25,7 @@ class PlacedMethods:
     device: torch.device
     placed: Placed
 
-    def batch_to_device(self, batch: Any, device: torch.device | None = None) -> Any:
+    def batch_to_device(self, batch: T, device: torch.device | None = None) -> T:
         """Move a batch to a device, by default this process's."""
         return to_device(batch, device or self.device)
 

@@ -93,7 +93,7 @@ class PlainCopies:
             drop_compiled_call(copied)
         return copies[part]
 
-    def _attributes(self, part: nn.Module) -> tuple[type[nn.Module], dict[str, Any]]:
+    def _attributes(self, part: nn.Module) -> tuple[type[nn.Module], dict[str, object]]:
         change, own = self._changes.get(part), vars(part)
         added = {} if change is None else change.hooks
         found = {
@@ -121,7 +121,7 @@ def _change(part: nn.Module, before: _Attributes) -> _Change:
     )
 
 
-def _moved(value: Any, copies: Mapping[nn.Module, nn.Module]) -> Any:
+def _moved(value: Any, copies: Mapping[nn.Module, nn.Module]) -> object:
     """Return what stands for a value in the copies: a copied part, a method of it, or plain containers of these."""
     if isinstance(value, nn.Module):
         return copies.get(value, value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -27,17 +26,17 @@ class PlacedReplica(Placed):
         super().__init__(site, module)
         self._replica, self._check = replica, check
 
-    def run(self, step_name: str, *args: Any) -> Any:
+    def run(self, step_name: str, *args: object) -> object:
         with self.forward_context:
             return self._replica.step_fn(step_name)(*args)
 
-    def step_fn(self, step_name: str) -> Callable[..., Any]:
+    def step_fn(self, step_name: str) -> Callable[..., object]:
         return self._replica.step_fn(step_name) if self.precision.is_plain else super().step_fn(step_name)
 
     def set_grad_sync(self, enabled: bool) -> None:
         self._replica.set_grad_sync(enabled)
 
-    def stand_by(self, step_name: str, busy: Sequence[bool], run: Callable[[Any], None]) -> None:
+    def stand_by(self, step_name: str, busy: Sequence[bool], run: Callable[[object], None]) -> None:
         loss = self._replica.zero_loss()
         with nullcontext() if self._check is None else self._check.absent():
             if loss is None:
@@ -45,7 +44,7 @@ class PlacedReplica(Placed):
             else:
                 self.backward(loss)
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         super().backward(loss, *args, **kwargs)
         self.end_backward()
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -38,12 +38,15 @@ from .cuts import Cuts
 from .placed import ClipAlgorithm, Placed, Site
 from .plain_copies import PlainCopies, attributes_of
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 @dataclass(frozen=True)
 class Sharding:
     """How the parameters of a module are sharded, and what is known of its building."""
 
-    mesh: Any
+    mesh: DeviceMesh
     """The device mesh of all ranks."""
     options: ShardingOptions
     deferred: DeferredInit
@@ -114,7 +117,7 @@ class PlacedShards(Placed):
         """Return the parameters that only other ranks hold."""
         return ()
 
-    def _sharing(self) -> tuple[Collectives, Callable[..., Any] | None]:
+    def _sharing(self) -> tuple[Collectives, Callable[..., object] | None]:
         """Return the ranks that shard this one's parameters, and what runs partial steps."""
         return self.ranks.all, None
 
@@ -164,31 +167,31 @@ class PlacedShards(Placed):
 
     # --- for every micro-batch and step ------------------------------------------------------------------------------
 
-    def run(self, step_name: str, *args: Any) -> Any:
+    def run(self, step_name: str, *args: object) -> object:
         self._compare_sequences(step_name, args)
         return self._cuts.run(self.module, self._run_step, step_name, *args)
 
-    def _run_step(self, step_name: str, *args: Any) -> Any:
+    def _run_step(self, step_name: str, *args: object) -> object:
         with self._cuts.loss_context():
             with self.forward_context:
                 output = self._sharded.run(step_name, *args)
             self._gradient_hooks.link()
         return self._cuts.gathered(output)
 
-    def _compare_sequences(self, step_name: str, *steps: Sequence[Any]) -> None:
+    def _compare_sequences(self, step_name: str, *steps: Sequence[object]) -> None:
         """Compare steps with ones on whole sequences, if sequences are cut. Collective."""
         has_idle = self._sharded.runs.has_idle
         self._cuts.compare(self.module, self._run_to_compare, step_name, steps, has_idle=has_idle)
 
-    def _run_to_compare(self, step_name: str, *args: Any) -> Any:
+    def _run_to_compare(self, step_name: str, *args: object) -> object:
         """Run a step with whole sequences, and without checks."""
         with self._sharded.runs.writes.ignored():
             return self._run_step(step_name, *args)
 
-    def beside_idle(self, step_name: str, busy: Sequence[bool], lent: Any) -> AbstractContextManager[None]:
+    def beside_idle(self, step_name: str, busy: Sequence[bool], lent: object) -> AbstractContextManager[None]:
         return self._sharded.runs.beside_idle(step_name, busy, lent)
 
-    def stand_by(self, step_name: str, busy: Sequence[bool], run: Callable[[Any], None]) -> None:
+    def stand_by(self, step_name: str, busy: Sequence[bool], run: Callable[[object], None]) -> None:
         self._scale_nothing()
         self._sharded.stand_by(step_name, busy, run)
         self._cuts.skip_comparison(step_name)  # the busy ranks have made it
@@ -201,7 +204,7 @@ class PlacedShards(Placed):
     def set_grad_sync(self, enabled: bool) -> None:
         self._sharded.set_grad_sync(enabled)
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         with self._cuts.recomputing(), self._sharded.runs.order.watching():
             super().backward(loss, *args, **kwargs)
         self.end_backward()
@@ -238,7 +241,7 @@ class PlacedShards(Placed):
         """Return how many ranks hold each parameter beside those of its mesh; None for none."""
         return None
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, optimizer: Optimizer, closure: Callable[[], object] | None = None) -> None:
         # a closure computes the gradients of DTensors, and torch's scaler reads them
         if id(optimizer) in self._plain_only:
             self.unscale(optimizer)
@@ -263,12 +266,12 @@ class PlacedShards(Placed):
         """Return the ranks that hold the same part of a parameter, or a buffer, as this one."""
         return self._holders.of(parameter) if is_dtensor(parameter) else self.ranks.peers.ranks
 
-    def model_state(self) -> dict[str, Any]:
+    def model_state(self) -> dict[str, object]:
         self._sharded.reshard()
         self._sharded.check_all_sharded()
         return super().model_state()
 
-    def full_model_state(self) -> dict[str, Any]:
+    def full_model_state(self) -> dict[str, object]:
         return as_tied(self.module, gather_whole(self.model_state(), is_kept=self._is_first_of_node()))
 
     def _whole_of(self, part: nn.Module) -> dict[Tensor, Tensor]:
@@ -300,7 +303,7 @@ class PlacedShards(Placed):
         """Return copies of the buffers of a part. Collective."""
         return {b: whole_tensor(b) if is_dtensor(b) else b.detach().clone() for b in part.buffers()}
 
-    def load_model_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+    def load_model_state(self, state: Mapping[str, object], *, strict: bool = True) -> None:
         own = self.module.state_dict()
         sharded = {name: shard_like(value, own.get(name)) for name, value in state.items()}
         super().load_model_state(sharded, strict=strict)

@@ -39,7 +39,7 @@ class PlacedSlices(Placed):
         super().__init__(site, module)
         self._devices, self._device_of_thread = devices, device_of_thread
 
-    def run(self, step_name: str, *args: Any) -> Any:
+    def run(self, step_name: str, *args: object) -> Any:
         batches, sizes = split(args[0], len(self._devices))
         with self.forward_context:
             if len(sizes) == 1:
@@ -63,8 +63,8 @@ class PlacedSlices(Placed):
 
 
 def _apply(
-    steps: Sequence[_SliceStep], inputs: Sequence[tuple[Any, ...]], devices: Sequence[torch.device]
-) -> list[Any]:
+    steps: Sequence[_SliceStep], inputs: Sequence[tuple[object, ...]], devices: Sequence[torch.device]
+) -> list[object]:
     """Call each step in a thread of its own; on the CPU, one after another."""
     if devices[0].type != "cpu":
         from torch.nn.parallel import parallel_apply
@@ -74,7 +74,7 @@ def _apply(
     return [_in_a_thread(step, *args) for step, args in zip(steps, inputs, strict=True)]
 
 
-def _in_a_thread(function: Callable[..., Any], *args: Any) -> Any:
+def _in_a_thread(function: Callable[..., object], *args: object) -> object:
     """Call a function in a new thread and return its result.
 
     Autograd numbers the nodes of a graph per thread, and adds gradients in that order. In a thread that has computed
@@ -102,7 +102,7 @@ class _SliceStep(nn.Module):
         self._device_of_thread = device_of_thread
         self._has_grad, self._is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
-    def forward(self, step_name: str, *args: Any) -> Any:
+    def forward(self, step_name: str, *args: object) -> Any:
         """Call the step in the grad and inference modes of the thread that made this; both are thread-local."""
         thread = threading.get_ident()
         self._device_of_thread[thread] = self._device
@@ -132,9 +132,9 @@ class _Log:
     """Keeps what a slice logs until all slices are done, to log it in slice order, weighted by slice size."""
 
     def __init__(self) -> None:
-        self._calls: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []
+        self._calls: list[tuple[str, object, tuple[object, ...], dict[str, object]]] = []
 
-    def __call__(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+    def __call__(self, name: str, value: object, *args: object, **options: object) -> None:
         if isinstance(value, nn.Module):
             raise ModuleError(
                 f"self.log({name!r}, ...) got a {type(value).__name__} that accumulates by itself, which replicas of "

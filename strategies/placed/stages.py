@@ -85,7 +85,7 @@ class PlacedStages(PlacedShards):
     def _elsewhere(self) -> Collection[nn.Parameter]:
         return self.pipeline.elsewhere
 
-    def _sharing(self) -> tuple[Collectives, Callable[..., Any] | None]:
+    def _sharing(self) -> tuple[Collectives, Callable[..., object] | None]:
         pipeline = self.pipeline
         pipeline.start(self._around_stages())
         self.has_loss = pipeline.rank == pipeline.last_rank
@@ -119,7 +119,7 @@ class PlacedStages(PlacedShards):
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def run(self, step_name: str, *args: Any) -> Any:
+    def run(self, step_name: str, *args: object) -> object:
         pipeline, step = self.pipeline, partial(self._cuts.run, self.module, self._run_step, step_name, *args)
         if pipeline.staged.is_passing:
             return step()
@@ -128,7 +128,7 @@ class PlacedStages(PlacedShards):
         with self._compared([signature], 0, lambda _: step(), lambda: args):
             return pipeline.evaluate(signature, step)
 
-    def _run_to_compare(self, step_name: str, *args: Any) -> Any:
+    def _run_to_compare(self, step_name: str, *args: object) -> object:
         step, signature = partial(self._run_step, step_name, *args), signature_of(f"{step_name} to compare", args[0])
         if self._cuts.sequences is not None:  # a part may have the shape that another batch has on this rank alone
             signature = (signature, self._cuts.sequences.context.signature)
@@ -163,10 +163,10 @@ class PlacedStages(PlacedShards):
     def record_window(self) -> WindowRecorder:
         return self.pipeline.record_window()
 
-    def stand_by(self, step_name: str, busy: Sequence[bool], run: Callable[[Any], None]) -> None:
+    def stand_by(self, step_name: str, busy: Sequence[bool], run: Callable[[object], None]) -> None:
         has_run = False
 
-        def run_lent(lent: Any) -> None:
+        def run_lent(lent: object) -> None:
             nonlocal has_run
             run(lent)
             has_run = True
@@ -189,10 +189,10 @@ class PlacedStages(PlacedShards):
         super().sync_buffers(copies)
         self.pipeline.sync_buffers(copies)
 
-    def model_state(self) -> dict[str, Any]:
+    def model_state(self) -> dict[str, object]:
         return marked(self.pipeline, super().model_state())
 
-    def full_model_state(self) -> dict[str, Any]:
+    def full_model_state(self) -> dict[str, object]:
         self._sharded.reshard()
         state = gather_all(self.pipeline, self.ranks.all, is_kept=self._is_first_of_node())
         return as_tied(self.module, state)
@@ -214,7 +214,7 @@ class PlacedStages(PlacedShards):
         self.sync_buffers({name: found[b] for name, b in names.items()})
         return found
 
-    def load_model_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+    def load_model_state(self, state: Mapping[str, object], *, strict: bool = True) -> None:
         super().load_model_state(without_elsewhere(self.pipeline, state), strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -229,5 +229,5 @@ def _any_of(ranks: Collectives) -> Callable[[bool], bool]:
     return lambda flag: bool(begin([float(flag)], "max")()[0])
 
 
-def _arguments(work: WindowWork, number: int) -> list[Sequence[Any]]:
+def _arguments(work: WindowWork, number: int) -> list[Sequence[object]]:
     return [work.arguments_at(index) for index in range(number)]

@@ -37,7 +37,7 @@ class PlacedZero(PlacedReplica):
             check_can_be_dealt(OptimizerProbe(optimizer), self.site.name, self.ranks.all)
         self._sharded = {optimizer: ShardedOptimizer(optimizer) for optimizer in optimizers}
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, object]:
         """Return the state of the parameters that this rank owns, by name, and the param groups of all parameters."""
         state = super().optimizer_state(optimizer)
         return {**state, "state": Sharded(state["state"])} if optimizer in self._sharded else state

@@ -156,7 +156,7 @@ class MergedTensors:
                 last = self._layers[name]
                 self.names += last.names
 
-    def _walk(self, module: Any, prefix: str, base_prefix: str) -> None:
+    def _walk(self, module: nn.Module, prefix: str, base_prefix: str) -> None:
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -208,7 +208,7 @@ class MergedTensors:
         return {layer.base_prefix + name: value for name, value in copied.get_base_layer().state_dict().items()}
 
 
-def _with_whole(module: Any, prefix: str, whole: dict[str, Tensor]) -> Any:
+def _with_whole(module: nn.Module, prefix: str, whole: dict[str, Tensor]) -> Any:
     """Return a copy of a layer with whole tensors, without what sharding has added to it."""
     kind = plain_kind(module)
     copied: Any = kind.__new__(kind)

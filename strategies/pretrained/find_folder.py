@@ -176,7 +176,7 @@ def _parts_of(pipeline: Path) -> list[str]:
     return [name for name, value in entries if isinstance(value, list) and (pipeline / name).is_dir()]
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, object]:
     """Return the object in a JSON file.
 
     Raises:

@@ -31,7 +31,7 @@ class Library:
     """Whether the library reads weights from several files."""
     has: Callable[[nn.Module], bool]
     """Whether a model is of this library."""
-    write_config: Callable[[Any, Path, torch.dtype], None]
+    write_config: Callable[[object, Path, torch.dtype], None]
     """Writes the config of a model, whose weights have this dtype, into a folder."""
     build: Callable[[Path], nn.Module]
     """Builds the model that the config of a folder describes, without its weights."""
@@ -104,7 +104,7 @@ def _config_of_transformers(model: Any, folder: Path, dtype: torch.dtype) -> Non
         generation.save_pretrained(folder)
 
 
-def _config_of_timm(model: Any, folder: Path, dtype: torch.dtype) -> None:
+def _config_of_timm(model: object, folder: Path, dtype: torch.dtype) -> None:
     from timm.models._hub import save_config_for_hf
 
     save_config_for_hf(model, str(folder / CONFIG))

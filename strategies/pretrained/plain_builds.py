@@ -53,7 +53,7 @@ class _ModelsOfTransformers(MetaPathFinder):
 
     def __init__(self) -> None:
         self._kind: Any = None
-        self._original: Any = None
+        self._original: object = None
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
         if fullname != _MODELS:
@@ -75,7 +75,7 @@ class _ModelsOfTransformers(MetaPathFinder):
         self._kind = module.PreTrainedModel
         self._original = original = vars(self._kind)["from_pretrained"]
 
-        def from_pretrained(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        def from_pretrained(kind: object, *args: Any, **kwargs: Any) -> object:
             build = partial(copy_context().run, original.__func__, kind, *args, **kwargs)
             state = torch.get_rng_state()
             try:

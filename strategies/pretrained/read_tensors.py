@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 from weakref import ref
 
 from torch import nn
@@ -35,7 +35,7 @@ class ReadTensors:
         is_same = known() is parameter and memory == StorageWeakRef(parameter.untyped_storage())
         return is_same and version == version_of(parameter)
 
-    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
         return type(self), ()
 
 

@@ -138,7 +138,7 @@ class ElasticAgent(Agent):
                         error.add_note(f"A node has given up:\n{report}")
                 raise
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, object]:
         self.failed = []
         pids = super()._start_workers(worker_group)
         self._watch.follow(self._running)

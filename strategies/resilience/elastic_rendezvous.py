@@ -300,7 +300,7 @@ class ManyNodes(DynamicRendezvousHandler):
             self.notices.post(_OVER)
             self._link.store.set(CLOSED, "")
 
-    def _record(self, *_: Any, **__: Any) -> None:
+    def _record(self, *_: object, **__: object) -> None:
         """Do nothing, as `QuickSteps` does."""
 
     def _missing(self) -> str:

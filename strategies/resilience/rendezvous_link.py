@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -14,6 +14,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import Token
 
 from .store_process import CLOCK, LIFE
 from .torch_rendezvous import Node, check_state, set_time_of, shift_times, takes_part
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 KEEP_ALIVE: Final = timedelta(seconds=1)
 """The time between two keep-alive messages of an agent."""
@@ -32,7 +35,7 @@ class Link(C10dRendezvousBackend):
     _loss: BaseException | None = None
     """The error with which the store was lost."""
 
-    def __init__(self, node: Node, store: Any, run_id: str) -> None:
+    def __init__(self, node: Node, store: Store, run_id: str) -> None:
         super().__init__(store, run_id)
         self.store = store
         self._node = node
@@ -41,7 +44,7 @@ class Link(C10dRendezvousBackend):
         self.counts_until = -math.inf  # the time at which this node counts as dead, on the monotonic clock
         self.allow_until: Callable[[float], None] | None = None
 
-    def _call_store(self, store_op: str, *args: Any, **kwargs: Any) -> Any:
+    def _call_store(self, store_op: str, *args: object, **kwargs: object) -> Any:
         if self._loss is not None:  # an answer that arrived now would belong to an earlier request
             raise RendezvousConnectionError("The store is lost") from self._loss
         try:

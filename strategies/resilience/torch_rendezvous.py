@@ -88,7 +88,7 @@ class QuickSteps(_DistributedRendezvousOpExecutor):
 
         super().run(decide, deadline, update_deadline)
 
-    def _record(self, *_: Any, **__: Any) -> None:
+    def _record(self, *_: object, **__: object) -> None:
         """Do nothing: torch would search the whole stack and all modules for a name, many times per second."""
 
     def _all_are_there(self, context: _RendezvousContext) -> bool:
@@ -137,7 +137,7 @@ def takes_part(node: Node, data: bytes) -> bool:
 
 
 class _StateUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if (module, name) not in _KNOWN:
             raise pickle.UnpicklingError(f"it holds {module}.{name}")
         return super().find_class(module, name)

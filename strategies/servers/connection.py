@@ -16,7 +16,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from signal import Signals
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from torch import Tensor
 
@@ -31,6 +31,9 @@ from .messages import Push, Updated
 from .processes import ServerProcesses
 from .server import LOST_PEERS, ServerTask, run_server
 from .transport import Arguments, Peers, RequestError, Transport, server, trainer
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 T = TypeVar("T")
 
@@ -55,7 +58,7 @@ class Timeouts:
 class _Presence:
     """Answers the pings of other peers, on a trainer."""
 
-    def answer(self, request: str, arguments: tuple[Any, ...]) -> Any:
+    def answer(self, request: str, arguments: tuple[object, ...]) -> object:
         return []
 
 
@@ -78,7 +81,7 @@ class Connection:
         self,
         environment: Environment,
         collectives: Collectives,
-        store: Any,
+        store: Store | None,
         *,
         num_servers: int | None,
         max_staleness: int | None,
@@ -192,7 +195,7 @@ class Connection:
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
-    def ask(self, request: str, messages: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+    def ask(self, request: str, messages: Mapping[int, tuple[object, ...]]) -> dict[int, Any]:
         """Send each of these servers its message, and return their answers.
 
         Raises:
@@ -279,7 +282,7 @@ class Connection:
                     "run. Resume with ckpt_path='last'; dmesg shows whether it was the out-of-memory killer."
                 ) from error
 
-    def try_ask(self, request: str, index: int, *message: Any) -> Any:
+    def try_ask(self, request: str, index: int, *message: object) -> Any:
         """Return the answer of a server that may be gone; None if it is, or shows no sign of life for a second."""
         call = self._transport.call(server(index), request, *message)
         with suppress(ConnectionError, RequestError):
@@ -294,7 +297,9 @@ class Connection:
         """Wait for the other trainers. Collective: every trainer calls it."""
         self._collectives.barrier()
 
-    def invoke(self, how: str, peer: str, function: Callable[..., Any], arguments: Arguments, timeout: float) -> Any:
+    def invoke(
+        self, how: str, peer: str, function: Callable[..., object], arguments: Arguments, timeout: float
+    ) -> object:
         """Call a user's function in a peer.
 
         Raises:
@@ -372,7 +377,7 @@ def _short(error: BaseException) -> str:
     return str(error).split(" (this error originated")[0][:120]
 
 
-def _tensors_of(message: Any) -> list[Tensor]:
+def _tensors_of(message: object) -> list[Tensor]:
     """Return the tensors of a message."""
     if isinstance(message, Tensor):
         return [message]

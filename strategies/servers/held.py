@@ -50,17 +50,17 @@ class HeldOptimizer:
         kind, attributes = unpack(assignment.optimizer)
         self.optimizer: Optimizer = remake(kind, attributes, groups)
         self.optimizer.state.update(_state_of(assignment.state, self.parameters))
-        self._pushes: dict[int, tuple[Push, Future[Any]]] = {}
+        self._pushes: dict[int, tuple[Push, Future[object]]] = {}
         self._updated: tuple[int, Updated] | None = None
 
     # --- sync: the gradients of all trainers meet --------------------------------------------------------------------
 
-    def gather(self, push: Push) -> Future[Any]:
+    def gather(self, push: Push) -> Future[object]:
         """Take the gradients of a trainer; the answer comes when those of all trainers have arrived.
 
         The answer is `Updated`, or the sum of the squared gradients for a push that is not final.
         """
-        answer: Future[Any] = Future()
+        answer: Future[object] = Future()
         self._pushes[push.trainer] = push, answer
         if len(self._pushes) == self._num_trainers:
             pushes, answers = zip(*(self._pushes[trainer] for trainer in range(self._num_trainers)), strict=True)
@@ -166,7 +166,7 @@ class HeldOptimizer:
         norms = [torch.linalg.vector_norm(gradient).double() for gradient in self._all_gradients()]
         return sum(float(norm.square()) for norm in norms)
 
-    def _take_settings(self, settings: Sequence[Mapping[str, Any]] | None) -> None:
+    def _take_settings(self, settings: Sequence[Mapping[str, object]] | None) -> None:
         for group, new in zip(self.optimizer.param_groups, settings or (), strict=settings is not None):
             group.update(new)
 
@@ -184,7 +184,7 @@ class HeldOptimizer:
             flat.copy_(new)
 
 
-def _has_changed(old: Any, new: Any) -> bool:
+def _has_changed(old: object, new: object) -> bool:
     if isinstance(old, Tensor) and isinstance(new, Tensor):
         return not (old.dtype == new.dtype and old.shape == new.shape and torch.equal(old, new))
     if isinstance(old, list) and isinstance(new, list):
@@ -194,16 +194,16 @@ def _has_changed(old: Any, new: Any) -> bool:
     return old is not new and (isinstance(new, Tensor) or bool(old != new))
 
 
-def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+def _settings(optimizer: Optimizer) -> list[dict[str, object]]:
     """Return the settings of each group, with copies of what a step may change in place."""
     return [
         {name: _copied(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups
     ]
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: object) -> object:
     return copy.deepcopy(value) if isinstance(value, Tensor | list | dict) else value
 
 
-def _state_of(state: Mapping[str, dict[str, Any]], parameters: Mapping[str, nn.Parameter]) -> dict[Tensor, Any]:
+def _state_of(state: Mapping[str, dict[str, object]], parameters: Mapping[str, nn.Parameter]) -> dict[Tensor, object]:
     return {parameters[name]: value for name, value in state.items() if name in parameters}

@@ -26,7 +26,7 @@ class Meeting:
     port: int = 0
     main_address: str = LOOPBACK
     """The first node's address; the others listen on the network towards it."""
-    hosted: list[Any] = field(default_factory=list)
+    hosted: list[object] = field(default_factory=list)
     """The store itself, in the process that hosts it; it ends with this object."""
 
     @classmethod
@@ -38,7 +38,7 @@ class Meeting:
         store = host_store(address, 0, limit)
         return cls(None, address, store.port, environment.main_address, [store])
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return Meeting, (self.file, self.address, self.port, self.main_address)
 
     def join(

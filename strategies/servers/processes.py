@@ -53,7 +53,7 @@ class Nursery:
             self.process.start()
         theirs.close()
 
-    def ask(self, request: str, *arguments: Any) -> Any:
+    def ask(self, request: str, *arguments: object) -> Any:
         """Return the answer of the process.
 
         Raises:
@@ -198,7 +198,7 @@ def _tend(pipe: Connection) -> None:
         pipe.send(exit_codes[pid])
 
 
-def _fork(function: Callable[..., None], argument: Any) -> int:
+def _fork(function: Callable[..., None], argument: object) -> int:
     nursery = os.getpid()
     pid = os.fork()
     if pid:

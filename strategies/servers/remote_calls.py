@@ -21,9 +21,9 @@ class RemoteCalls:
     def rpc_sync(
         self,
         to: str,
-        func: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        func: Callable[..., object],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
         timeout: float = 0,
     ) -> Any:
         """Return what a function returns in another process: ``"server0"``, ``"trainer1"``, ...
@@ -39,9 +39,9 @@ class RemoteCalls:
     def rpc_async(
         self,
         to: str,
-        func: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        func: Callable[..., object],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
         timeout: float = 0,
     ) -> Any:
         """Call a function as `rpc_sync` does, and return a ``torch.futures.Future`` of its result."""
@@ -50,9 +50,9 @@ class RemoteCalls:
     def remote(
         self,
         to: str,
-        func: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        func: Callable[..., object],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
         timeout: float = 0,
     ) -> Any:
         """Call a function, or a class, and return torch's ``RRef`` to the result, which stays in the other process."""
@@ -62,11 +62,11 @@ class RemoteCalls:
         self,
         how: str,
         to: str,
-        func: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any] | None,
+        func: Callable[..., object],
+        args: Sequence[object],
+        kwargs: Mapping[str, object] | None,
         timeout: float,
-    ) -> Any:
+    ) -> object:
         if self._connection is None:
             name = "remote" if how == "remote" else f"rpc_{how}"
             raise RunError(
@@ -76,7 +76,7 @@ class RemoteCalls:
         return self._connection.invoke(how, to, func, Arguments(tuple(args), kwargs or {}), timeout)
 
 
-def _check(func: Any, args: Any, kwargs: Any, timeout: Any) -> None:
+def _check(func: object, args: object, kwargs: object, timeout: object) -> None:
     """Check what a user gives for a call, of which the other process would complain, or torch.
 
     Raises:

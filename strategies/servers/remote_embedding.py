@@ -43,7 +43,7 @@ class RemoteEmbedding(nn.Embedding):
         self._is_lost = False
         self._name = type(self).__name__
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_pull": None}
 
     @property

@@ -86,7 +86,7 @@ class ServedOptimizer:
         """See `Updated`."""
         serves_all = not tables
         if serves_all:
-            step: Any = partial(Optimizer.profile_hook_step(self._step), optimizer)
+            step: object = partial(Optimizer.profile_hook_step(self._step), optimizer)
         else:
             step = partial(self._step_some, optimizer)
         self._replaced = replace_step(optimizer, step)
@@ -186,7 +186,7 @@ class ServedOptimizer:
             state={name: _on_cpu(values) for name, values in state.items() if name in held},
         )
 
-    def fetch_state(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    def fetch_state(self, names: Sequence[str]) -> dict[str, dict[str, object]]:
         """Return the state of these parameters from their servers."""
         wanted = self._by_server(names)
         answers = self._connection.ask("state", {index: (self.key, own) for index, own in wanted.items()})
@@ -198,7 +198,7 @@ class ServedOptimizer:
             wanted.setdefault(self._holders[name], []).append(name)
         return wanted
 
-    def own_state(self) -> dict[str, dict[str, Any]]:
+    def own_state(self) -> dict[str, dict[str, object]]:
         """Return this trainer's share of the state that servers hold: each trainer saves another one."""
         sizes = {name: parameter.numel() for name, parameter in self._named.items()}
         return self.fetch_state(deal(sizes, self._collectives.world_size)[self._connection.rank])
@@ -211,7 +211,7 @@ class ServedOptimizer:
         if self._has_other_state():
             self.optimizer.state = defaultdict(dict, self.optimizer.state)
             return
-        state: dict[str, dict[str, Any]] = {}
+        state: dict[str, dict[str, object]] = {}
         for index, names in self._by_server(list(self._named)).items():
             if not has_failed:
                 state |= self._connection.ask("state", {index: (self.key, names)})[index]
@@ -219,7 +219,7 @@ class ServedOptimizer:
                 state |= answer
             else:
                 return
-        here: defaultdict[Tensor, Any] = defaultdict(dict, self.optimizer.state)
+        here: defaultdict[Tensor, object] = defaultdict(dict, self.optimizer.state)
         here.update((self._named[name], _on_device(values, self._named[name])) for name, values in state.items())
         self.optimizer.state = here
 
@@ -277,7 +277,7 @@ class ServedOptimizer:
         elif not self._has_gathered and self._limit is not None:
             self.gather()
 
-    def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    def _step(self, optimizer: Optimizer, closure: Callable[[], object] | None = None) -> object:
         note_step(optimizer)
         result = None
         if closure is not None:
@@ -294,7 +294,7 @@ class ServedOptimizer:
         self._take(answers)
         return result
 
-    def _step_some(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    def _step_some(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> object:
         """Step where servers hold only tables, and this trainer holds the rest."""
         self._step(optimizer)
         tables = [self._named[name] for name in self._named]
@@ -314,7 +314,7 @@ class ServedOptimizer:
         self._num_pushes += 1
         return answers
 
-    def _send(self, request: str, messages: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+    def _send(self, request: str, messages: Mapping[int, tuple[object, ...]]) -> dict[int, object]:
         """Send messages with the settings of groups.
 
         Raises:
@@ -382,10 +382,10 @@ class ServedOptimizer:
         return found
 
 
-def _on_device(values: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+def _on_device(values: Mapping[str, object], parameter: Tensor) -> dict[str, object]:
     """Return the state of a parameter as its optimizer would have it here: numbers of steps stay on the CPU."""
     return {n: v.to(parameter.device) if isinstance(v, Tensor) and v.ndim else v for n, v in values.items()}
 
 
-def _on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
+def _on_cpu(values: Mapping[str, object]) -> dict[str, object]:
     return {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in values.items()}

@@ -28,13 +28,13 @@ class ServedState(defaultdict[Tensor, Any]):
         served: the names of the parameters whose state is on the servers.
     """
 
-    def __init__(self, own: Mapping[Tensor, Any], served: Mapping[Tensor, str]) -> None:
+    def __init__(self, own: Mapping[Tensor, object], served: Mapping[Tensor, str]) -> None:
         super().__init__(dict, own)
         self._served = served
         self.is_cleared = False
         """Whether a hook has reset the state of all parameters."""
 
-    def __missing__(self, key: Tensor) -> Any:
+    def __missing__(self, key: Tensor) -> object:
         """Return an empty state of a parameter that has none yet, as every optimizer's does.
 
         Raises:
@@ -48,7 +48,7 @@ class ServedState(defaultdict[Tensor, Any]):
             )
         return super().__missing__(key)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return defaultdict, (dict, dict(self))
 
     def clear(self) -> None:

@@ -67,7 +67,7 @@ class Server:
         self._tables: dict[str, Tensor] = {}
         self._lock = threading.Lock()
 
-    def answer(self, request: str, arguments: tuple[Any, ...]) -> Any:
+    def answer(self, request: str, arguments: tuple[object, ...]) -> object:
         """Answer a request, which is the name of one of the methods below without its underscore."""
         if request == "ping":
             return self._missing()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ trainer with this push, and how many pushes of others were applied between its p
 @dataclass
 class _Waiting:
     trainer: int
-    answer: Future[Any]
+    answer: Future[object]
 
 
 class StalenessBound:
@@ -50,13 +50,13 @@ class StalenessBound:
         number, total, largest = self.totals
         self.totals = number + 1, total + lead, max(largest, lead)
 
-    def wait(self, trainer: int) -> Future[Any]:
+    def wait(self, trainer: int) -> Future[object]:
         """Return a future that is done once this trainer may go on."""
         waiting = _Waiting(trainer, Future())
         self._waiting.append(waiting)
         return waiting.answer
 
-    def released(self) -> list[Future[Any]]:
+    def released(self) -> list[Future[object]]:
         """Return the answers of the trainers that may go on now, and that pull the parameters as they are."""
         slowest = min(self._clocks)
         free = [w for w in self._waiting if self._clocks[w.trainer] + 1 - slowest <= self._max_staleness]

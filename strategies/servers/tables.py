@@ -106,7 +106,9 @@ class RemoteTables:
 
     # --- state -------------------------------------------------------------------------------------------------------
 
-    def own_share(self, state: Mapping[str, Any], connection: Connection, collectives: Collectives) -> dict[str, Any]:
+    def own_share(
+        self, state: Mapping[str, object], connection: Connection, collectives: Collectives
+    ) -> dict[str, object]:
         """Return the share of the module's state that this trainer saves: some tables; on the first, also all else."""
         sizes = {name: weight.numel() for name, weight in self._weights.items()}
         own = self.fetch(connection, deal(sizes, collectives.world_size)[connection.rank])
@@ -124,7 +126,7 @@ class RemoteTables:
                 layer.found()
         collectives.barrier()
 
-    def without_memory(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def without_memory(self, state: Mapping[str, object]) -> dict[str, object]:
         """Return a state with placeholders in place of tables."""
         weights, aliases = self._weights, self._aliases()
         return {name: weights[aliases[name]].detach() if name in aliases else value for name, value in state.items()}

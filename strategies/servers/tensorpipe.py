@@ -56,7 +56,7 @@ class TensorPipe:
         self,
         name: str,
         peers: Peers,
-        store: Any,
+        store: Store,
         service: Service,
         *,
         interface: Mapping[str, str],
@@ -88,9 +88,9 @@ class TensorPipe:
         # torch counts its barriers by the names of the peers, so each run in a process needs names of its own
         return f"{name}-{self._peers.token}"
 
-    def call(self, peer: str, request: str, *arguments: Any, timeout: float = 0) -> Future[Any]:
+    def call(self, peer: str, request: str, *arguments: object, timeout: float = 0) -> Future[Any]:
         """Send a request; see `Transport`."""
-        answer: Future[Any] = Future()
+        answer: Future[object] = Future()
         try:
             future = rpc.rpc_async(self._internal(peer), _answer, (request, arguments), timeout=timeout)
         except RuntimeError as error:
@@ -99,7 +99,9 @@ class TensorPipe:
             future.add_done_callback(lambda done: _take(done, answer))
         return answer
 
-    def invoke(self, how: str, peer: str, function: Callable[..., Any], arguments: Arguments, timeout: float) -> Any:
+    def invoke(
+        self, how: str, peer: str, function: Callable[..., object], arguments: Arguments, timeout: float
+    ) -> object:
         """Call a function of the user's in a peer; see `Transport`."""
         call: Any = rpc.remote if how == "remote" else rpc.rpc_async
         packed = _packed(function) if isinstance(function, Hashable) else pack(function)
@@ -136,7 +138,7 @@ class _PatientStore(Store):
     stop all threads of this process for as long as the store waits.
     """
 
-    def __init__(self, store: Any, limit: timedelta, is_given_up: threading.Event) -> None:
+    def __init__(self, store: Store, limit: timedelta, is_given_up: threading.Event) -> None:
         super().__init__()
         self._store, self._limit, self._is_given_up = store, limit, is_given_up
 
@@ -170,9 +172,9 @@ class _PatientStore(Store):
 
 
 @functions.async_execution  # type: ignore[untyped-decorator]  # torch has no types for it
-def _answer(request: str, arguments: tuple[Any, ...]) -> torch.futures.Future[Any]:
+def _answer(request: str, arguments: tuple[object, ...]) -> torch.futures.Future[object]:
     """Answer a request, in the process that received it."""
-    future: torch.futures.Future[Any] = torch.futures.Future()
+    future: torch.futures.Future[object] = torch.futures.Future()
     try:
         value = _SERVICES[0].answer(request, arguments)
     except BaseException as error:  # noqa: BLE001 - passed on to the peer
@@ -193,12 +195,12 @@ class _Failure:
         self.trace = "".join(traceback.format_tb(error.__traceback__))
 
 
-def _outcome(done: Future[Any]) -> Any:
+def _outcome(done: Future[object]) -> object:
     error = done.exception()
     return done.result() if error is None else _Failure(error)
 
 
-def _take(done: torch.futures.Future[Any], answer: Future[Any]) -> None:
+def _take(done: torch.futures.Future[object], answer: Future[object]) -> None:
     """Pass on the outcome of torch's future, on which one cannot wait and still handle signals."""
     try:
         value = done.value()
@@ -214,11 +216,11 @@ def _take(done: torch.futures.Future[Any], answer: Future[Any]) -> None:
 
 
 @lru_cache(maxsize=256)
-def _packed(function: Callable[..., Any]) -> bytes:
+def _packed(function: Callable[..., object]) -> bytes:
     return pack(function)  # the peer cannot import the user's program
 
 
-def _invoke(packed: bytes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _invoke(packed: bytes, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     return _unpacked(packed)(*args, **kwargs)
 
 

@@ -11,20 +11,22 @@ from typing import Any, Protocol
 class Service(Protocol):
     """Answers the requests of a process's peers, from any thread."""
 
-    def answer(self, request: str, arguments: tuple[Any, ...]) -> Any:
+    def answer(self, request: str, arguments: tuple[object, ...]) -> object:
         """Return the answer, or a `Future` of it if it has to wait for other peers."""
 
 
 class Transport(Protocol):
     """The calls between the processes of a run, which know each other by name."""
 
-    def call(self, peer: str, request: str, *arguments: Any, timeout: float = 0) -> Future[Any]:
+    def call(self, peer: str, request: str, *arguments: object, timeout: float = 0) -> Future[Any]:
         """Send a request, with tensors on the CPU; a `timeout` of 0 waits for as long as the peer lives.
 
         The future raises ConnectionError if the peer is gone or takes longer, and `RequestError` if it failed.
         """
 
-    def invoke(self, how: str, peer: str, function: Callable[..., Any], arguments: Arguments, timeout: float) -> Any:
+    def invoke(
+        self, how: str, peer: str, function: Callable[..., object], arguments: Arguments, timeout: float
+    ) -> object:
         """Call a user's function in a peer; `how` is ``"sync"``, ``"async"`` or ``"remote"``."""
 
     def close(self) -> None:

@@ -6,13 +6,16 @@ import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
 from ..distributed.collectives import Collectives
 from ..distributed.process_group import ProcessGroup
+
+if TYPE_CHECKING:
+    pass
 
 TIMEOUT: Final = timedelta(minutes=1)
 """How long a rank may be late for a snapshot that is written while training continues."""

@@ -18,7 +18,7 @@ from .index import INDEX, FileEntry, Returns, SnapshotIndex, write_index
 from .recovery import Recovery
 from .shared_file import MemoryFile
 
-Describe: TypeAlias = Callable[[Sequence[Any]], Mapping[str, FileEntry]]
+Describe: TypeAlias = Callable[[Sequence[object]], Mapping[str, FileEntry]]
 """Writes, on rank 0, the files that describe a whole snapshot, given the `content` of each rank's contribution."""
 
 _FOLDER: Final = "snapshots"

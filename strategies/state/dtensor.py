@@ -6,7 +6,7 @@ import math
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,12 @@ from ..wrapped.wrapped_tensors import (
 from .lazy_tensor import Block, StoredTensor, own_copy, read_block
 from .shards import Holders, cuts_of, pieces_of, shard_size
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
 
-def is_dtensor(value: object) -> bool:
+
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Return whether a value is a DTensor, of which this rank holds a shard."""
     if type(value) in (Tensor, Parameter):  # the usual case, and faster than isinstance with DTensor
         return False
@@ -54,7 +58,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 def held_as(tensor: Tensor) -> Tensor:
     """Return the tensor that holds this rank's shard, without an operation on it, which its class might not support."""
     with torch.no_grad():
-        return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+        return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def is_wrapper(tensor: Tensor) -> bool:
@@ -102,10 +106,10 @@ def values_here(tensor: Tensor) -> Tensor:
 
 def gathered(tensor: Tensor) -> Tensor:
     """Return a DTensor gathered, differentiably, or a plain tensor as is. Collective: the ranks of its mesh call it."""
-    return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
-def number_of(value: Any) -> float | None:
+def number_of(value: object) -> float | None:
     """Return what ``self.log`` gets as a number; None for a metric object. Collective for a DTensor, see `gathered`."""
     if isinstance(value, Tensor):
         value = gathered(value).detach()
@@ -113,25 +117,26 @@ def number_of(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def with_local_shard(like: Any, local: Tensor) -> Tensor:
+def with_local_shard(like: Tensor, local: Tensor) -> Tensor:
     """Return a tensor that is sharded like `like`, of which `local` is this rank's shard."""
     if not is_dtensor(like):
         return local
-    shard: Tensor = _of_shard(local, like.device_mesh, like.placements, like.shape, like.stride())
-    return shard
+    return _of_shard(local, like.device_mesh, like.placements, like.shape, like.stride())
 
 
-def _of_shard(local: Tensor, mesh: Any, placements: Any, shape: Any, stride: Any) -> Any:
+def _of_shard(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
+) -> Tensor:
     """Return a DTensor with this very shard, wherever it is; torch (2.14) would move it to the mesh's devices."""
     from torch.distributed.tensor import DTensor
 
     is_there = local.device.type in (mesh.device_type, "meta")
     shard = local if is_there else torch.empty_like(local, device="meta")
-    made: Any = DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)
+    made = DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)
     return made if is_there else with_shard_elsewhere(made, local)
 
 
-def with_even_shards(tensor: Any) -> Any:
+def with_even_shards(tensor: Tensor) -> Tensor:
     """Return zeros sharded like a DTensor, of its sizes or the next that all shards divide; another tensor as is."""
     if not is_dtensor(tensor):
         return tensor
@@ -148,7 +153,7 @@ def with_even_shards(tensor: Any) -> Any:
     return _of_shard(zeros, tensor.device_mesh, tensor.placements, shape, stride)
 
 
-def shard_like(value: Any, like: Any) -> Any:
+def shard_like(value: object, like: Any) -> Any:
     """Return a whole tensor sharded like `like`; a value of another shape is returned as is.
 
     Only this rank's shard is read, which matters if the whole tensor is in a memory-mapped file.
@@ -158,11 +163,11 @@ def shard_like(value: Any, like: Any) -> Any:
     if not is_dtensor(like) or not isinstance(value, Tensor) or value.shape != like.shape:
         return value
     if is_dtensor(value):
-        return value.redistribute(like.device_mesh, like.placements)  # type: ignore[attr-defined]
+        return value.redistribute(like.device_mesh, like.placements)
     return with_local_shard(like, _read_shard(value, like))
 
 
-def _read_shard(value: Tensor, like: Any) -> Tensor:
+def _read_shard(value: Tensor, like: DTensor) -> Tensor:
     pieces, shape = pieces_of(like), local_shard(like).shape
     if len(pieces) == 1 and shape.numel():
         return read_block(value, pieces[0].offsets, pieces[0].shape, like.device)
@@ -182,12 +187,12 @@ def own_copy_of(tensor: Tensor) -> Tensor:
 # --- all shards ------------------------------------------------------------------------------------------------------
 
 
-def gather_whole(state: Mapping[str, Any], *, is_kept: bool) -> dict[str, Any]:
+def gather_whole(state: Mapping[str, object], *, is_kept: bool) -> dict[str, object]:
     """Return a state with whole tensors on the CPU, or an empty one if it is not kept. Collective: every rank calls it.
 
     Ranks that do not keep it hold only one whole tensor at a time.
     """
-    whole: dict[str, Any] = {}
+    whole: dict[str, object] = {}
     check_whole(state)
     for name, value in state.items():
         if is_dtensor(value):
@@ -197,7 +202,7 @@ def gather_whole(state: Mapping[str, Any], *, is_kept: bool) -> dict[str, Any]:
     return whole
 
 
-def check_whole(state: Mapping[str, Any]) -> None:
+def check_whole(state: Mapping[str, object]) -> None:
     """Check that sharded tensors can be gathered.
 
     Raises:
@@ -239,7 +244,7 @@ def multiply_all(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
         torch._foreach_mul_(group, factor.to(device, dtype))
 
 
-def whole_tensor(tensor: Any) -> Tensor:
+def whole_tensor(tensor: DTensor) -> Tensor:
     """Return a whole DTensor, which may be packed or quantized. Collective: the ranks of its mesh call it."""
     from torch.distributed.tensor import Shard
 
@@ -250,19 +255,20 @@ def whole_tensor(tensor: Any) -> Tensor:
     local = local_shard(tensor).to(mesh.device_type)
     if mesh.ndim == 1:
         return _full(local, mesh, tensor.placements[0], tensor.shape)
+    names, place = mesh.mesh_dim_names or (), mesh.get_coordinate() or ()
     shape, steps = list(tensor.shape), []
     for dim in range(tensor.dim()):
         for axis, split_factor in cuts_of(tensor, dim):
             placement = Shard(dim) if split_factor == 1 else strided_shard(dim, split_factor)
-            steps.append((mesh[mesh.mesh_dim_names[axis]], placement, torch.Size(shape)))
-            shape[dim] = shard_size(shape[dim], mesh.shape[axis], split_factor, mesh.get_coordinate()[axis])
+            steps.append((mesh[names[axis]], placement, torch.Size(shape)))
+            shape[dim] = shard_size(shape[dim], mesh.shape[axis], split_factor, place[axis])
     local = local if local.numel() else local.new_empty(shape)  # fully_shard gives an empty shard an odd shape
     for submesh, placement, whole in reversed(steps):
         local = _full(local, submesh, placement, whole)
     return local
 
 
-def _can_be_joined(tensor: Any) -> bool:
+def _can_be_joined(tensor: DTensor) -> bool:
     """Return whether the shards of a tensor that wrap others are equal blocks of rows, each quantized by itself."""
     if not is_wrapper(tensor) or why_not_kept(held_as(tensor)):
         return False
@@ -272,14 +278,15 @@ def _can_be_joined(tensor: Any) -> bool:
     return are_rows and held_as(tensor).shape[0] * number == tensor.shape[0]
 
 
-def _joined(tensor: Any) -> Tensor:
+def _joined(tensor: DTensor) -> Tensor:
     """Return a whole DTensor whose shards wrap others, bit by bit. Collective: the ranks of its mesh call it."""
     from torch.distributed.tensor import Shard
 
     check_whole({f"A tensor of {list(tensor.shape)}": tensor})
     mesh, whole = tensor.device_mesh, held_as(tensor).detach()
+    names = mesh.mesh_dim_names or ()
     for cut in reversed(cuts_of(tensor, 0)):
-        axis, number = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[cut.axis]], mesh.shape[cut.axis]
+        axis, number = mesh if mesh.ndim == 1 else mesh[names[cut.axis]], mesh.shape[cut.axis]
         parts, rule = take_apart(whole), rule_of(type(whole))
         shape = (parts.shape[0] * number, *parts.shape[1:])
         inner = {
@@ -293,15 +300,14 @@ def _joined(tensor: Any) -> Tensor:
     return whole
 
 
-def _full(local: Tensor, mesh: Any, placement: Any, shape: torch.Size) -> Tensor:
+def _full(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.Size) -> Tensor:
     """Return a whole tensor that is sharded over a mesh of one axis. Collective: the ranks of the mesh call it."""
     from torch.distributed.tensor import DTensor
 
     stride = torch.empty(shape, device="meta").stride()
-    on_mesh: Any = DTensor.from_local(local, mesh, [placement], run_check=False, shape=shape, stride=stride)
+    on_mesh = DTensor.from_local(local, mesh, [placement], run_check=False, shape=shape, stride=stride)
     read_by_placements(on_mesh)
-    full: Tensor = on_mesh.full_tensor()
-    return full
+    return on_mesh.full_tensor()
 
 
 def clip_by_norm(
@@ -336,7 +342,7 @@ def clip_by_norm(
 # --- what a checkpoint holds of them ---------------------------------------------------------------------------------
 
 
-def own_blocks(tensor: Any, path: str) -> list[Block]:
+def own_blocks(tensor: DTensor, path: str) -> list[Block]:
     """Return the blocks of a DTensor that this rank holds: one, or several if the tensor is packed.
 
     Raises:
@@ -351,7 +357,7 @@ def own_blocks(tensor: Any, path: str) -> list[Block]:
     return [Block(shard[piece.here], piece.offsets) for piece in pieces_of(tensor)]
 
 
-def own_wrapped_blocks(tensor: Any, path: str) -> list[Block]:
+def own_wrapped_blocks(tensor: DTensor, path: str) -> list[Block]:
     """Return the blocks of a DTensor, whose shards wrap other tensors, that this rank holds; as `own_blocks`."""
     local = held_as(tensor).detach()
     _check_placed(tensor, path)
@@ -361,14 +367,14 @@ def own_wrapped_blocks(tensor: Any, path: str) -> list[Block]:
     return [Block(read_block(local, [at.start for at in one.here], one.shape), one.offsets) for one in pieces]
 
 
-def _check_placed(tensor: Any, path: str) -> None:
+def _check_placed(tensor: DTensor, path: str) -> None:
     if any(placement.is_partial() for placement in tensor.placements):
         raise CheckpointError(
             f"{path} is a DTensor with placements {tensor.placements}; call its redistribute() before saving."
         )
 
 
-def writes(tensor: Any, key: str, holders: Holders) -> bool:
+def writes(tensor: DTensor, key: str, holders: Holders) -> bool:
     """Return whether this rank is the one that writes its shard of a DTensor, of all ranks that hold the same shard.
 
     `key` determines which replica it is, so that all of them write about the same amount.
@@ -376,12 +382,12 @@ def writes(tensor: Any, key: str, holders: Holders) -> bool:
     ranks = holders.of(tensor)
     if not ranks or ranks[zlib.crc32(key.encode()) % len(ranks)] != tensor.device_mesh.get_rank():
         return False
-    coordinate = zip(tensor.placements, tensor.device_mesh.get_coordinate(), strict=True)
+    coordinate = zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=True)
     is_first_shard = all(at == 0 for placement, at in coordinate if not placement.is_replicate())
     return is_first_shard or local_shard(tensor).numel() > 0
 
 
-def layout_of(tensor: Any) -> dict[str, int]:
+def layout_of(tensor: DTensor) -> dict[str, int]:
     """Return the axes of a DTensor's mesh, with their degrees of parallelism."""
     mesh = tensor.device_mesh
     return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))

@@ -37,6 +37,6 @@ class FromEnvironment(str):
         return cls(value, stored) if is_unresolved else value
 
 
-def _at(stored: Any, key: Any) -> Any:
+def _at(stored: Any, key: object) -> Any:
     """Return what is stored for an item; if its container came from one interpolation, that interpolation."""
     return stored if isinstance(stored, str) else stored[key]

@@ -60,8 +60,12 @@ class StoredTensor(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        cls,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         """Answer queries that need no elements, copy blocks, and call all other functions with the whole tensor."""
         first = args[0] if args else None
         if func in _ABOUT:
@@ -210,17 +214,17 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.whole() if isinstance(tensor, StoredTensor) else tensor
 
 
-def _getters(*names: str) -> set[Any]:
+def _getters(*names: str) -> set[object]:
     return {getattr(Tensor, name).__get__ for name in names}
 
 
-_ABOUT: Final[frozenset[Any]] = frozenset(
+_ABOUT: Final[frozenset[object]] = frozenset(
     {Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__}
     | {Tensor.is_floating_point, Tensor.is_complex, Tensor.is_neg, Tensor.is_conj}
     | _getters("shape", "dtype", "ndim", "layout", "requires_grad", "is_sparse", "is_quantized", "is_nested")
 )
 """Functions that need only shape and dtype."""
-_CONSTANT: Final[Mapping[Any, Any]] = {
+_CONSTANT: Final[Mapping[object, object]] = {
     **dict.fromkeys(_getters("device"), torch.device("cpu")),
     **dict.fromkeys(_getters("is_meta", "is_cuda"), False),
 }

@@ -31,7 +31,7 @@ _SIZE: Final = 1 << 64
 
 
 def digests_of(
-    state: Mapping[str, Any], collectives: Collectives, dtypes: Mapping[str, torch.dtype] | None = None
+    state: Mapping[str, object], collectives: Collectives, dtypes: Mapping[str, torch.dtype] | None = None
 ) -> dict[str, str]:
     """Return a digest of each tensor in a module's state, which is the same on every layout. Collective: all ranks.
 
@@ -96,7 +96,7 @@ def note_trained(module: nn.Module, optimizers: Iterable[Any] = ()) -> None:
 
 
 def built_digests(
-    module: nn.Module, state: Mapping[str, Any], optimizers: Sequence[Any], collectives: Collectives
+    module: nn.Module, state: Mapping[str, object], optimizers: Sequence[Any], collectives: Collectives
 ) -> dict[str, str]:
     """Return the digests of a module's frozen weights as it was built, by name. Collective: every rank calls it.
 
@@ -119,7 +119,7 @@ def built_digests(
 # --- what a checkpoint has of them -----------------------------------------------------------------------------------
 
 
-def left_out(state: Mapping[str, Any], digests: Mapping[str, str], collectives: Collectives) -> dict[str, Any]:
+def left_out(state: Mapping[str, Any], digests: Mapping[str, str], collectives: Collectives) -> dict[str, object]:
     """Return, by name, the weights of a state that a checkpoint can leave out: they are as they were built. Collective.
 
     Args:
@@ -176,7 +176,7 @@ def completed(
     return {**saved, **{name: own[name] for name in wanted}}
 
 
-def bytes_of(omitted: Mapping[str, Any], state: Mapping[str, Any]) -> int:
+def bytes_of(omitted: Mapping[str, object], state: Mapping[str, Any]) -> int:
     """Return the bytes of the whole weights that a checkpoint leaves out; a tied one counts once for each name."""
     return sum(
         local_shard(state[name]).element_size() * state[name].numel()

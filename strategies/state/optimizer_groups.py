@@ -61,7 +61,7 @@ def _check_same(index: int, one: tuple[Group, str], other: tuple[Group, str]) ->
             )
 
 
-def _is_equal(one: Any, other: Any) -> bool:
+def _is_equal(one: object, other: object) -> bool:
     equal = one == other
     return bool(equal.all() if isinstance(equal, Tensor) else equal)
 
@@ -94,7 +94,7 @@ def _check_kind(optimizer: Optimizer, saved: Group, here: Group) -> None:
         )
 
 
-def _check_setting(saved: Any, here: Any, place: str) -> None:
+def _check_setting(saved: Any, here: object, place: str) -> None:
     """Reject settings that are not numbers where this optimizer has numbers."""
     if isinstance(here, tuple):
         check(saved, [object], place)

@@ -23,7 +23,7 @@ _SCHEMA: Final = {"state": {TEXT: dict}, "param_groups": [{"params": [TEXT]}]}
 _DTYPES: Final = {TEXT: torch.dtype}
 
 
-def state_by_name(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
+def state_by_name(optimizer: Optimizer, module: nn.Module) -> dict[str, object]:
     """Return ``optimizer.state_dict()`` with each parameter's position replaced by its name in `module`.
 
     ``dtypes`` has the dtypes of the parameters, and ``shared`` the state that belongs to no parameter, if there is any.
@@ -71,7 +71,7 @@ def load_by_name(optimizer: Optimizer, module: nn.Module, state: Mapping[str, An
                 loaded[key] = _as_saved(loaded[key], saved[key], changed)
 
 
-def _as_saved(loaded: Any, saved: Any, changed: tuple[torch.dtype, torch.dtype]) -> Any:
+def _as_saved(loaded: Any, saved: Any, changed: tuple[torch.dtype, torch.dtype]) -> object:
     """Return a value of a parameter's state without the conversions of ``optimizer.load_state_dict``.
 
     Args:
@@ -184,7 +184,7 @@ def optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
+def attributes_of(optimizer: Optimizer) -> dict[str, object]:
     """Return an optimizer's attributes, except its groups and state, from which `remake` makes another one.
 
     The scheduler's wrapper of its step and its hooks are left out, since they belong to the user's object.
@@ -197,7 +197,7 @@ def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def remake(kind: type[Optimizer], attributes: Mapping[str, Any], groups: list[dict[str, Any]]) -> Optimizer:
+def remake(kind: type[Optimizer], attributes: Mapping[str, object], groups: list[dict[str, object]]) -> Optimizer:
     """Return an optimizer of this class with these groups, without state.
 
     It is made the way unpickling does, since the arguments of a constructor may differ from the groups' defaults.
@@ -236,7 +236,7 @@ class BlockByBlock:
     tensor: Tensor
 
 
-def agree_on_wrapped(state: Mapping[str, Any], collectives: Collectives) -> dict[str, Any]:
+def agree_on_wrapped(state: Mapping[str, object], collectives: Collectives) -> dict[str, object]:
     """Return an optimizer's state whose DTensors are marked if their shards wrap others on some ranks only. Collective.
 
     torchao quantizes a shard only if it has enough elements, and a number of them that its blocks divide.

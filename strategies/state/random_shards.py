@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..torch_internals import set_dtensor_handler
+from ..torch_internals import OpOverload, set_dtensor_handler
 from .dtensor import local_shard, shard_like
 
 _IN_PLACE: Final = (
@@ -38,12 +38,12 @@ def draw_whole() -> None:
             set_dtensor_handler(overload, _make)
 
 
-def _overloads(name: str) -> list[Any]:
+def _overloads(name: str) -> list[OpOverload]:
     packet = getattr(torch.ops.aten, name)
     return [getattr(packet, each) for each in packet.overloads() if not each.endswith("out")]
 
 
-def _fill(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+def _fill(operation: OpOverload, args: Sequence[Any], kwargs: Mapping[str, object]) -> Tensor:
     target, *others = args
     whole = torch.empty(target.shape, dtype=target.dtype, device=local_shard(target).device)
     operation(whole, *others, **kwargs)
@@ -52,7 +52,7 @@ def _fill(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ten
     return result
 
 
-def _make(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+def _make(operation: OpOverload, args: Sequence[Any], kwargs: Mapping[str, object]) -> Tensor:
     like, *others = args
     whole = torch.empty(like.shape, dtype=like.dtype, device=local_shard(like).device)
     drawn: Tensor = shard_like(operation(whole, *others, **kwargs), like)

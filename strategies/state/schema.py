@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias
 
 from ...common.errors import CheckpointError
 
-Schema: TypeAlias = Any
+Schema: TypeAlias = object
 """A type; a `Rule`; ``[schema]`` for a list; ``{name: schema}`` for an object with these names, or ``{Rule: schema}``
 for one whose names all satisfy the rule; a tuple of schemas, one of which must hold; or a value, such as None."""
 
@@ -95,7 +95,7 @@ def check(value: object, schema: Schema, place: str) -> None:
         raise _refused(place, repr(schema), value)
 
 
-def _check_object(value: object, schema: Mapping[Any, Schema], place: str) -> None:
+def _check_object(value: object, schema: Mapping[object, Schema], place: str) -> None:
     if not isinstance(value, Mapping):
         raise _refused(place, "an object", value)
     if len(schema) == 1 and isinstance(rule := next(iter(schema)), Rule):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..torch_internals import root_mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
 
 Run = tuple[int, int]
 """The first index and the last index + 1 of consecutive elements."""
@@ -36,7 +40,7 @@ class AxisCut(NamedTuple):
 # shards of two axes have different sizes; full_tensor() of fully_shard over packed shards is wrong (torch 2.14).
 
 
-def cuts_of(tensor: Any, dim: int) -> list[AxisCut]:
+def cuts_of(tensor: DTensor, dim: int) -> list[AxisCut]:
     """Return the axes that shard a dimension of a DTensor, in the order in which they do.
 
     ``fully_shard`` shards what the axes to its right have left over, which is recorded as a ``_StridedShard`` whose
@@ -59,7 +63,7 @@ def cuts_of(tensor: Any, dim: int) -> list[AxisCut]:
     return first + last
 
 
-def pieces_of(tensor: Any) -> list[Piece]:
+def pieces_of(tensor: DTensor) -> list[Piece]:
     """Return the blocks that make up this rank's shard of a DTensor: one, or several if parts are packed."""
     places = []
     for dim, size in enumerate(tensor.shape):
@@ -81,9 +85,9 @@ class Holders:
     """Looks up the ranks that hold the same shard of a DTensor as this one, once per mesh and placement."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], list[int]] = {}
+        self._known: dict[tuple[object, ...], list[int]] = {}
 
-    def of(self, tensor: Any) -> list[int]:
+    def of(self, tensor: DTensor) -> list[int]:
         """Return these ranks in ascending order, including this one; none on a rank outside the tensor's mesh."""
         key = tensor.device_mesh, tensor.placements
         if key not in self._known:
@@ -96,7 +100,7 @@ class Holders:
         return {rank for ranks in self._known.values() for rank in ranks}
 
 
-def _holders(mesh: Any, placements: Sequence[Any]) -> list[int]:
+def _holders(mesh: DeviceMesh, placements: Sequence[Placement]) -> list[int]:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return []
@@ -122,7 +126,7 @@ def shard_size(length: int, num_shards: int, split_factor: int, index: int) -> i
     return sum(stop - start for start, stop in _cut([(0, length)], num_shards, split_factor, index))
 
 
-def _coordinate(tensor: Any) -> Sequence[int]:
+def _coordinate(tensor: DTensor) -> Sequence[int]:
     coordinate: Sequence[int] | None = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "this rank holds nothing of the tensor"
     return coordinate

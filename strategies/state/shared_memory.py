@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, combinations
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +57,7 @@ def check_unshared(module: nn.Module, strategy: str, *, with_buffers: bool) -> N
 
 def _groups(module: nn.Module) -> list[list[tuple[str, Tensor]]]:
     """Return the tensors that lie in the same memory, with their names, in groups of two and more."""
-    found: dict[tuple[Any, ...], list[tuple[str, Tensor]]] = defaultdict(list)
+    found: dict[tuple[object, ...], list[tuple[str, Tensor]]] = defaultdict(list)
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         is_special = nn.parameter.is_lazy(tensor) or is_dtensor(tensor) or is_traceable_wrapper_subclass(tensor)
         if is_special or tensor.is_meta or is_without_memory(tensor) or tensor.layout is not torch.strided:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from .dtensor import shard_like
 from .lazy_tensor import StoredTensor
 
 
-def with_tied_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+def with_tied_names(module: nn.Module, state: Mapping[str, object]) -> dict[str, object]:
     """Return a state dict with the names that it lacks of a tensor that it has under another name.
 
     Files of Hugging Face hold a tied head under the name of the embedding only.
@@ -27,7 +26,7 @@ def with_tied_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, An
     return {**here, **{name: here[other] for name, other in lacking.items()}}
 
 
-def without_unread(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+def without_unread(module: nn.Module, state: Mapping[str, object]) -> dict[str, object]:
     """Return a state without the entries that parts of the module write, but could not read.
 
     Layers of bitsandbytes write how their weights are quantized beside them, and refuse to read it back: there it must
@@ -70,7 +69,7 @@ def tied_names(module: nn.Module) -> dict[str, str]:
     return {name: other for name, other in named.items() if name != other}
 
 
-def as_tied(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+def as_tied(module: nn.Module, state: Mapping[str, object]) -> dict[str, object]:
     """Return a module's state with one tensor under all names of a tied one, as in the module's own state dict."""
     ties = tied_names(module)
     return {name: state.get(ties.get(name, name), value) for name, value in state.items()}

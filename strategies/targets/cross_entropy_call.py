@@ -27,7 +27,7 @@ class CrossEntropyCall:
     label_smoothing: float
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Self:
+    def of(cls, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Self:
         """Return what a function that stands for ``F.cross_entropy`` was called with.
 
         Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ class NotedMeans(TorchFunctionMode):
         address = value.data_ptr()
         return next((count for mean, count in self._found if mean is value or mean.data_ptr() == address), None)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> object:
         result = func(*args, **(kwargs or {}))
         if func is F.cross_entropy and not is_without_memory(result):
             call = CrossEntropyCall.of(args, kwargs or {})

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from ..torch_tensors import adds_as_it_is, counts_of_mean, is_of_one_element, notes_of
 
@@ -50,7 +51,7 @@ def target_mean_of(loss: Tensor) -> TargetMean | None:
 
     A loss that was multiplied or divided is none: its author may have weighted it, by its targets for example.
     """
-    node: Any = loss.grad_fn
+    node = loss.grad_fn
     while node is not None:
         kind = _kind_of(type(node).__name__)
         if kind == "mean":
@@ -76,12 +77,14 @@ def target_means_in(loss: Tensor) -> list[TargetMean]:
     return [mean for node in _parts(loss.grad_fn) if (mean := _mean_at(node)) is not None]
 
 
-def _parts(root: Any) -> Iterator[Any]:
+def _parts(root: Node | None) -> Iterator[Node]:
     """Yield the cross-entropies among the operations on scalars from which a loss was computed."""
     nodes, seen = [root], 0
     while nodes and seen < _MOST_NODES:
         node, seen = nodes.pop(), seen + 1
-        kind = "other" if node is None else _kind_of(type(node).__name__)
+        if node is None:
+            continue
+        kind = _kind_of(type(node).__name__)
         if kind == "mean":
             yield node
         elif kind != "other":
@@ -92,17 +95,17 @@ def _kind_of(operation: str) -> _Kind:
     return _KINDS.get(operation, "other")
 
 
-def _mean_at(node: Any) -> TargetMean | None:
+def _mean_at(node: Node) -> TargetMean | None:
     counts = counts_of_mean(node)
     return None if counts is None else TargetMean(*counts)
 
 
-def _source(node: Any) -> Any:
+def _source(node: Node) -> Node | None:
     sources = [source for source, _ in node.next_functions if source is not None]
     return sources[0] if len(sources) == 1 else None
 
 
-def _only_term(node: Any) -> Any:
+def _only_term(node: Node) -> Node | None:
     """Return what a constant was added to; the cross-entropy of one with label smoothing, which torch makes a sum."""
     (first, _), (second, _) = node.next_functions
     if second is None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..context_parallel.attention import AttentionMode, added_mask
 from ..torch_internals import function_modes
 from .exchanges import TensorGroup
-from .layers import CutLayer, Forward, Slices, local
+from .layers import CutLayer, Forward, Inputs, Named, Slices, local
 
 _SIGNATURE: Final = inspect.signature(nn.MultiheadAttention.forward)
 
@@ -49,7 +49,7 @@ class AttentionCut(CutLayer):
         """Return the same: it takes and returns whole activations."""
         return self
 
-    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: Inputs, named: Named) -> object:
         """Return the output, and the attention weights if requested."""
         assert isinstance(module, nn.MultiheadAttention)
         call = _SIGNATURE.bind(module, *inputs, **named)

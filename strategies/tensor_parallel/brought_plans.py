@@ -8,14 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from torch import nn
 
 from ...common.foreign import attribute_of
 from .words import GATHERED_COLUMNS, OPEN_COLUMNS, OPEN_ROWS, SPLIT_ROWS
 
-Plan = Mapping[str, Any]
+Plan = Mapping[str, object]
 _INSIDE: Final = re.compile(r"\.(base_layer|original_module|(lora_[AB]|modules_to_save)\.[^.]+)$")
 """Names of layers inside one of peft."""
 
@@ -53,7 +53,7 @@ def brought_plans(
         yield from brought_plans(child, kind, counts=counts, name=f"{name}.{child_name}".lstrip("."))
 
 
-def _own(part: nn.Module, name: str) -> Any:
+def _own(part: nn.Module, name: str) -> object:
     """Return an attribute of a module, unless it is that of another module inside, which adapters hand on."""
     return attribute_of(part, name) if name in vars(part) or hasattr(type(part), name) else None
 
@@ -69,14 +69,14 @@ def outside(name: str) -> str:
     return _INSIDE.sub("", name)
 
 
-def reaching_inside(module: nn.Module, words: Plan) -> dict[str, Any]:
+def reaching_inside(module: nn.Module, words: Plan) -> dict[str, object]:
     """Return a plan whose words for layers with adapters of peft are those of the layers inside.
 
     LoRA adds B(A(x)) to a layer: where its output is cut, that of B is, and where its input is cut, that of A is. What
     is trained whole (``modules_to_save``) is cut as the layer that it replaces. Layers with other adapters stay whole,
     and with them all that the plan names in the same module, which would pass features to each other.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     whole: set[str] = set()
     for name, word in words.items():
         inside = _inside(module.get_submodule(name), word) if isinstance(word, str) else {"": word}
@@ -87,7 +87,7 @@ def reaching_inside(module: nn.Module, words: Plan) -> dict[str, Any]:
     return {name: word for name, word in found.items() if outside(name).rpartition(".")[0] not in whole}
 
 
-def _inside(layer: nn.Module, word: str) -> dict[str, Any] | None:
+def _inside(layer: nn.Module, word: str) -> dict[str, object] | None:
     """Return the words for what is inside a layer, by names relative to it; None if it cannot be cut."""
     children = dict(layer.named_children())
     base = word.partition(":")[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import nn
 
@@ -17,10 +17,13 @@ from .exchanges import TensorGroup
 from .layers import CutLayer, Forward, Slices, SummedGradients, WholeLayer
 from .tensor_plan import TensorPlan
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 _WHOLE: Final = WholeLayer({})
 
 
-def cut_module(module: nn.Module, plan: TensorPlan, mesh: Any, copies: Iterable[int] = ()) -> None:
+def cut_module(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, copies: Iterable[int] = ()) -> None:
     """Cut a module, which is equal on all ranks, according to a plan; meta tensors are cut as well.
 
     Parameters that are not cut stay plain. Collective: every rank calls it.
@@ -98,8 +101,8 @@ def run_as(submodule: nn.Module, layer: CutLayer, group: TensorGroup, *, replace
 
 
 def _cut_forward(
-    submodule: nn.Module, layer: CutLayer, group: TensorGroup, forward: Forward, *args: Any, **kwargs: Any
-) -> Any:
+    submodule: nn.Module, layer: CutLayer, group: TensorGroup, forward: Forward, *args: object, **kwargs: object
+) -> object:
     if not layer.computes_loss and asked_of(submodule) is not None:
         raise ModuleError(
             f"the head ({type(submodule).__name__}) is cut as {type(layer).__name__}, which cannot compute a loss "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,9 @@ from torch import Tensor
 from ...common.errors import ModuleError
 from ..torch_internals import split_axis
 from ..torch_tensors import version_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _Change = Callable[[Tensor], Tensor]
 
@@ -33,16 +36,16 @@ class TensorGroup:
         mesh: a DeviceMesh with one axis.
     """
 
-    def __init__(self, mesh: Any) -> None:
+    def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self.rank: int = mesh.get_local_rank()
         self.size: int = mesh.size()
         self.device = torch.device(mesh.device_type)
         self._group = mesh.get_group()
-        self._with_copies: dict[int, tuple[Any, TensorGroup]] = {}
+        self._with_copies: dict[int, tuple[DeviceMesh, TensorGroup]] = {}
         self._shared: dict[tuple[int, int | None, int], tuple[Tensor, Tensor]] | None = None
 
-    def mesh_of(self, copies: int) -> Any:
+    def mesh_of(self, copies: int) -> DeviceMesh:
         """Return the mesh of parameters of which `copies` neighboring ranks hold the same part.
 
         The first call for a number makes process groups: every rank of the run makes it, also those of other stages.
@@ -53,8 +56,9 @@ class TensorGroup:
         """Return the `copies` neighboring ranks, this one among them, that hold the same part; see `mesh_of`."""
         return self._divided(copies)[1]
 
-    def _divided(self, copies: int) -> tuple[Any, TensorGroup]:
+    def _divided(self, copies: int) -> tuple[DeviceMesh, TensorGroup]:
         if copies not in self._with_copies:
+            assert self.mesh.mesh_dim_names is not None
             (axis,) = self.mesh.mesh_dim_names
             names = f"{axis}_heads_of_{copies}", f"{axis}_copies_of_{copies}"
             mesh = split_axis(self.mesh, (self.size // copies, copies), names)

@@ -85,7 +85,7 @@ def _match(module: nn.Module, plan: object, source: str, *, is_strict: bool = Tr
     if not isinstance(plan, Mapping) or not plan:
         raise ConfigError(f"{source} must map names of layers to words, got {plan!r:.80}; see docs/model_parallel.md.")
     names = [name for name, _ in module.named_modules(remove_duplicate=False) if name]
-    words: dict[str, Any] = {}
+    words: dict[str, object] = {}
     for pattern, word in plan.items():
         if not is_strict and is_for_experts(word):
             continue
@@ -101,7 +101,7 @@ def _match(module: nn.Module, plan: object, source: str, *, is_strict: bool = Tr
     return words
 
 
-def _with_number(name: str, module: nn.Module, word: Any) -> Any:
+def _with_number(name: str, module: nn.Module, word: object) -> object:
     """Return a word with the number of features that go to the heads directly, if it needs one and it is known."""
     if word != _OF_LATENT_KEYS:
         return word
@@ -113,7 +113,7 @@ def _with_number(name: str, module: nn.Module, word: Any) -> Any:
 
 def _brought(module: nn.Module) -> dict[str, Any]:
     """Return the words of the plans that the outermost parts provide."""
-    words: dict[str, Any] = {}
+    words: dict[str, object] = {}
     for name, part, _, plan in brought_plans(module, "tp"):
         matched = _match(part, plan, f"the plan of {name or type(part).__name__}", is_strict=not _is_brought(part))
         words |= {f"{name}.{layer}".lstrip("."): word for layer, word in matched.items()}
@@ -139,7 +139,7 @@ def _is_brought(part: nn.Module) -> bool:
     return attribute_of(part, "_tp_plan") is not None or attribute_of(config, "base_model_tp_plan") is not None
 
 
-def _head(module: nn.Module, words: Mapping[str, Any]) -> str:
+def _head(module: nn.Module, words: Mapping[str, object]) -> str:
     """Return the name of the layer that computes the logits."""
     outside = {name: one for name, one in outside_blocks(module).items() if widths(one)}
     tables = [m for m in module.modules() if isinstance(m, nn.Embedding)]
@@ -160,7 +160,7 @@ def _head(module: nn.Module, words: Mapping[str, Any]) -> str:
     return heads[0]
 
 
-def _tied(module: nn.Module, words: Mapping[str, Any]) -> dict[str, str]:
+def _tied(module: nn.Module, words: Mapping[str, object]) -> dict[str, str]:
     """Return words for whole layers that share the weight of a layer cut by vocabulary; they are cut the same way."""
     cut = {
         module.get_submodule(name).weight
@@ -176,7 +176,7 @@ def _tied(module: nn.Module, words: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _in_order(module: nn.Module, words: Mapping[str, Any]) -> dict[str, Any]:
+def _in_order(module: nn.Module, words: Mapping[str, object]) -> dict[str, object]:
     """Return the words in the module's order; a layer with several names keeps the first."""
     layers: dict[nn.Module, str] = {}
     for name, layer in module.named_modules(remove_duplicate=False):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,12 @@ from ..targets.in_place_of_logits import Columns, asked_of
 from ..torch_internals import strided_shard
 from .exchanges import TensorGroup, bounds
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
+
 Forward = Callable[..., Any]
+Inputs = tuple[object, ...]
+Named = Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class Slices:
         parts = size // self.copies
         return [-(-length // parts) if dim == self.dim else length for dim, length in enumerate(shape)]
 
-    def placements(self) -> list[Any]:
+    def placements(self) -> list[Placement]:
         """Return the placements of the DTensor, on the mesh that `TensorGroup.mesh_of` gives."""
         from torch.distributed.tensor import Replicate, Shard
 
@@ -76,7 +81,7 @@ class CutLayer:
         """Return the layer as it takes and returns whole activations, with the same cut; None if it cannot."""
         return None
 
-    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: Inputs, named: Named) -> object:
         """Run the layer's forward with this rank's part."""
         raise NotImplementedError
 
@@ -100,7 +105,7 @@ class ColumnCut(CutLayer):
     def with_whole_activations(self) -> CutLayer:
         return self if self.keeps_logits else replace(self, gathers_output=True)
 
-    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: Inputs, named: Named) -> object:
         first, rest, named = first_input(inputs, named)
         if self.takes_copies:
             whole = first
@@ -138,7 +143,7 @@ class RowCut(CutLayer):
     def with_whole_activations(self) -> CutLayer:
         return replace(self, splits_input=True)
 
-    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: Inputs, named: Named) -> object:
         first, rest, named = first_input(inputs, named)
         own = self._own(first, group) if self.splits_input else first
         bias = getattr(module, "bias", None)
@@ -169,7 +174,7 @@ class VocabularyCut(CutLayer):
     def with_whole_activations(self) -> CutLayer:
         return self
 
-    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: Inputs, named: Named) -> object:
         indices, rest, named = first_input(inputs, named)
         start, stop = bounds(len(module.weight), group.size, group.rank)  # type: ignore[arg-type]
         is_elsewhere = (indices < start) | (indices >= stop)
@@ -189,7 +194,7 @@ class EmbeddingColumnCut(CutLayer):
     def with_whole_activations(self) -> CutLayer:
         return replace(self, gathers_output=True)
 
-    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: Inputs, named: Named) -> object:
         with local_parameters(module):
             output = forward(*inputs, **named)
         return group.join(output, -1) if self.gathers_output else output
@@ -202,7 +207,7 @@ class SummedGradients(CutLayer):
     def with_whole_activations(self) -> CutLayer:
         return WholeLayer({})
 
-    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: Inputs, named: Named) -> Any:
         own = {name: group.copy(local(p)) for name, p in module.named_parameters(recurse=False)}
         with local_parameters(module, **own):
             return forward(*inputs, **named)
@@ -212,7 +217,7 @@ class SummedGradients(CutLayer):
 class SummedOutput(CutLayer):
     """A layer whose output is a partial sum on each rank."""
 
-    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: Inputs, named: Named) -> object:
         return group.sum(forward(*inputs, **named))
 
 
@@ -228,7 +233,7 @@ class SummedTail(CutLayer):
     def with_whole_activations(self) -> CutLayer:
         return WholeLayer({})
 
-    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: Inputs, named: Named) -> object:
         output = forward(*inputs, **named)
         rest, tail = output.split([output.shape[-1] - self.num_features, self.num_features], -1)
         return torch.cat([rest, group.copy(tail)], -1)
@@ -238,7 +243,7 @@ class SummedTail(CutLayer):
 class ShardedLayer(CutLayer):
     """A layer that works on shards of the sequence; whole activations are split for it and joined afterwards."""
 
-    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: Inputs, named: Named) -> object:
         if self.shard_dim is not None:  # its input is a shard already
             return SummedGradients({}).run(module, forward, group, inputs, named)
         first, rest, named = first_input(inputs, named)
@@ -255,11 +260,11 @@ class WholeLayer(CutLayer):
     def with_whole_activations(self) -> CutLayer:
         return self
 
-    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: Inputs, named: Named) -> object:
         return forward(*inputs, **named)
 
 
-def first_input(inputs: tuple[Any, ...], named: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def first_input(inputs: Inputs, named: Named) -> tuple[Any, Inputs, Named]:
     """Return the first input of a layer, which may be passed by name, and the others."""
     if inputs:
         return inputs[0], inputs[1:], named
@@ -269,11 +274,11 @@ def first_input(inputs: tuple[Any, ...], named: Any) -> tuple[Any, tuple[Any, ..
 
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, differentiably."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 @contextmanager
-def local_parameters(module: nn.Module, **others: Any) -> Iterator[None]:
+def local_parameters(module: nn.Module, **others: object) -> Iterator[None]:
     """Set a module's attributes to this rank's parts of its parameters, and to `others`, inside the block.
 
     An instance attribute hides the parameter of that name, which stays where optimizers and checkpoints find it.
@@ -303,7 +308,7 @@ def _held(module: nn.Module, slices: Mapping[str, Slices], group: TensorGroup) -
     return {name: group.holders(copies).copy(local(module.get_parameter(name))) for name, copies in held.items()}
 
 
-def _as_logits(output: Tensor, group: TensorGroup, num_classes: int) -> Any:
+def _as_logits(output: Tensor, group: TensorGroup, num_classes: int) -> DTensor:
     from torch.distributed.tensor import DTensor, Shard
 
     shape = torch.Size((*output.shape[:-1], num_classes))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from torch import nn
 
@@ -43,7 +43,7 @@ class Limit:
         return f"{self.where} has {self.size} {self.what}, not a multiple of {times}{tp}"
 
 
-def limits_of(module: nn.Module, words: Mapping[str, Any], layers: Mapping[str, CutLayer]) -> list[Limit]:
+def limits_of(module: nn.Module, words: Mapping[str, object], layers: Mapping[str, CutLayer]) -> list[Limit]:
     """Return the limits of cutting a module's layers in this way, each once."""
     found = [limit for name, layer in layers.items() for limit in _of_layer(name, module, words, layer)]
     return list(dict.fromkeys(found))
@@ -68,7 +68,7 @@ def _key_heads(name: str, module: nn.Module, word: object) -> int | None:
     return key_heads(projection, module.get_submodule(name), module.get_submodule(_parent(projection)))
 
 
-def _of_layer(name: str, module: nn.Module, words: Mapping[str, Any], layer: CutLayer) -> Iterator[Limit]:
+def _of_layer(name: str, module: nn.Module, words: Mapping[str, object], layer: CutLayer) -> Iterator[Limit]:
     own = module.get_submodule(name)
     keys = _key_heads(name, module, words[name])
     if keys is None:

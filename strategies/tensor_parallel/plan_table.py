@@ -11,7 +11,7 @@ from torch import nn
 from .layers import CutLayer
 
 
-def plan_table(module: nn.Module, words: Mapping[str, Any], layers: Mapping[str, CutLayer], tp: int) -> str:
+def plan_table(module: nn.Module, words: Mapping[str, object], layers: Mapping[str, CutLayer], tp: int) -> str:
     """Return a table of the layers that a plan names; layers that differ only by a number share a row."""
     rows: dict[tuple[str, str, str], list[int]] = {}
     cut: dict[nn.Parameter, int] = {}

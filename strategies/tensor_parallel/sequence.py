@@ -12,7 +12,7 @@ from ...common.errors import ModuleError
 from ..module.blocks import CONTAINERS
 from ..state.dtensor import is_dtensor
 from .exchanges import TensorGroup
-from .layers import CutLayer, Forward
+from .layers import CutLayer, Forward, Inputs, Named
 
 _TORCH_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _ATTENDS_ELSEWHERE = ("cross", "encoder_attn", "encdec")
@@ -28,7 +28,7 @@ class ShardedBlock(CutLayer):
     dim: int = 1
     passes_shards: bool = False
 
-    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: Inputs, named: Named) -> object:
         """Run the block on a shard of the sequence."""
         output = _with_first(forward, lambda hidden: self._shard(hidden, group), inputs, named)
         if isinstance(output, Tensor):
@@ -42,7 +42,7 @@ class ShardedBlock(CutLayer):
 
     def _shard(self, hidden: Any, group: TensorGroup) -> Tensor:
         if is_dtensor(hidden):
-            return hidden.to_local()  # type: ignore[no-any-return]
+            return hidden.to_local()
         if not isinstance(hidden, Tensor) or hidden.dim() != 3:
             shape = tuple(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__
             raise ModuleError(
@@ -51,7 +51,7 @@ class ShardedBlock(CutLayer):
             )
         return group.split(hidden, self.dim)
 
-    def _passed(self, shard: Tensor, group: TensorGroup) -> Any:
+    def _passed(self, shard: Tensor, group: TensorGroup) -> Tensor:
         if not self.passes_shards:
             return group.join(shard, self.dim)
         from torch.distributed.tensor import DTensor, Shard
@@ -63,7 +63,7 @@ class ShardedBlock(CutLayer):
 class JoinedInput(CutLayer):
     """An attention whose input is joined before its projections, as its forward may read the input's length."""
 
-    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: Inputs, named: Named) -> object:
         """Run the attention with its first input whole."""
         assert self.shard_dim is not None
         dim = self.shard_dim
@@ -74,13 +74,13 @@ class JoinedInput(CutLayer):
 class SharedInput(CutLayer):
     """A module around several layers that take the same input, which is exchanged only once."""
 
-    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: tuple[Any, ...], named: Any) -> Any:
+    def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: Inputs, named: Named) -> object:
         """Run the module's own forward."""
         with group.sharing_inputs():
             return forward(*inputs, **named)
 
 
-def _with_first(forward: Forward, change: Callable[[Any], Any], inputs: tuple[Any, ...], named: Any) -> Any:
+def _with_first(forward: Forward, change: Callable[[Any], object], inputs: Inputs, named: Named) -> Any:
     """Call a forward with `change` applied to its first input, the hidden states."""
     if inputs:
         return forward(change(inputs[0]), *inputs[1:], **named)

@@ -193,7 +193,7 @@ def _around(name: str, words: Mapping[str, Any], module: nn.Module) -> str:
     return block
 
 
-def _closes(block: str, words: Mapping[str, Any]) -> bool:
+def _closes(block: str, words: Mapping[str, object]) -> bool:
     """Return whether cut activations are both produced and consumed inside a block."""
     inside = {_base(words[name]) for name in words if _is_inside(name, block)}
     return bool(inside & OPEN_COLUMNS) and bool(inside & OPEN_ROWS)

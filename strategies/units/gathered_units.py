@@ -40,7 +40,7 @@ class WatchedParameter(nn.Parameter):
         else:
             torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         data = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
         return nn.Parameter(data, self.requires_grad).__reduce_ex__(protocol)
 
@@ -154,7 +154,7 @@ def _first_gather(parameter: Any, unit: GatheredUnit) -> Callable[[], None]:
         vars(parameter).pop("init_unsharded_param")
         init()
         gathered = parameter._unsharded_param
-        kind: Any = type(gathered)
+        kind: object = type(gathered)
         if kind is nn.Parameter or parameter.is_dtensor:
             gathered.__class__ = WatchedParameter if kind is nn.Parameter else _watched(kind)
             vars(gathered)["_unit"] = unit
@@ -168,6 +168,6 @@ def _watched(kind: Any) -> Any:
     return type(kind.__name__, (kind,), {"data": WatchedParameter.data})
 
 
-def watch_units(roots: Iterable[Any], note: Callable[[ShardedParameter], None]) -> list[GatheredUnit]:
+def watch_units(roots: Iterable[nn.Module], note: Callable[[ShardedParameter], None]) -> list[GatheredUnit]:
     """Call `note` with each parameter below ``fully_shard`` roots that was written while it was gathered."""
     return [GatheredUnit(group, note) for group in parameter_groups(roots)]

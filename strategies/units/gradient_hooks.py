@@ -31,10 +31,10 @@ class GradientHooks:
             for kind in _KINDS
             if (hooks := getattr(parameter, kind))
         }
-        self._roots: list[Any] = []
+        self._roots: list[nn.Module] = []
         self._parameters: list[nn.Parameter] = []
 
-    def attach(self, module: nn.Module, roots: Iterable[Any], *, is_manual: bool) -> None:
+    def attach(self, module: nn.Module, roots: Iterable[nn.Module], *, is_manual: bool) -> None:
         """Give the hooks to the shards of a module; `is_manual` if its step computes the gradients itself."""
         self._roots, self._parameters = list(roots), list(module.parameters())
         named: Mapping[str, Any] = dict(module.named_parameters())

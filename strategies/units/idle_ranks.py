@@ -7,7 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from ...common.errors import ModuleError
 from ..distributed.call_watch import CallWatch
@@ -23,6 +25,9 @@ from .torch_units import (
     unit_groups,
 )
 from .unit_order import UnitOrder
+
+if TYPE_CHECKING:
+    from .torch_units import FSDPParamGroup
 
 
 class IdleRanks:
@@ -43,7 +48,7 @@ class IdleRanks:
 
     def __init__(
         self,
-        roots: Sequence[Any],
+        roots: Sequence[nn.Module],
         order: UnitOrder,
         collectives: Collectives,
         *,
@@ -63,7 +68,7 @@ class IdleRanks:
         return self._watched is not None
 
     @contextmanager
-    def beside(self, step_name: str, busy: Sequence[bool], lent: Any) -> Iterator[None]:
+    def beside(self, step_name: str, busy: Sequence[bool], lent: object) -> Iterator[None]:
         """Run a step of this rank while others are idle. Collective: with `follow` on the idle ranks.
 
         Args:
@@ -96,7 +101,7 @@ class IdleRanks:
             )
 
     def follow(
-        self, step_name: str, busy: Sequence[bool], run: Callable[[Any], None], join: Callable[..., None]
+        self, step_name: str, busy: Sequence[bool], run: Callable[[object], None], join: Callable[..., None]
     ) -> None:
         """Take part in a step of the busy ranks. Collective: with `beside` on these.
 
@@ -165,7 +170,7 @@ class _Watching(ABC):
         self.order = peers._order  # noqa: SLF001
         self.members = self._busy
         """The data ranks that agree on what this one gathers and reduces."""
-        self.groups: Sequence[Any] = ()
+        self.groups: Sequence[FSDPParamGroup] = ()
         """Those of the units, once the step is watched."""
         self.found: str | None = None
         """The user's call that sends something, once it was seen."""
@@ -207,7 +212,7 @@ class _Watching(ABC):
             self._note_reduce(index, list(has_gradient))
 
     @abstractmethod
-    def note_together(self, *what: Any) -> None:
+    def note_together(self, *what: object) -> None:
         """Note what the trainer sends by itself."""
 
     @abstractmethod
@@ -220,17 +225,17 @@ class _Watching(ABC):
 class _Leading(_Watching):
     """The step of a rank with samples; the first of these tells the idle ranks what comes next."""
 
-    def __init__(self, peers: IdleRanks, step_name: str, busy: Sequence[bool], lent: Any) -> None:
+    def __init__(self, peers: IdleRanks, step_name: str, busy: Sequence[bool], lent: object) -> None:
         super().__init__(peers, step_name, busy)
         self._lent = lent
         self.is_first = self._collectives.rank == self._busy[0]
 
-    def tell(self, *message: Any) -> None:
+    def tell(self, *message: object) -> None:
         """Send a message to the idle ranks, if this is the first rank with samples."""
         if self.is_first:
             _send_all(self._collectives, self._idle, message)
 
-    def note_together(self, *what: Any) -> None:
+    def note_together(self, *what: object) -> None:
         if self.found is None:
             self.tell("together", *what)
 
@@ -268,11 +273,11 @@ class _CatchingUp(_Watching):
         if self.found is None:
             raise self._refusal()
 
-    def _tell(self, message: Any) -> None:
+    def _tell(self, message: object) -> None:
         if self._is_first:
             _send_all(self._collectives, self._busy, message)
 
-    def note_together(self, *what: Any) -> None:
+    def note_together(self, *what: object) -> None:
         if self.found is None:
             raise self._refusal()
 
@@ -299,6 +304,6 @@ def _refusal(step_name: str, found: str | None, idle: Sequence[int]) -> ModuleEr
     )
 
 
-def _send_all(collectives: Collectives, ranks: Sequence[int], message: Any) -> None:
+def _send_all(collectives: Collectives, ranks: Sequence[int], message: object) -> None:
     for transfer in [collectives.isend(message, rank) for rank in ranks]:
         transfer.wait()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
+from torch import nn
 
 from ..torch_internals import is_in_backward
 from .torch_units import TreeOfUnits
@@ -23,7 +23,7 @@ class InnerBackwards:
         roots: the ``fully_shard`` roots of a module.
     """
 
-    def __init__(self, roots: Sequence[Any]) -> None:
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
         self.is_in_step = False
         """Whether a step runs whose backward has not begun."""
         self._roots = list(roots)
@@ -67,11 +67,11 @@ class _Tree:
         self._is_inner = self._inner.is_in_step or torch.is_grad_enabled()
         self.keeps |= self._is_inner
 
-    def _pre_backward(self, pre_backward: Callable[..., None], *args: Any) -> None:
+    def _pre_backward(self, pre_backward: Callable[..., None], *args: object) -> None:
         self._look()
         pre_backward(*args)
 
-    def _post_backward(self, post_backward: Callable[..., None], *args: Any) -> None:
+    def _post_backward(self, post_backward: Callable[..., None], *args: object) -> None:
         if not self._is_ending and is_in_backward():
             self._look()
         if self._is_ending or not self.keeps:

@@ -28,7 +28,7 @@ class InnerCalls:
         others: the units inside of it, which gather their own.
     """
 
-    def __init__(self, unit: Any, others: Iterable[nn.Module]) -> None:
+    def __init__(self, unit: nn.Module, others: Iterable[nn.Module]) -> None:
         from torch.distributed.fsdp import register_fsdp_forward_method
 
         self._depth = 0
@@ -37,27 +37,27 @@ class InnerCalls:
         unit.register_forward_hook(self._leave, always_call=True)
         vars(unit)["call_inside"] = self._run
         register_fsdp_forward_method(unit, "call_inside")
-        self._gathering: Callable[..., Any] = vars(unit)["call_inside"]
+        self._gathering: Callable[..., object] = vars(unit)["call_inside"]
         elsewhere = {part for other in others for part in other.modules()}
         for part in unit.modules():
             if part is not unit and part not in elsewhere and type(part).forward is not nn.Module.forward:
                 part.forward = self._around(part.forward)
 
-    def _enter(self, *_: Any) -> None:
+    def _enter(self, *_: object) -> None:
         self._depth += 1
 
-    def _leave(self, *_: Any) -> None:
+    def _leave(self, *_: object) -> None:
         self._depth -= 1
 
-    def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run(self, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
         self._depth += 1
         try:
             return forward(*args, **kwargs)
         finally:
             self._depth -= 1
 
-    def _around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def _around(self, forward: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
             return forward(*args, **kwargs) if self._depth else self._gathering(forward, *args, **kwargs)
 
         return call

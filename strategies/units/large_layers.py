@@ -25,15 +25,15 @@ class LayerUnit(nn.Module):
         """Whether calls of the layer gather its parameters. Otherwise they must be gathered already."""
         self.frees_after_forward = "forward" not in vars(layer) and type(layer).forward is nn.Embedding.forward
         """Whether backward does not need the parameters, as with torch's embedding."""
-        self._shards: dict[str, Any] = {}
+        self._shards: dict[str, object] = {}
         self._own = layer.forward
-        self._unwatched: dict[str, Any] | None = None
+        self._unwatched: dict[str, object] | None = None
         """The dictionary of the layer's parameters while another one watches them."""
         self._depth = 0
         self._is_read = False
         vars(layer)["forward"] = self._call
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """Call the layer's own forward."""
         own = vars(self.layer)["_parameters"]
         if self.is_active and any(dict.get(own, name) is shard for name, shard in self._shards.items()):
@@ -79,7 +79,7 @@ class LayerUnit(nn.Module):
         unit.unshard()
         unit.set_unshard_in_backward(not self.frees_after_forward)
 
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, *args: object, **kwargs: object) -> object:
         return self(*args, **kwargs) if self.is_active else self.forward(*args, **kwargs)
 
 
@@ -130,11 +130,11 @@ class _Watched(dict[str, Any]):
         super().__init__(parameters)
         self._unit = unit
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> object:
         self._unit.note_read()
         return super().__getitem__(name)
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: object = None) -> Any:
         self._unit.note_read()
         return super().get(name, default)
 
@@ -142,7 +142,7 @@ class _Watched(dict[str, Any]):
         self._unit.note_read()
         return super().items()
 
-    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+    def values(self) -> ValuesView[object]:  # type: ignore[override]
         self._unit.note_read()
         return super().values()
 

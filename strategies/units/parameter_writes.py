@@ -54,7 +54,7 @@ class ParameterWrites:
 
     def __init__(
         self,
-        roots: Iterable[Any],
+        roots: Iterable[nn.Module],
         name_of: Callable[[nn.Parameter], str],
         collectives: Collectives,
         *,

@@ -7,12 +7,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...common.errors import ModuleError
 from ..torch_internals import names_of_torch
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup as FSDPParamGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 
 def reduce_sharded_gradients(root: Any) -> None:
@@ -26,25 +31,25 @@ def reduce_sharded_gradients(root: Any) -> None:
     end_backward([root])
 
 
-def end_backward(roots: Iterable[Any]) -> None:
+def end_backward(roots: Iterable[torch.nn.Module]) -> None:
     """Do what torch does when a backward ends, for roots whose gradients were reduced without one."""
     with names_of_torch:
         for state in map(_state_of, roots):
-            context = state._state_ctx
+            context: Any = state._state_ctx
             if getattr(context, "manual_backward_finalization_active", False) is None:
                 # torch 2.15 sets it in backward hooks, none of which ran if parameters were gathered before
                 context.manual_backward_finalization_active = context.manual_backward_finalization
             state._root_post_backward_final_callback()
 
 
-def gathered_parameters(roots: Iterable[Any]) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+def gathered_parameters(roots: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
     """Yield the shards below ``fully_shard`` roots that have been gathered, each with its whole parameter."""
     for parameter in (parameter for group in parameter_groups(roots) for parameter in group.fsdp_params):
         if (gathered := getattr(parameter, "_unsharded_param", None)) is not None:
             yield parameter.sharded_param, gathered
 
 
-def parameter_groups(roots: Iterable[Any]) -> list[Any]:
+def parameter_groups(roots: Iterable[torch.nn.Module]) -> list[FSDPParamGroup]:
     """Return what gathers parameters below ``fully_shard`` roots: a group for each unit, or several."""
     from torch.distributed.fsdp import FSDPModule
 
@@ -64,17 +69,17 @@ def keeping_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
 # --- units, one by one: a "group" is torch's object for the parameters of a unit -------------------------------------
 
 
-def unit_groups(roots: Iterable[Any]) -> list[Any]:
+def unit_groups(roots: Iterable[torch.nn.Module]) -> list[FSDPParamGroup]:
     """Return the groups of all units below roots, in an order that is the same on all ranks."""
     with names_of_torch:
-        groups: list[Any] = []
+        groups: list[FSDPParamGroup] = []
         for state in map(_state_of, roots):
             state._lazy_init()
             groups += [group for each in state._state_ctx.all_states for group in _groups_of(each)]
         return groups
 
 
-def gathers_next(group: Any) -> bool:
+def gathers_next(group: FSDPParamGroup) -> bool:
     """Return whether ``group.unshard`` would send anything now."""
     with names_of_torch:
         from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -86,13 +91,13 @@ def gathers_next(group: Any) -> bool:
         return _gathering_size(group) > 1
 
 
-def is_kept_in_part(group: Any) -> bool:
+def is_kept_in_part(group: FSDPParamGroup) -> bool:
     """Return whether a unit's parameters are sharded among fewer ranks, between forward and backward."""
     with names_of_torch:
         return bool(group.is_sharded_post_forward)
 
 
-def is_in_forward(group: Any) -> bool:
+def is_in_forward(group: FSDPParamGroup) -> bool:
     """Return whether a unit's parameters are gathered for a forward, after which they may be kept in part."""
     with names_of_torch:
         from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -100,7 +105,7 @@ def is_in_forward(group: Any) -> bool:
         return bool(group._training_state == TrainingState.FORWARD)
 
 
-def join_gather(group: Any, *, from_part: bool = False, in_forward: bool = False) -> None:
+def join_gather(group: FSDPParamGroup, *, from_part: bool = False, in_forward: bool = False) -> None:
     """Take part in gathering a unit's parameters, and free them. Collective: the ranks that shard them call it.
 
     Args:
@@ -167,7 +172,7 @@ def lend_to_gather(group: Any, *, from_part: bool, in_forward: bool) -> None:
             lend_shards(group)
 
 
-def lend_to_reduce(group: Any, has_gradient: Sequence[bool]) -> None:
+def lend_to_reduce(group: FSDPParamGroup, has_gradient: Sequence[bool]) -> None:
     """Take part in a reduction of other ranks, and leave what this rank has gathered as it is. Collective."""
     with names_of_torch:
         before = group._training_state, group.reshard_after_backward
@@ -178,7 +183,7 @@ def lend_to_reduce(group: Any, has_gradient: Sequence[bool]) -> None:
             group._training_state, group.reshard_after_backward = before
 
 
-def forget_order(groups: Sequence[Any]) -> None:
+def forget_order(groups: Sequence[FSDPParamGroup]) -> None:
     """Forget the order of the last forward, from which the next backward would gather units ahead of their use.
 
     Micro-batches and evaluations add to it until a step's last backward, so that ranks with fewer would gather others.
@@ -189,7 +194,7 @@ def forget_order(groups: Sequence[Any]) -> None:
             group.comm_ctx.post_forward_order.clear()
 
 
-def gradients_to_reduce(group: Any) -> list[bool]:
+def gradients_to_reduce(group: FSDPParamGroup) -> list[bool]:
     """Return which parameters of a unit have a gradient that ``group.post_backward`` would reduce now."""
     with names_of_torch:
         if not group.reduce_grads:
@@ -198,7 +203,7 @@ def gradients_to_reduce(group: Any) -> list[bool]:
         return [_has_gradient(parameter, fills=fills) for parameter in group.fsdp_params]
 
 
-def join_reduce(group: Any, has_gradient: Sequence[bool]) -> None:
+def join_reduce(group: FSDPParamGroup, has_gradient: Sequence[bool]) -> None:
     """Take part in reducing a unit's gradients, with zeros where this rank has none. Collective.
 
     Args:
@@ -218,29 +223,31 @@ def join_reduce(group: Any, has_gradient: Sequence[bool]) -> None:
         type(group).post_backward(group)
 
 
-def call_instead(groups: Sequence[Any], unshard: Any, post_backward: Any) -> None:
+def call_instead(
+    groups: Sequence[FSDPParamGroup], unshard: Callable[..., object], post_backward: Callable[..., object]
+) -> None:
     """Call ``unshard(index, group, async_op)`` and ``post_backward(index, group)`` where torch calls the groups'."""
     with names_of_torch:
         for index, group in enumerate(groups):
             _replace(group, index, unshard, post_backward)
 
 
-def _replace(group: Any, index: int, unshard: Any, post_backward: Any) -> None:
+def _replace(group: Any, index: int, unshard: Callable[..., object], post_backward: Callable[..., object]) -> None:
     group.unshard = lambda async_op=False: unshard(index, group, async_op)
     group.post_backward = lambda *_: post_backward(index, group)
 
 
-def trained_parameters(group: Any) -> list[bool]:
+def trained_parameters(group: FSDPParamGroup) -> list[bool]:
     """Return which parameters of a unit need a gradient."""
     return [parameter.sharded_param.requires_grad for parameter in group.fsdp_params]
 
 
-def shards_of(group: Any) -> list[torch.nn.Parameter]:
+def shards_of(group: FSDPParamGroup) -> list[torch.nn.Parameter]:
     """Return the shards of a unit's parameters."""
     return [parameter.sharded_param for parameter in group.fsdp_params]
 
 
-def _has_gradient(parameter: Any, *, fills: bool) -> bool:
+def _has_gradient(parameter: FSDPParam, *, fills: bool) -> bool:
     gathered = getattr(parameter, "_unsharded_param", None)
     if gathered is None:
         return False
@@ -248,18 +255,19 @@ def _has_gradient(parameter: Any, *, fills: bool) -> bool:
     return has_any or (fills and gathered.requires_grad)
 
 
-def _gathering_size(group: Any) -> int:
+def _gathering_size(group: FSDPParamGroup) -> int:
     is_sharded = hasattr(group.mesh_info, "shard_process_group")
     return group._all_gather_process_group.size() if is_sharded else 1
 
 
-def _state_of(module: Any) -> Any:
+def _state_of(module: torch.nn.Module) -> FSDPState:
     from torch.distributed.fsdp import fully_shard
 
-    return fully_shard.state(module)  # type: ignore[attr-defined]
+    state: FSDPState = fully_shard.state(module)  # type: ignore[attr-defined]
+    return state
 
 
-def _groups_of(state: Any) -> list[Any]:
+def _groups_of(state: FSDPState) -> list[FSDPParamGroup]:
     """Return the parameter groups of a sharded module: torch before 2.13 has at most one."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
@@ -270,16 +278,22 @@ def _groups_of(state: Any) -> list[Any]:
 class TreeOfUnits:
     """The units below a ``fully_shard`` root, whose part in backwards can be intercepted."""
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: torch.nn.Module) -> None:
         with names_of_torch:
             self._root = _state_of(root)
             self._root._lazy_init()
             self._states = list(self._root._state_ctx.all_states)
-            self._groups = [group for state in self._states for group in _groups_of(state)]
+            self._groups: list[Any] = [group for state in self._states for group in _groups_of(state)]
             self.finalize: Callable[[], None] = self._root._root_post_backward_final_callback
             """Ends a backward."""
 
-    def intercept(self, pre_backward: Any, post_backward: Any, reshard: Any, finalize: Any) -> None:
+    def intercept(
+        self,
+        pre_backward: Callable[..., object],
+        post_backward: Callable[..., object],
+        reshard: Callable[..., object],
+        finalize: Callable[..., object],
+    ) -> None:
         """Call these functions in place of torch's, which are passed to them with their arguments."""
         with names_of_torch:
             for group in self._groups:

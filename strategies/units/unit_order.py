@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from torch import nn
 
@@ -31,6 +31,9 @@ from .torch_units import (
     trained_parameters,
     unit_groups,
 )
+
+if TYPE_CHECKING:
+    from .torch_units import FSDPParamGroup
 
 _TRIALS: Final = 32
 """The runs in which ranks agree on every unit, for a step that leaves some parameters out."""
@@ -113,11 +116,16 @@ class UnitOrder:
     """
 
     def __init__(
-        self, roots: Sequence[Any], name_of: Callable[[nn.Parameter], str], collectives: Collectives, *, always: bool
+        self,
+        roots: Sequence[nn.Module],
+        name_of: Callable[[nn.Parameter], str],
+        collectives: Collectives,
+        *,
+        always: bool,
     ) -> None:
         self._roots, self._name_of, self._collectives, self._always = roots, name_of, collectives, always
         self._is_alone = collectives.world_size == 1 or collectives.is_rehearsed
-        self._habits: dict[tuple[Any, ...], _Habit] = {}
+        self._habits: dict[tuple[object, ...], _Habit] = {}
         self._run: _Run | None = None
         self._listener: Listener | None = None
         self._members: Sequence[int] = range(collectives.world_size)
@@ -128,7 +136,7 @@ class UnitOrder:
         self._watch = CallWatch(others, self._meet_at_call)
 
     @cached_property
-    def groups(self) -> Sequence[Any]:
+    def groups(self) -> Sequence[FSDPParamGroup]:
         """Those of the units, once the module has been sharded as a whole."""
         groups = unit_groups(self._roots)
         call_instead(groups, self._unshard, self._post_backward)
@@ -136,7 +144,7 @@ class UnitOrder:
 
     # --- runs --------------------------------------------------------------------------------------------------------
 
-    def begin(self, step: str, *kind: Any) -> bool:
+    def begin(self, step: str, *kind: object) -> bool:
         """Begin a run of a step, of a kind; return False if one has begun already, of which this one is a part."""
         if self._is_alone or self._run is not None:
             return False
@@ -203,7 +211,7 @@ class UnitOrder:
         """Let all data ranks take part in the rest of this run. Collective."""
         self._members, self._listener = range(self._collectives.world_size), None
 
-    def watching(self) -> AbstractContextManager[Any]:
+    def watching(self) -> AbstractContextManager[object]:
         """Return a context for user code, in which ranks meet before what it sends itself."""
         run = self._run
         watches = run is not None and run.agrees and self._listener is None and not self._is_compiled
@@ -226,7 +234,7 @@ class UnitOrder:
         with self._watch.paused():
             self.meet(user_call())
 
-    def _unshard(self, index: int, group: Any, async_op: bool) -> None:
+    def _unshard(self, index: int, group: FSDPParamGroup, async_op: bool) -> None:
         if not group.is_unsharded and gathers_next(group):
             detail = is_kept_in_part(group), is_in_forward(group)
             if self._run is not None:
@@ -237,7 +245,7 @@ class UnitOrder:
         with self._watch.paused():
             type(group).unshard(group, async_op)
 
-    def _post_backward(self, index: int, group: Any) -> None:
+    def _post_backward(self, index: int, group: FSDPParamGroup) -> None:
         has_gradient = gradients_to_reduce(group)
         if any(has_gradient):
             if self._run is not None:
@@ -265,7 +273,7 @@ class UnitOrder:
         with self._watch.paused(), outside_transformations():
             return self._agree(run, call)
 
-    def _agree(self, run: _Run, own: UnitCall) -> Any:
+    def _agree(self, run: _Run, own: UnitCall) -> object:
         while True:
             calls = self._exchange(own)
             run.is_even &= all(call == calls[0] for call in calls)
@@ -275,7 +283,7 @@ class UnitOrder:
                 return own.detail
             first = min(pending, key=lambda call: call.urgency)
             same = [call.detail for call in pending if call[:2] == first[:2]]
-            detail: Any
+            detail: object
             if first.kind == "reduce":
                 detail = [any(has) for has in zip(*same, strict=True)]
             else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
@@ -41,7 +41,7 @@ class UnitRuns:
 
     def __init__(
         self,
-        roots: Sequence[Any],
+        roots: Sequence[nn.Module],
         name_of: Callable[[nn.Parameter], str],
         collectives: Collectives,
         data_collectives: Collectives,
@@ -126,16 +126,16 @@ class UnitRuns:
         """Whether other ranks have no samples in the step of this rank that runs now."""
         return self._idle.has_idle
 
-    def beside_idle(self, step_name: str, busy: Sequence[bool], lent: Any) -> AbstractContextManager[None]:
+    def beside_idle(self, step_name: str, busy: Sequence[bool], lent: object) -> AbstractContextManager[None]:
         """Return the context of a step of this rank while others `follow`; see `IdleRanks`. Collective."""
         self.writes.keeps_whole = True
         return self._idle.beside(step_name, busy, lent)
 
-    def follow(self, step_name: str, busy: Sequence[bool], run: Callable[[Any], None]) -> None:
+    def follow(self, step_name: str, busy: Sequence[bool], run: Callable[[object], None]) -> None:
         """Take part in a step of the busy ranks without samples; see `IdleRanks`. Collective."""
         self._idle.follow(step_name, busy, partial(self._run_lent, run), partial(self._join, step_name))
 
-    def _run_lent(self, run: Callable[[Any], None], lent: Any) -> None:
+    def _run_lent(self, run: Callable[[object], None], lent: object) -> None:
         """Run the step as the busy ranks do."""
         self.writes.keeps_whole = True
         run(lent)

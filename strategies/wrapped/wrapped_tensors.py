@@ -60,7 +60,7 @@ class TensorParts(NamedTuple):
 
     kind: type[Tensor]
     tensors: dict[str, Tensor]
-    context: Any
+    context: object
     """What its class needs beside the tensors to make it again: numbers, dtypes, names and the like."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -254,12 +254,12 @@ def class_beside(where: str, tensor: type[Tensor]) -> type | None:
     return found if isinstance(found, type) and found.__module__ == module == tensor.__module__ else None
 
 
-def field_values(value: Any) -> dict[str, Any]:
+def field_values(value: Any) -> dict[str, object]:
     """Return the values of a dataclass's fields, by name."""
     return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
-def make_dataclass(kind: type, values: Mapping[str, Any]) -> Any:
+def make_dataclass(kind: type, values: Mapping[str, object]) -> object:
     """Return an instance of a dataclass with these values of its fields, without calling its own code.
 
     Raises:
@@ -270,7 +270,7 @@ def make_dataclass(kind: type, values: Mapping[str, Any]) -> Any:
             f"{kind.__name__} has the fields {[field.name for field in fields(kind)]}, the checkpoint has "
             f"{sorted(values)}; use the version of {kind.__module__.partition('.')[0]} that wrote it."
         )
-    made: Any = object.__new__(kind)
+    made: object = object.__new__(kind)
     for name, value in values.items():
         object.__setattr__(made, name, value)
     return made

@@ -43,7 +43,7 @@ _DENSE: Final = (
 )
 
 
-def encode(value: Any, path: str, prefix: str) -> tuple[Any, dict[str, Block]]:
+def encode(value: object, path: str, prefix: str) -> tuple[Any, dict[str, Block]]:
     """Return `value` as JSON values, and its tensors under the keys that these refer to.
 
     Args:
@@ -65,7 +65,7 @@ class Encoder:
     def __init__(self, *, is_first: bool = True) -> None:
         self.blocks: dict[str, Block] = {}
         """The tensors, or blocks of them, that this rank is to write, by key."""
-        self.entries: dict[str, dict[str, Any]] = {}
+        self.entries: dict[str, dict[str, object]] = {}
         """Each encoded `Sharded`, by its place: the same object as in the return value of `encode`."""
         self.is_distributed = False
         """Whether ranks hold different values."""
@@ -91,14 +91,14 @@ class Encoder:
         """The ranks that write this rank's part of DTensors and `Sharded` mappings, as far as known."""
         return self._holders.all | self._sources
 
-    def encode(self, value: Any, path: str, key: str) -> Any:
+    def encode(self, value: object, path: str, key: str) -> Any:
         """Return `value` as JSON values; see the function `encode`."""
         try:
             return self._encode(value, path, key)
         except RecursionError:
             raise CheckpointError(f"{path} contains itself, or is nested too deeply to be saved; {_REMEDY}.") from None
 
-    def _encode(self, value: Any, path: str, key: str) -> Any:
+    def _encode(self, value: Any, path: str, key: str) -> object:
         kind = type(value)
         if value is None or kind in (bool, int, str):
             return value
@@ -130,14 +130,14 @@ class Encoder:
             return {tag: write(value)}
         return self._rare(value, path, key)
 
-    def _sharded(self, value: Sharded, path: str, key: str) -> Any:
+    def _sharded(self, value: Sharded, path: str, key: str) -> object:
         odd = [name for name in value if type(name) is not str or name.startswith("$")]
         if odd:
             raise CheckpointError(f"{path} is sharded but has the name {odd[0]!r}; use strings without a leading '$'.")
         self.is_distributed = self._is_in_sharded = True
         self._is_own = value.is_owner
         self._sources.update(value.sources)
-        encoded: dict[str, Any] = self._mapping(value, path, key)
+        encoded: dict[str, object] = self._mapping(value, path, key)
         self._is_own, self._is_in_sharded = self._is_first, False
         self.entries[key] = encoded if value.is_owner else {}
         return self.entries[key]
@@ -150,7 +150,7 @@ class Encoder:
             self._marks.append(value)
         return self._known[id(value),]
 
-    def _mapping(self, value: Mapping[Any, Any], path: str, key: str) -> Any:
+    def _mapping(self, value: Mapping[Any, object], path: str, key: str) -> Any:
         if all(type(name) is str and not name.startswith("$") for name in value):
             return {name: self._encode(item, f"{path}[{name!r}]", _join(key, name)) for name, item in value.items()}
         return {
@@ -163,7 +163,7 @@ class Encoder:
             ]
         }
 
-    def _rare(self, value: Any, path: str, key: str) -> Any:
+    def _rare(self, value: Any, path: str, key: str) -> object:
         kind = type(value)
         if kind in (set, frozenset):
             items = [self._encode(item, f"an element of {path}", key) for item in sorted(value, key=repr)]
@@ -195,7 +195,7 @@ class Encoder:
             f"{path} is of type {kind.__qualname__}, found {value!r:.80}: a checkpoint cannot hold it; {_REMEDY}."
         )
 
-    def _array(self, value: Any, path: str, key: str, numpy: Any) -> Any:
+    def _array(self, value: Any, path: str, key: str, numpy: Any) -> object:
         try:
             tensor = torch.from_numpy(numpy.array(value, order="C"))
         except TypeError:
@@ -205,9 +205,9 @@ class Encoder:
         tag = "$array" if type(value) is numpy.ndarray else "$number"
         return {tag: self._tensor(tensor, path, key), **_complex_mark(tensor)}
 
-    def _wrapped(self, tensor: Tensor, path: str, key: str) -> Any:
+    def _wrapped(self, tensor: Tensor, path: str, key: str) -> object:
         """Return a tensor that keeps its elements in others, in its blocks; of a DTensor, those of this rank."""
-        blocks: dict[str, Any] = {}
+        blocks: dict[str, object] = {}
         held = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), "blocks": blocks}
         if not is_dtensor(tensor):
             blocks[""] = self._wrapped_block(Block.whole(tensor), path, key)
@@ -228,7 +228,7 @@ class Encoder:
                 self.own.update(set(self.blocks) - before)
         return {"$wrapped": held}
 
-    def _wrapped_block(self, block: Block, path: str, key: str, *, is_own: bool = False) -> Any:
+    def _wrapped_block(self, block: Block, path: str, key: str, *, is_own: bool = False) -> object:
         tensor, offsets = block
         outer = self._is_own, self._context_of
         self._is_own |= is_own
@@ -251,7 +251,6 @@ class Encoder:
             self._is_own, self._context_of = outer
 
     def _tensor(self, tensor: Tensor, path: str, key: str) -> str:
-        is_shard = is_dtensor(tensor)
         reason = unfit(tensor)
         if reason:
             raise CheckpointError(f"{path} is {reason}; {_DENSE}.")
@@ -267,13 +266,13 @@ class Encoder:
         if shard.tensor.numel():
             self._known[memory] = unique
         blocks = {unique: shard}
-        if is_shard:
+        if is_dtensor(tensor):
             self.is_distributed = True
             self.layout |= layout_of(tensor)
             blocks = self._named(unique, [_plain(block) for block in own_blocks(tensor, path)])
-        if is_shard or self._is_in_sharded:
+        if is_dtensor(tensor) or self._is_in_sharded:
             self.own.update(blocks)
-        if writes(tensor, key, self._holders) if is_shard else self._is_own:
+        if writes(tensor, key, self._holders) if is_dtensor(tensor) else self._is_own:
             self.blocks |= blocks
         self._kept.append(shard)
         return unique

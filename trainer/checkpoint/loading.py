@@ -65,7 +65,7 @@ _ENDINGS: Final = ("", OUTLINE)
 _Files: TypeAlias = dict[str, MappedFile | FilePiece | FetchedFile]
 
 
-def _same(content: Any) -> Any:
+def _same(content: object) -> object:
     return content
 
 

@@ -176,7 +176,7 @@ def read_manifest(folder: AnyPath, held: int | None = None) -> Manifest:
     return _from_bytes(raw, str(path))
 
 
-def read_object(file: MappedFile | FilePiece | FetchedFile) -> dict[str, Any]:
+def read_object(file: MappedFile | FilePiece | FetchedFile) -> dict[str, object]:
     """Return the JSON object in a file, or in a member of one file."""
     if file.size > LARGEST_JSON:
         raise CheckpointError(f"{file.path} has {file.size} bytes, more than Echelon writes; use another checkpoint.")

@@ -48,7 +48,7 @@ def lay_out(blocks: Mapping[str, Block], notes: Mapping[str, str] | None = None)
     order = sorted(blocks, key=lambda name: -blocks[name].tensor.element_size())
     sharding = {name: {"saved_offsets": list(blocks[name].offsets)} for name in order}
     metadata = {"format": "pt", "DCP_VERSION": "1.0", SHARDING_KEY: json.dumps(sharding), **(notes or {})}
-    header: dict[str, Any] = {"__metadata__": metadata}
+    header: dict[str, object] = {"__metadata__": metadata}
     starts: dict[str, int] = {}
     end = 0
     for name in order:
@@ -125,7 +125,7 @@ def _bytes_in(file: MappedFile | FetchedFile, begin: int, end: int) -> bytes:
     return file.data[begin:end]
 
 
-def block_of(entry: Mapping[str, Any], file: MappedFile | FetchedFile, begin: int) -> Block:
+def block_of(entry: Mapping[str, object], file: MappedFile | FetchedFile, begin: int) -> Block:
     """Return the block that an entry of a header describes; `begin` is the byte from which its offsets count.
 
     The caller has checked that the offsets are inside the file. Raises one of `MALFORMED` for any other fault.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Final
 
 from torch import Tensor
 
@@ -65,7 +65,7 @@ FORGED: Final = (
 )
 
 
-def check_saved(state: Mapping[str, Any], place: str) -> None:
+def check_saved(state: Mapping[str, object], place: str) -> None:
     """Check the parts that a state has; to resume training from it, it must have all parts.
 
     Raises:

@@ -34,11 +34,11 @@ MODEL: Final = "model"
 class EncodedState:
     """A state in the form in which one rank writes it."""
 
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
     """The JSON values of each part; only rank 0's are written."""
     blocks: Mapping[str, Mapping[str, Block]]
     """The tensors of each part that this rank writes, by key."""
-    entries: Mapping[str, Mapping[str, dict[str, Any]]]
+    entries: Mapping[str, Mapping[str, dict[str, object]]]
     """For each part that differs between ranks, its `Sharded` mappings by place, which are inside `values`."""
     mesh: Mapping[str, int]
     own: Mapping[str, Collection[str]]
@@ -67,7 +67,7 @@ class EncodedState:
         """Whether other ranks have something to write; all ranks give the same answer."""
         return bool(self.entries)
 
-    def add_entries(self, rank: int, entries: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
+    def add_entries(self, rank: int, entries: Mapping[str, Mapping[str, Mapping[str, object]]]) -> None:
         """Add the entries of another rank to this state, which is rank 0's.
 
         Raises:
@@ -118,7 +118,7 @@ def save(
 
 
 def encode_state(
-    state: Mapping[str, Any],
+    state: Mapping[str, object],
     mesh: Mapping[str, int] | None = None,
     *,
     rank: int = 0,
@@ -136,7 +136,7 @@ def encode_state(
     """
     is_first = rank == 0 if writes_common is None else writes_common
     encoders: dict[str, Encoder] = {}
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for part, value in state.items():
         if not isinstance(part, str):
             raise CheckpointError(
@@ -244,7 +244,7 @@ def manifest_of(encoded: EncodedState, parts: Mapping[str, Sequence[str]], files
     )
 
 
-def to_json(values: Mapping[str, Any]) -> bytes:
+def to_json(values: Mapping[str, object]) -> bytes:
     """Return the text of ``state.json``.
 
     Raises:
@@ -261,7 +261,7 @@ def to_json(values: Mapping[str, Any]) -> bytes:
     return text
 
 
-def _keys(value: Any) -> Iterator[str]:
+def _keys(value: object) -> Iterator[str]:
     """Yield the keys of the tensors in an encoded value, in order."""
     if isinstance(value, list):
         for item in value:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ...common.errors import CheckpointError
 from ...common.storage import AnyPath, StorePath
@@ -25,6 +25,9 @@ from .on_nodes.on_disk import digests_in, manifest_digest
 from .on_nodes.part_folder import PartFolder
 from .on_nodes.parts import NodePart, RankReport, parts_of_nodes
 from .saving import EncodedState, WrittenFiles, encode_state, finish, folder_to_fill, write, write_own
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 TIMEOUT: Final = timedelta(minutes=30)
 """The time that a rank may take to write while the run continues."""
@@ -49,7 +52,7 @@ class SavingGroup:
 
     def __init__(
         self,
-        store: Any,
+        store: Store,
         rank: int,
         world_size: int,
         timeout: timedelta = TIMEOUT,
@@ -66,7 +69,7 @@ class SavingGroup:
         self._number = 0
         self._deadline = math.inf
 
-    def encode(self, state: Mapping[str, Any], mesh: Mapping[str, int] | None = None) -> EncodedState:
+    def encode(self, state: Mapping[str, object], mesh: Mapping[str, int] | None = None) -> EncodedState:
         """Begin the next checkpoint: encode what this rank writes. `write` must follow.
 
         Raises:
@@ -212,7 +215,7 @@ class SavingGroup:
         named, given_up, error = (f"{self._number}/{topic}" for topic in ("named", "given-up", "error"))
         failed_at = math.inf
 
-        def is_known(found: Mapping[str, Any]) -> bool:
+        def is_known(found: Mapping[str, object]) -> bool:
             nonlocal failed_at
             now = time.monotonic()
             failed_at = min(failed_at, now) if error in found else math.inf
@@ -240,7 +243,7 @@ class SavingGroup:
         where = {"host": socket.gethostname(), "place": place, "sources": sorted(encoded.sources)}
         self._post(_topic(self.rank), {"files": files, "parts": written.parts, "entries": encoded.entries, **where})
 
-    def _post(self, topic: str, message: Any = None) -> None:
+    def _post(self, topic: str, message: object = None) -> None:
         with _store_errors():
             self._board.post(f"{self._number}/{topic}", message)
 

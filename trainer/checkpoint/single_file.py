@@ -76,7 +76,7 @@ class SingleFile:
     ``torch.load`` takes such a file only with ``weights_only=False``, or if it was told that they are safe."""
 
 
-def _class_named(name: str) -> Any:
+def _class_named(name: str) -> object:
     """Return the class with this name if it is imported and pickle can refer to it; otherwise the name."""
     module, _, own = name.partition(":")
     return getattr(sys.modules.get(module), own, name)
@@ -140,12 +140,12 @@ class _References:
 class _TorchPickler(pickle.Pickler):
     """Pickles references as ``torch.save`` pickles tensors."""
 
-    def persistent_id(self, value: Any) -> Any:
+    def persistent_id(self, value: object) -> object:
         if isinstance(value, _Storage):
             return "storage", getattr(torch, value.kind), str(value.number), "cpu", value.numel
         return None
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         if not isinstance(value, _Reference):
             return NotImplemented
         # torch's own function and arguments for this dtype, with our storage and shape in place of an empty tensor's
@@ -163,7 +163,7 @@ class _TorchPickler(pickle.Pickler):
 def write_file(
     path: Path,
     text: bytes,
-    values: Mapping[str, Any],
+    values: Mapping[str, object],
     tensors: Mapping[str, Mapping[str, Tensor]],
     manifest: Manifest,
     single_file: SingleFile,
@@ -186,7 +186,7 @@ def write_file(
         else {part: _by_position(_plain(values[part], part, references)) for part in single_file.parts}
     )
     _TorchPickler(pickled, protocol=2).dump(state)
-    index: dict[str, dict[str, Any]] = {}
+    index: dict[str, dict[str, object]] = {}
     with zipfile.ZipFile(path, "x") as archive:
         file = _Archive(archive)
         file.add(_PICKLED, pickled.getbuffer())
@@ -235,7 +235,7 @@ class _Archive:
             member.write(content)
         return begin - self._begin
 
-    def add_tensor(self, tensor: Tensor, numbers: list[int]) -> dict[str, Any]:
+    def add_tensor(self, tensor: Tensor, numbers: list[int]) -> dict[str, object]:
         """Add a tensor under each of its numbers, and return its entry: dtype, shape, and place in the piece."""
         plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor) if _is_elsewhere(tensor) else tensor
         plain = plain.detach().contiguous()
@@ -282,7 +282,7 @@ def _sign(path: Path, begin: int) -> None:
 # --- the state for torch.load: plain values and tensors, under Lightning's names ---
 
 
-def _torch_state(values: Mapping[str, Any], references: _References) -> dict[str, Any]:
+def _torch_state(values: Mapping[str, object], references: _References) -> dict[str, object]:
     """Return the state in the form of Lightning's checkpoints, with references in place of tensors."""
     state = {NAMES_FOR_HOOKS.get(part, part): _plain(value, part, references) for part, value in values.items()}
     for part in _HYPER_PARAMETERS:
@@ -305,7 +305,7 @@ def _torch_state(values: Mapping[str, Any], references: _References) -> dict[str
     return {**counters, "pytorch-lightning_version": LIGHTNING, **state}
 
 
-def _by_position(saved: Any) -> Any:
+def _by_position(saved: Any) -> object:
     """Return an optimizer's state by name as ``optimizer.load_state_dict`` takes it, by the number of a parameter."""
     with suppress(*_UNUSUAL):
         names = [name for group in saved["param_groups"] for name in group["params"]]
@@ -316,7 +316,7 @@ def _by_position(saved: Any) -> Any:
     return saved
 
 
-def _plain(encoded: Any, part: str, references: _References) -> Any:
+def _plain(encoded: object, part: str, references: _References) -> Any:
     """Return an encoded value as one that ``torch.load(weights_only=True)`` takes."""
     if isinstance(encoded, list):
         return [_plain(item, part, references) for item in encoded]
@@ -336,7 +336,7 @@ def _plain(encoded: Any, part: str, references: _References) -> Any:
     return _PLAIN[tag](content) if tag in _PLAIN else content
 
 
-def _as_key(value: Any) -> Any:
+def _as_key(value: object) -> object:
     try:
         hash(value)
     except TypeError:  # of an enum whose value is a list
@@ -344,7 +344,7 @@ def _as_key(value: Any) -> Any:
     return value
 
 
-_PLAIN: Final[Mapping[str, Callable[[Any], Any]]] = {
+_PLAIN: Final[Mapping[str, Callable[[Any], object]]] = {
     "$tuple": tuple,
     "$size": tuple,
     "$set": lambda items: set(map(_as_key, items)),

@@ -84,7 +84,7 @@ class MemoryWriter:
 
     def save(
         self,
-        state: Mapping[str, Any],
+        state: Mapping[str, object],
         step: int,
         *,
         still: Collection[str] = (),
@@ -139,7 +139,7 @@ class MemoryWriter:
         """Note that the run has failed: `close` waits for at most half a second."""
         self._is_over = True
 
-    def _copy(self, draft: Draft, state: Mapping[str, Any], still: Collection[str], origin: Origin) -> _Taken:
+    def _copy(self, draft: Draft, state: Mapping[str, object], still: Collection[str], origin: Origin) -> _Taken:
         """Copy this rank's tensors into files, except `still` ones on a GPU."""
         rank, world_size = self._snapshots.rank, self._snapshots.world_size
         encoded = encode_state(state, rank=rank, world_size=world_size, writes_common=self._snapshots.is_first)

@@ -14,7 +14,7 @@ from ...strategies.devices.streams import current_stream, has_streams, new_strea
 
 Copies: TypeAlias = list[tuple[Tensor, Tensor]]
 """Pairs of a host buffer and the tensor to copy into it."""
-Marks: TypeAlias = Mapping[torch.device, Any]
+Marks: TypeAlias = Mapping[torch.device, object]
 """For each device, an event after the work queued on it."""
 
 # Large enough for the full rate of PCIe 5; pinning more would only lock memory that the program may need. A power of
@@ -116,7 +116,7 @@ class _Chunk:
         self._held.append((target, place))
         self._used += source.numel()
 
-    def seal(self, stream: Any) -> None:
+    def seal(self, stream: object) -> None:
         self._is_full = recorded_event(self._device, stream)
 
     def empty(self) -> None:

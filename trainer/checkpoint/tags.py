@@ -50,7 +50,7 @@ class ArrayItems(tuple[Any, ...]):
     __slots__ = ()
 
 
-SCALARS: Final[Mapping[type, tuple[str, Callable[[Any], Any]]]] = {
+SCALARS: Final[Mapping[type, tuple[str, Callable[[Any], object]]]] = {
     bytes: ("$bytes", lambda value: base64.b64encode(value).decode()),
     complex: ("$complex", lambda value: [repr(value.real), repr(value.imag)]),
     timedelta: ("$timedelta", lambda value: [value.days, value.seconds, value.microseconds]),
@@ -85,7 +85,7 @@ def _no_tensor(key: str) -> Tensor:
     raise KeyError(key)
 
 
-def decode(encoded: Any, tensor: Callable[[str], Tensor] = _no_tensor, **readers: Callable[[Any], Any]) -> Any:
+def decode(encoded: object, tensor: Callable[[str], Tensor] = _no_tensor, **readers: Callable[[Any], object]) -> Any:
     """Return the value that was passed to `encode`.
 
     Args:
@@ -108,7 +108,7 @@ def decode(encoded: Any, tensor: Callable[[str], Tensor] = _no_tensor, **readers
         ) from None
 
 
-def _decode(encoded: Any, tensor: Callable[[str], Tensor], readers: Readers) -> Any:
+def _decode(encoded: object, tensor: Callable[[str], Tensor], readers: Readers) -> Any:
     if isinstance(encoded, list):
         return [_decode(item, tensor, readers) for item in encoded]
     if not isinstance(encoded, dict):
@@ -164,7 +164,7 @@ def _wrapped_block(encoded: Any, tensor: Callable[[str], Tensor], readers: Reade
     check(encoded, {"class": TEXT, "stride": [COUNT], "tensors": {TEXT: object}}, "A tensor that wraps others")
     kind = tensor_class(encoded["class"])
 
-    def make(content: list[Any]) -> Any:
+    def make(content: list[Any]) -> object:
         found = imported_class(content[0]) or class_beside(content[0], kind)
         if found is None or not is_trusted(found, kind):
             raise CheckpointError(
@@ -181,7 +181,7 @@ def _wrapped_block(encoded: Any, tensor: Callable[[str], Tensor], readers: Reade
     return Block(put_together(TensorParts(kind, inner, context, shape, tuple(encoded["stride"]))), offsets)
 
 
-def _to_numpy(tensor: Tensor, *, is_scalar: bool) -> Any:
+def _to_numpy(tensor: Tensor, *, is_scalar: bool) -> object:
     try:
         array = tensor.numpy()
     except RuntimeError as error:
@@ -217,7 +217,7 @@ def named_member(where: str, name: str | None) -> Enum | None:
     return owner[name] if is_known else None  # type: ignore[index]
 
 
-def array_of(content: list[Any]) -> Any:
+def array_of(content: list[object]) -> Any:
     """Return the NumPy array whose dtype, shape and items these are."""
     try:
         import numpy
@@ -229,7 +229,7 @@ def array_of(content: list[Any]) -> Any:
     return numpy.array(items, dtype).reshape(shape)
 
 
-def _enum_member(content: list[Any]) -> Any:
+def _enum_member(content: list[Any]) -> object:
     """Return the member of an enum; its value if the class is not imported, or no longer has the member."""
     where, name, value = content
     member = named_member(where, name)
@@ -248,7 +248,7 @@ class NamedValues(tuple[Any, ...]):  # noqa: SLOT001 - a tuple can have none
         return self[self._fields.index(name)]
 
 
-def _named_tuple(content: list[Any]) -> Any:
+def _named_tuple(content: list[Any]) -> object:
     """Return a named tuple, made without its class's own code; `NamedValues` if the class is not imported."""
     where, fields, items = content
     owner = imported_class(where)

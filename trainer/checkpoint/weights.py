@@ -109,7 +109,7 @@ def load_weights(
     return chosen
 
 
-def difference(module: nn.Module, weights: Mapping[str, Any]) -> Difference:
+def difference(module: nn.Module, weights: Mapping[str, object]) -> Difference:
     """Compare names and shapes; if a tensor has several names (tied weights), one is enough."""
     own = {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     present = {id(own[name]) for name in weights if name in own}
@@ -258,7 +258,7 @@ def omitted_of(path: AnyPath) -> dict[str, Any]:
     path = followed(path) if isinstance(path, StorePath) else path
     if not is_checkpoint(path) or OMITTED not in read_manifest(path).parts:
         return {}
-    omitted: dict[str, Any] = load(path, parts=[OMITTED])[OMITTED]
+    omitted: dict[str, object] = load(path, parts=[OMITTED])[OMITTED]
     check(omitted, OMITTED_SCHEMA, f"The part {OMITTED!r} of {path}")
     return omitted
 

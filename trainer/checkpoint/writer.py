@@ -8,7 +8,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +49,7 @@ class Writer:
     def save(
         self,
         path: AnyPath,
-        state: Mapping[str, Any],
+        state: Mapping[str, object],
         *,
         mesh: Mapping[str, int] | None = None,
         still: Collection[str] = (),
@@ -98,7 +97,7 @@ class Writer:
     def abandon(self) -> None:
         """Note that the run has failed: `close` waits only a few more seconds for other ranks, which may be dead."""
 
-    def _encode(self, state: Mapping[str, Any], mesh: Mapping[str, int] | None) -> EncodedState:
+    def _encode(self, state: Mapping[str, object], mesh: Mapping[str, int] | None) -> EncodedState:
         return encode_state(state, mesh) if self._group is None else self._group.encode(state, mesh)
 
     def _write(self, path: AnyPath, encoded: EncodedState) -> None:
@@ -131,7 +130,7 @@ class AsyncWriter(Writer):
     def save(
         self,
         path: AnyPath,
-        state: Mapping[str, Any],
+        state: Mapping[str, object],
         *,
         mesh: Mapping[str, int] | None = None,
         still: Collection[str] = (),
@@ -260,7 +259,7 @@ class RehearsedWriter(Writer):
     def save(
         self,
         path: AnyPath,
-        state: Mapping[str, Any],
+        state: Mapping[str, object],
         *,
         mesh: Mapping[str, int] | None = None,
         still: Collection[str] = (),

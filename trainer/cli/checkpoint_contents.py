@@ -58,7 +58,7 @@ def show(path: str | AnyPath, shows_all: bool = False) -> list[str]:
     return lines
 
 
-def _in_short(state: Mapping[str, Any]) -> list[str]:
+def _in_short(state: Mapping[str, object]) -> list[str]:
     """Return a line for each part of a state that is not empty."""
     lines = []
     for key, value in state.items():
@@ -154,7 +154,7 @@ class _Description(str):
         return str(self)
 
 
-def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
     numpy: Any = sys.modules.get("numpy")
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
@@ -171,7 +171,7 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, torch.from_numpy(value) if is_array else value
 
 
-def _describe(value: Any) -> str:
+def _describe(value: object) -> str:
     if isinstance(value, Tensor):
         text = f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
         return f"{text} = {value.item()}" if value.dim() == 0 and not is_wrapped(value) else text
@@ -179,7 +179,7 @@ def _describe(value: Any) -> str:
     return text if len(text) <= _WIDEST else f"{text[:_WIDEST]}..."
 
 
-def _change(first: Any, second: Any) -> str:
+def _change(first: object, second: object) -> str:
     """Return how two values differ; empty if they are bitwise identical."""
     if not (isinstance(first, Tensor) and isinstance(second, Tensor)):
         same = type(first) is type(second) and repr(first) == repr(second)

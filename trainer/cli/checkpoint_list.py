@@ -110,7 +110,7 @@ def _run_state(checkpoint: FoundCheckpoint) -> dict[str, Any]:
     return {part: state[part] for part in parts if isinstance(state.get(part), dict)}
 
 
-def _values_of(path: AnyPath, parts: Sequence[str]) -> dict[str, Any]:
+def _values_of(path: AnyPath, parts: Sequence[str]) -> dict[str, object]:
     """Return the JSON values of parts, without comparing them with their hash, and on this machine without torch."""
     if isinstance(path, StorePath):
         from ..checkpoint.loading import load
@@ -139,13 +139,13 @@ def _savers(state: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield key.split("'")[1], own
 
 
-def _best_in(state: Mapping[str, Any]) -> Iterator[str]:
+def _best_in(state: Mapping[str, object]) -> Iterator[str]:
     for _, own in _savers(state):
         if isinstance(own.get("best"), str):
             yield own["best"]
 
 
-def _scores_in(state: Mapping[str, Any], name: str) -> Iterator[tuple[str, float]]:
+def _scores_in(state: Mapping[str, object], name: str) -> Iterator[tuple[str, float]]:
     for metric, own in _savers(state):
         scores = own.get("scores")
         score = scores.get(name) if isinstance(scores, dict) else None

@@ -32,7 +32,7 @@ class Config:
     """A config with overrides applied and interpolations resolved; only its structure is checked."""
 
     values: Mapping[str, Any]
-    stored: Mapping[str, Any]
+    stored: Mapping[str, object]
     """The same, but with values from the environment, such as ``${oc.env:TOKEN}``, not resolved."""
     named: Collection[object] = ()
     """The classes that the file names."""
@@ -104,13 +104,13 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
     return config
 
 
-def _yaml(values: Mapping[str, Any]) -> str:
+def _yaml(values: Mapping[str, object]) -> str:
     from omegaconf import OmegaConf
 
     return OmegaConf.to_yaml(OmegaConf.create(dict(values)))
 
 
-def check_keys(values: Mapping[Any, Any]) -> None:
+def check_keys(values: Mapping[Any, object]) -> None:
     """Raise a `ConfigError` for an unknown key of a config."""
     for key in values:
         if key not in KEYS:

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Final
 
 from ...callbacks.goodput.ledger import CATEGORIES, FILE_NAME, Category, read_ledger
 from ...callbacks.goodput.spans import Goodput, account, clock, goodput_of
@@ -114,7 +114,7 @@ def render(goodput: Goodput) -> str:
     return "\n".join(lines)
 
 
-def as_json(goodput: Goodput) -> dict[str, Any]:
+def as_json(goodput: Goodput) -> dict[str, object]:
     """Return the account as JSON values; times are in seconds."""
     rounds = [asdict(one) for one in goodput.rounds]
     for fields in rounds:

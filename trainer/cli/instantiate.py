@@ -62,7 +62,7 @@ def check(value: object, key: str, base: type = object, *, provided: Collection[
         check(item, f"{key}.{name}")
 
 
-def build(value: Any, key: str, **provided: Any) -> Any:
+def build(value: object, key: str, **provided: object) -> Any:
     """Return a value with every target in it replaced by the object that it describes, innermost first.
 
     The outermost also gets the arguments in `provided`.
@@ -81,7 +81,7 @@ def build(value: Any, key: str, **provided: Any) -> Any:
         raise
 
 
-def find_class(path: object, key: str) -> type[Any]:
+def find_class(path: object, key: str) -> type[object]:
     """Import the class of a dotted path.
 
     Raises:
@@ -121,7 +121,7 @@ def _refuse_library(path: str, module: str, key: str) -> None:
         )
 
 
-def _check_arguments(cls: type[Any], given: Mapping[str, Any], key: str, provided: Collection[str]) -> None:
+def _check_arguments(cls: type[object], given: Mapping[str, object], key: str, provided: Collection[str]) -> None:
     path = given[TARGET]
     try:
         parameters = inspect.signature(cls).parameters.values()
@@ -146,14 +146,14 @@ def _check_arguments(cls: type[Any], given: Mapping[str, Any], key: str, provide
             raise ConfigError(f"{key}={dict(given)!r} lacks an argument of {path}; add {key}.{parameter.name}.")
 
 
-def _hints(cls: type[Any]) -> dict[str, Any]:
+def _hints(cls: type[object]) -> dict[str, object]:
     try:
         return get_type_hints(cls.__init__)
     except (AttributeError, NameError, TypeError):  # names imported only for type checkers
         return {}
 
 
-def _is_simple(hint: Any) -> bool:
+def _is_simple(hint: object) -> bool:
     """Return whether a YAML value can be checked against an annotation."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):

@@ -44,7 +44,7 @@ class CombinedLoader:
             features, targets = batch["labelled"]
     """
 
-    def __init__(self, iterables: Any, mode: Mode = "min_size") -> None:
+    def __init__(self, iterables: object, mode: Mode = "min_size") -> None:
         if mode not in _LENGTHS:
             raise ConfigError(f"Unsupported mode {mode!r} of CombinedLoader.{did_you_mean(str(mode), _LENGTHS)}")
         self.mode: Mode = mode
@@ -59,12 +59,12 @@ class CombinedLoader:
     @property
     def flattened(self) -> list[Any]:
         """The loaders as a flat list; setting it replaces them in their structure."""
-        found: list[Any] = []
+        found: list[object] = []
         _map_leaves(found.append, self._iterables)
         return found
 
     @flattened.setter
-    def flattened(self, iterables: Iterable[Any]) -> None:
+    def flattened(self, iterables: Iterable[object]) -> None:
         new = list(iterables)
         if len(new) != len(self.flattened):
             raise ConfigError(
@@ -101,7 +101,7 @@ class CombinedLoader:
             return _one_after_another(self._limited())
         return self._side_by_side(_READERS[self.mode](self._limited()))
 
-    def _side_by_side(self, rows: Iterator[Sequence[Any]]) -> Iterator[Item]:
+    def _side_by_side(self, rows: Iterator[Sequence[object]]) -> Iterator[Item]:
         for batch_idx, row in enumerate(rows):
             yield _refill(self._iterables, row), batch_idx, 0
 
@@ -116,15 +116,15 @@ def _one_after_another(loaders: Sequence[Limited]) -> Iterator[Item]:
             yield batch, batch_idx, dataloader_idx
 
 
-def _until_the_shortest(loaders: Sequence[Limited]) -> Iterator[Sequence[Any]]:
+def _until_the_shortest(loaders: Sequence[Limited]) -> Iterator[Sequence[object]]:
     return zip(*map(_cut, loaders), strict=False)
 
 
-def _until_the_longest(loaders: Sequence[Limited]) -> Iterator[Sequence[Any]]:
+def _until_the_longest(loaders: Sequence[Limited]) -> Iterator[Sequence[object]]:
     return itertools.zip_longest(*map(_cut, loaders))
 
 
-def _beginning_again(loaders: Sequence[Limited]) -> Iterator[Sequence[Any]]:
+def _beginning_again(loaders: Sequence[Limited]) -> Iterator[Sequence[object]]:
     iterators = [begin(loader) for loader, _ in loaders]
     is_over = [getattr(loader, "rounds", 0) > 0 for loader, _ in loaders]  # in a resumed run, it may have restarted
     for taken in itertools.count():
@@ -141,7 +141,7 @@ def _beginning_again(loaders: Sequence[Limited]) -> Iterator[Sequence[Any]]:
         yield row
 
 
-def _cut(loader: Limited) -> Iterator[Any]:
+def _cut(loader: Limited) -> Iterator[object]:
     iterable, limit = loader
     return itertools.islice(begin(iterable), None if limit == math.inf else int(limit))
 
@@ -153,12 +153,12 @@ def _length(iterable: Any) -> int | float:
         return math.inf
 
 
-def _refill(tree: Any, leaves: Sequence[Any]) -> Any:
+def _refill(tree: object, leaves: Sequence[object]) -> object:
     remaining = iter(leaves)
     return _map_leaves(lambda _: next(remaining), tree)
 
 
-def _map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+def _map_leaves(function: Callable[[object], object], tree: Any) -> Any:
     if isinstance(tree, Mapping):
         return {key: _map_leaves(function, value) for key, value in tree.items()}
     # a list of numbers or strings is itself an iterable of batches
@@ -176,14 +176,14 @@ _LENGTHS: Final[dict[str, Callable[[list[int | float]], int | float]]] = {
     "max_size": max,
     "sequential": sum,
 }
-_READERS: Final[dict[str, Callable[[Sequence[Limited]], Iterator[Sequence[Any]]]]] = {
+_READERS: Final[dict[str, Callable[[Sequence[Limited]], Iterator[Sequence[object]]]]] = {
     "min_size": _until_the_shortest,
     "max_size_cycle": _beginning_again,
     "max_size": _until_the_longest,
 }
 
 
-def combined_of(source: Any) -> CombinedLoader | None:
+def combined_of(source: object) -> CombinedLoader | None:
     """Return several loaders as a new CombinedLoader; None for a single loader."""
     if isinstance(source, CombinedLoader):
         return copy.copy(source)

@@ -45,7 +45,7 @@ class SideBySide:
     def __init__(self, combined: CombinedLoader) -> None:
         self.combined = combined
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         for batch, _, _ in self.combined:  # not a generator expression, which would start reading at once
             yield batch
 
@@ -56,7 +56,7 @@ class SideBySide:
 class _Dealt:
     """Reads a DataLoader over a stream, of which each rank and worker is dealt a part."""
 
-    def __init__(self, loader: DataLoader[Any], ranks: DataRanks) -> None:
+    def __init__(self, loader: DataLoader[object], ranks: DataRanks) -> None:
         self._loader, self._ranks, self.deal = loader, ranks, dealt(loader, ranks)
 
     def num_batches(self, seed: int) -> int | None:
@@ -87,7 +87,7 @@ class _Dealt:
             yield EvaluationBatch(place, batch)
 
 
-def deals(loader: Any, ranks: DataRanks) -> bool:
+def deals(loader: object, ranks: DataRanks) -> bool:
     """Return whether the batches of an evaluation loader are dealt from outside; otherwise each rank has its own."""
     if isinstance(loader, SideBySide):
         return all(is_dealt(one, ranks) for one in loader.combined.flattened)
@@ -134,7 +134,7 @@ def _passed(loader: SideBySide, ranks: DataRanks, stop: int | None, seed: int) -
 class _Indexed:
     """Reads a DataLoader with indices, through a copy that reads only this rank's batches of indices."""
 
-    def __init__(self, loader: DataLoader[Any], ranks: DataRanks) -> None:
+    def __init__(self, loader: DataLoader[object], ranks: DataRanks) -> None:
         self._ranks = ranks
         self._turns = _Turns(entries_of(loader), ranks)
         self._loader = with_indices(loader, self._turns)
@@ -160,20 +160,20 @@ class _Turns:
     stop: int | None = None
     seed = 0
 
-    def __init__(self, sampler: Iterable[Any], ranks: DataRanks) -> None:
+    def __init__(self, sampler: Iterable[object], ranks: DataRanks) -> None:
         self._sampler, self._ranks = sampler, ranks
         OwnGenerators.of(sampler).follow_first(ranks.share)
-        self.drawn: deque[Any] = deque()
+        self.drawn: deque[object] = deque()
         """The entries drawn for batches that the loader has not returned yet."""
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         self.drawn = deque()
         if self._ranks.data_size == 1:
             return map(self._note, self._sampler)
         entries = drawn(self._sampler, self.seed, stop=self.stop)
         return map(self._note, islice(entries, self._ranks.data_rank, None, self._ranks.data_size))
 
-    def _note(self, entry: Any) -> Any:
+    def _note(self, entry: object) -> object:
         self.drawn.append(entry)
         return entry
 
@@ -195,12 +195,12 @@ class EvaluationData:
     """For all ranks together."""
     readers: list[Reader]
     seed: int = 0
-    source: Any = None
+    source: object = None
     """The loaders as given."""
 
     @classmethod
     def of(
-        cls, source: Any, limit: int | float, stage: str, *, in_order: bool = False, ranks: DataRanks, seed: int = 0
+        cls, source: object, limit: int | float, stage: str, *, in_order: bool = False, ranks: DataRanks, seed: int = 0
     ) -> EvaluationData:
         """Read one loader, or a nested list or dict of them, one after the other; limit 0 reads none.
 
@@ -244,7 +244,7 @@ class EvaluationData:
         return self.readers[dataloader_idx](stop, derive(self.seed, step, dataloader_idx))
 
 
-def _tell_epoch(loader: Any, epoch: int) -> None:
+def _tell_epoch(loader: object, epoch: int) -> None:
     """Tell the samplers of a loader, or of loaders side by side, the epoch."""
     for each in loader.combined.flattened if isinstance(loader, SideBySide) else [loader]:
         batch_sampler = getattr(each, "batch_sampler", None)
@@ -253,7 +253,7 @@ def _tell_epoch(loader: Any, epoch: int) -> None:
             set_epoch(sampler, epoch)
 
 
-def _length_on_all(loader: Any, ranks: DataRanks) -> int | None:
+def _length_on_all(loader: object, ranks: DataRanks) -> int | None:
     """Return the largest number of batches that all ranks read from an evaluation loader; None if unknown."""
     length = length_of(loader)
     if ranks.data_size == 1 or deals(loader, ranks):

@@ -36,7 +36,7 @@ class SavedState:
         self.python: Any = None
         self.torch: Any = None
         self.numpy: Any = None
-        self.twister: Any = None
+        self.twister: object = None
         """The NumPy generator that was the global one."""
         self.normal: Any = None
         self.gauss: float | None = None
@@ -191,7 +191,7 @@ class _NumPy:
         self.first, self.last = _cut(self.memory[:_WORDS], _WORDS - _TURN)
         self.index = self.memory[_WORDS:]
 
-    def install(self, twister: Any) -> None:
+    def install(self, twister: object) -> None:
         """Make a generator the global one."""
         sys.modules["numpy"].random.set_bit_generator(twister)
         self.look_again()

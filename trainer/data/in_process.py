@@ -16,7 +16,7 @@ _READING: Final = ("__iter__", "_get_iterator", "_auto_collation", "_index_sampl
 """What a subclass of DataLoader can override to read in another way."""
 
 
-def reader_of(loader: DataLoader[Any]) -> Callable[[Any], Any] | None:
+def reader_of(loader: DataLoader[object]) -> Callable[[Any], object] | None:
     """Return a function that makes a batch from its indices, as the loader does; None to use the loader's iterator.
 
     The function calls the data set and ``collate_fn`` as the iterator would, but without its 6 us, 4 of which are
@@ -34,13 +34,13 @@ def reader_of(loader: DataLoader[Any]) -> Callable[[Any], Any] | None:
     return lambda indices: collate([dataset[index] for index in indices])
 
 
-def batches_of(loader: DataLoader[Any]) -> Iterator[Any]:
+def batches_of(loader: DataLoader[object]) -> Iterator[object]:
     """Return an iterator over the batches of an iterable data set, in the same way."""
     # torch compares the length that a data set announces with what it yields
     if not _is_read_plainly(loader) or length_of(loader.dataset) is not None:
         return begin(loader)
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # as torch does, for workers
-    collate: Callable[[Any], Any] = loader.collate_fn
+    collate: Callable[[Any], object] = loader.collate_fn
     samples = iter(loader.dataset)
     if loader.batch_size is None:
         return map(collate, samples)
@@ -55,7 +55,7 @@ def _is_read_plainly(loader: DataLoader[Any]) -> bool:
     return all(getattr(kind, name) is getattr(DataLoader, name) and name not in own for name in _READING)
 
 
-def _chunks(samples: Iterator[Any], size: int, *, drop_last: bool) -> Iterator[list[Any]]:
+def _chunks(samples: Iterator[object], size: int, *, drop_last: bool) -> Iterator[list[object]]:
     """Yield lists of `size` samples; the last one may be shorter."""
     while len(chunk := list(islice(samples, size))) == size:
         yield chunk

@@ -28,7 +28,7 @@ class Order(Protocol):
     def head(self) -> list[Any]:
         """The first indices of the epoch whose entries were asked for last, as plain values."""
 
-    def entries(self, epoch: int, start: int) -> Iterator[Any]:
+    def entries(self, epoch: int, start: int) -> Iterator[object]:
         """Yield the entries of an epoch, without the first `start`."""
 
     def size(self) -> int | None:
@@ -81,7 +81,7 @@ class Shuffled:
 class AddressedSampler(Protocol):
     """A sampler, or batch sampler, that reads any epoch from any position on, without what comes before."""
 
-    def entries_from(self, epoch: int, start: int, seed: int) -> Iterator[Any]:
+    def entries_from(self, epoch: int, start: int, seed: int) -> Iterator[object]:
         """Yield the entries of an epoch, each index at most once, without the first `start`; `seed` is the run's."""
 
     def __len__(self) -> int:
@@ -95,13 +95,13 @@ class Addressed:
 
     def __init__(self, sampler: AddressedSampler, seed: int) -> None:
         self._sampler, self._seed = sampler, seed
-        self._head: list[Any] = []
+        self._head: list[object] = []
 
     @property
     def head(self) -> list[Any]:
         return self._head
 
-    def entries(self, epoch: int, start: int) -> Iterator[Any]:
+    def entries(self, epoch: int, start: int) -> Iterator[object]:
         self._head = plain(islice(self._sampler.entries_from(epoch, 0, self._seed), HEAD))
         return self._sampler.entries_from(epoch, start, self._seed)
 
@@ -128,7 +128,7 @@ class SeededIndices(list[int]):
             seed_all(mix(seed, place))
             yield index
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         return _arrive, (self[:], self.seed, self.place)
 
 
@@ -200,7 +200,7 @@ class BatchShare:
         """Return the number of micro-batches in the smallest slice of such a global batch."""
         return math.ceil(num_entries // self.data_size / (self.micro_batch_size or 1))
 
-    def totals(self, entries: Sequence[Any]) -> list[int | None]:
+    def totals(self, entries: Sequence[object]) -> list[int | None]:
         """Return the samples in the first, second, ... micro-batches of all ranks; None if only reading tells."""
         if self.micro_batch_size is None:
             parts = (entries[self.of(len(entries), rank)] for rank in range(self.data_size))
@@ -257,14 +257,14 @@ class IndexStream:
         """Cut global batches differently from the next iteration on."""
         self._share = share
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         self.drawn.clear()
         # an iterator of torch with workers asks twice before it draws: the sampler begins an epoch once
         if self._undrawn is None:
             self._undrawn = self.windows()
         return self._draw_all(self._undrawn)
 
-    def _draw_all(self, windows: Iterator[Window]) -> Iterator[Any]:
+    def _draw_all(self, windows: Iterator[Window]) -> Iterator[object]:
         self._undrawn = None
         for window in windows:
             self.drawn.append(window)
@@ -279,7 +279,7 @@ class IndexStream:
         # a sampler is told the epoch here, before a loader starts workers: it may tell the data set, which they copy
         return self._cut(self._order.entries(self._epoch, self._start))
 
-    def _cut(self, entries: Iterator[Any]) -> Iterator[Window]:
+    def _cut(self, entries: Iterator[object]) -> Iterator[Window]:
         share, place, draw = self._share, self._start, self._draw
         seed, size, num_ranks = derive(self._seed, self._epoch), share.global_batch_size, share.data_size
         is_ready = share.micro_batch_size is None
@@ -301,7 +301,7 @@ class IndexStream:
     def _draw(self, entries: list[Any], place: int, seed: int) -> MicroBatch:
         """Return the micro-batch of these entries of the order; `seed` is that of the epoch."""
         if self._share.micro_batch_size is not None:
-            indices: Any = SeededIndices(entries, seed, place) if self._is_seeded else entries
+            indices: object = SeededIndices(entries, seed, place) if self._is_seeded else entries
             return MicroBatch(None, len(entries), place, indices)
         indices = entries[0]  # a ready-made batch is one entry: the places of its samples are counted inside it
         if not isinstance(indices, list):
@@ -350,15 +350,15 @@ class IndexStream:
         return isinstance(self._order, Sequential)
 
     @property
-    def head(self) -> list[Any]:
+    def head(self) -> list[object]:
         """The first indices of the epoch, as far as they were drawn."""
         return self._order.head
 
-    def order_state(self) -> dict[str, Any] | None:
+    def order_state(self) -> dict[str, object] | None:
         """Return what a resumed run needs to draw the same entries, beside the seed; None if that is enough."""
         return self._order.state_dict() if isinstance(self._order, Sampled) else None
 
-    def load_order_state(self, state: Mapping[str, Any] | None, epoch: int, head: list[Any]) -> None:
+    def load_order_state(self, state: Mapping[str, object] | None, epoch: int, head: list[object]) -> None:
         """Continue from what `order_state` returned in this epoch, of which these were the first indices."""
         if isinstance(self._order, Sampled):
             self._order.load_state_dict(state, epoch, head)

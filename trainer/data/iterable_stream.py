@@ -29,7 +29,7 @@ NUMBERS: Final = Numbers(RngStream, seed_generators, mix)
 """How dealt streams draw random numbers, in this process and in workers."""
 
 
-def dealt(loader: DataLoader[Any], ranks: DataRanks) -> DealtLoader:
+def dealt(loader: DataLoader[object], ranks: DataRanks) -> DealtLoader:
     """Return a loader over a stream as this rank reads it."""
     return DealtLoader(
         *(loader, ranks.data_rank, ranks.data_size),
@@ -119,7 +119,7 @@ class IterableStream:
                 yield micro_batch
         self._is_over, self._was_over = True, False
 
-    def _begin(self) -> Iterator[Any]:
+    def _begin(self) -> Iterator[object]:
         """Return the batches from the position on."""
         epoch = self._epoch + self.rounds
         if not self._is_settled:
@@ -166,12 +166,12 @@ class IterableStream:
             stacklevel=2,
         )
 
-    def _skip(self, batches: Iterator[Any]) -> None:
+    def _skip(self, batches: Iterator[object]) -> None:
         self._warn_of_skipping()
         for _ in islice(batches, self.position):
             pass
 
-    def _noted(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _noted(self, batches: Iterator[object]) -> Iterator[object]:
         """Yield the batches, of which the first ones are compared."""
         for batch in islice(batches, self._num_digests - len(self._digests)):
             self._digests.append(telling_digest(batch))
@@ -195,7 +195,7 @@ class IterableStream:
         is_compared = self.num_streams > 1 and self._is_divided
         return Drawn(self._name, None, -1, "", self._digests[0] if self._digests and is_compared else "")
 
-    def _fetch(self, batches: Iterator[Any]) -> Any:
+    def _fetch(self, batches: Iterator[object]) -> object:
         """Return the next batch of a DataLoader, or `END`; its random numbers come from a stream of their own."""
         assert self._rng is not None
         with self._rng:
@@ -258,7 +258,7 @@ class IterableStream:
         if state_dict["num_streams"] == self.num_streams and "is_over" in state_dict:
             self._state, self._was_over = state_dict, state_dict["is_over"]
 
-    def is_cut_as(self, state_dict: Mapping[str, Any]) -> bool:
+    def is_cut_as(self, state_dict: Mapping[str, object]) -> bool:
         is_same = state_dict.get("data_size", self._ranks.data_size) == self._ranks.data_size
         return is_same and state_dict["num_streams"] == self.num_streams and "is_over" in state_dict
 
@@ -275,7 +275,7 @@ class IterableStream:
             self._deal.close()
 
 
-def _begun(batches: Iterator[Any]) -> Iterator[Any]:
+def _begun(batches: Iterator[object]) -> Iterator[object]:
     """Return the batches of an iterator that may draw the seed of its workers only with its first batch."""
     first = next(batches, END)
     return batches if first is END else chain([first], batches)

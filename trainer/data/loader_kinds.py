@@ -16,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ...common.errors import DataError
 from ...strategies.launch.signal_handlers import sheltering_forks
-from ...strategies.torch_internals import end_workers, has_workers
+from ...strategies.torch_tensors import end_workers, has_workers
 from .index_stream import Addressed, AddressedSampler, DataRanks, Order, Sequential, Shuffled
 from .sampled import Sampled, Share, has_own_order, length_of
 
@@ -69,7 +69,7 @@ def ending_workers() -> Iterator[None]:
             end_workers(iterator)
 
 
-def begin(loader: Iterable[Any]) -> Iterator[Any]:
+def begin(loader: Iterable[Any]) -> Iterator[object]:
     """Return an iterator over a loader; worker processes that it starts ignore Ctrl-C."""
     is_kept = _restart(loader)
     try:
@@ -92,18 +92,18 @@ def begin(loader: Iterable[Any]) -> Iterator[Any]:
 class _Kept:
     """The batches of a loader, in place of an iterator that a subclass keeps; at its end it begins again."""
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: DataLoader[object]) -> None:
         self._loader = loader
-        self._batches: Iterator[Any] | None = None
+        self._batches: Iterator[object] | None = None
 
     def restart(self) -> None:
         """Begin again with the next batch."""
         self._batches = None
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         if self._batches is None:
             with sheltering_forks():
                 self._batches = DataLoader.__iter__(self._loader)
@@ -122,13 +122,13 @@ def _restart(loader: Any) -> bool:
     return bool(kept)
 
 
-def release(loader: DataLoader[Any]) -> None:
+def release(loader: DataLoader[object]) -> None:
     """End workers that outlive an epoch, also those that a subclass keeps."""
     _restart(loader)
     end_persistent_workers(loader)
 
 
-def _until_kept_ends(iterator: Iterator[Any]) -> Iterator[Any]:
+def _until_kept_ends(iterator: Iterator[object]) -> Iterator[object]:
     """Yield batches until those of the kept iterator end, which a generator turns into an error."""
     try:
         yield from iterator
@@ -144,11 +144,11 @@ def _keeps(loader: Any) -> bool:
     return any(isinstance(value, _Kept) or _is_of_torch(value) for value in vars(loader).values())
 
 
-def _is_of_torch(value: Any) -> bool:
+def _is_of_torch(value: object) -> bool:
     return isinstance(value, Iterator) and type(value).__module__ == "torch.utils.data.dataloader"
 
 
-def entries_of(loader: DataLoader[Any]) -> Any:
+def entries_of(loader: DataLoader[object]) -> Any:
     """Return the sampler whose entries a loader reads: indices, or batches of them.
 
     A loader that keeps its iterator repeats a sampler without end: then it is that one.
@@ -165,12 +165,12 @@ def end_persistent_workers(loader: Any) -> None:
         vars(loader)["_iterator"] = None  # ends them now; the garbage collector would take 10 s
 
 
-def _is_web_loader(loader: Any) -> bool:
+def _is_web_loader(loader: object) -> bool:
     """Return whether a loader is webdataset's: a data set by class, which yields the batches of its DataLoader."""
     return any(kind.__name__ == "WebLoader" for kind in type(loader).__mro__)
 
 
-def is_indexed(loader: Any) -> bool:
+def is_indexed(loader: object) -> bool:
     """Return whether a loader reads its samples by index."""
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
@@ -182,20 +182,20 @@ def is_sequence(loader: Any) -> bool:
     return hasattr(loader, "__getitem__") and length_of(loader) is not None and not hasattr(loader, "__iter__")
 
 
-def is_dealt(loader: Any, ranks: DataRanks) -> bool:
+def is_dealt(loader: object, ranks: DataRanks) -> bool:
     """Return whether a loader's batches are dealt to the ranks from outside; otherwise it yields each rank its own."""
     if not ranks.is_dealing or not (is_indexed(loader) or is_sequence(loader)):
         return False
     return _distributed_sampler(loader) is None
 
 
-def _distributed_sampler(loader: Any) -> DistributedSampler[Any] | None:
+def _distributed_sampler(loader: Any) -> DistributedSampler[object] | None:
     """Return the user's DistributedSampler, of the loader or of its batch sampler; None if it has none."""
     samplers = getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     return next((sampler for sampler in samplers if isinstance(sampler, DistributedSampler)), None)
 
 
-def order_of(loader: DataLoader[Any], seed: int, *, in_order: bool, share: Share | None = None) -> Order:
+def order_of(loader: DataLoader[object], seed: int, *, in_order: bool, share: Share | None = None) -> Order:
     """Return the order in which a loader's sampler reads, as a function of (seed, epoch).
 
     If the sampler has random generators of its own, and `share` is given, this is collective: every rank calls it.
@@ -220,17 +220,17 @@ def order_of(loader: DataLoader[Any], seed: int, *, in_order: bool, share: Share
     return Sampled(sampler, seed, share)
 
 
-def _is_random(sampler: Any) -> bool:
+def _is_random(sampler: object) -> bool:
     """Return whether a sampler is that of ``shuffle=True``: torch's, or torchdata's for a StatefulDataLoader."""
     return type(sampler) is RandomSampler or _is_of_torchdata(sampler)
 
 
-def _is_of_torchdata(sampler: Any) -> bool:
+def _is_of_torchdata(sampler: object) -> bool:
     kind = type(sampler)
     return kind.__name__ == "RandomSampler" and kind.__module__.startswith("torchdata.")
 
 
-def unshuffled(loader: Any) -> Any:
+def unshuffled(loader: object) -> object:
     """Return a copy of a loader that reads its samples in order; return one that does not shuffle as it is."""
     if not isinstance(loader, DataLoader) or not _is_random(loader.sampler):
         return loader
@@ -241,17 +241,17 @@ def unshuffled(loader: Any) -> Any:
     return with_indices(loader, BatchSampler(indices, loader.batch_size, loader.drop_last))
 
 
-def makes_batches(loader: DataLoader[Any]) -> bool:
+def makes_batches(loader: DataLoader[object]) -> bool:
     """Return whether the loader itself makes batches of samples, of its batch_size."""
     return loader.batch_size is not None
 
 
-def _has_own_batches(loader: DataLoader[Any]) -> bool:
+def _has_own_batches(loader: DataLoader[object]) -> bool:
     """Return whether the user passed a batch sampler."""
     return loader.batch_size is None and loader.batch_sampler is not None
 
 
-def with_indices(loader: DataLoader[Any], indices: Iterable[Any]) -> DataLoader[Any]:
+def with_indices(loader: DataLoader[Any], indices: Iterable[object]) -> DataLoader[object]:
     """Return a copy of the loader, with its class and attributes, that reads these indices."""
     clone = copy.copy(loader)
     batched = loader.batch_sampler is not None

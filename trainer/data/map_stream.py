@@ -36,7 +36,7 @@ class MapStream:
     """A user's DataLoader over a data set with indices: a copy of it that reads the indices of our index stream."""
 
     def __init__(
-        self, loader: DataLoader[Any], seed: int, cut: Cut, *, count: CountSamples, in_order: bool = False
+        self, loader: DataLoader[object], seed: int, cut: Cut, *, count: CountSamples, in_order: bool = False
     ) -> None:
         ranks = cut.ranks
         self.num_streams = 1 if in_order or is_dealt(loader, ranks) else ranks.data_size
@@ -63,10 +63,10 @@ class MapStream:
             vars(self._loader)["pin_memory"] = True
         self._is_seeded = is_seeded and loader.num_workers == 0
         self._epoch, self.position, self.rounds, self.batch_size = 0, 0, 0, 1
-        self._reader: Callable[[Any], Any] | None = None
+        self._reader: Callable[[object], object] | None = None
         """Makes a batch from its indices; None to use the loader's iterator."""
-        self._batches: Iterator[Any] = iter(())
-        self._ahead: Any = END
+        self._batches: Iterator[object] = iter(())
+        self._ahead: object = END
         self._num_indices = -1 if (length := length_of(loader.dataset)) is None else length
         self._content = content_of(loader.dataset)
         self._name = f"{type(loader).__name__} of {type(loader.dataset).__name__}"
@@ -233,7 +233,7 @@ class MapStream:
             micro_batch.size = self._count(batch)
         return True
 
-    def _fetch(self, indices: Any) -> Any:
+    def _fetch(self, indices: object) -> object:
         """Return a batch; its random numbers depend only on its place, and do not affect training's."""
         if not self._is_seeded:
             return next(self._batches) if self._reader is None else self._reader(indices)
@@ -278,7 +278,7 @@ class MapStream:
         self._saved = epoch, saved
 
     @property
-    def _head(self) -> list[Any]:
+    def _head(self) -> list[object]:
         """The first indices of the current epoch, once it is read."""
         return self._indices.head if self._begun == self._epoch + self.rounds else []
 
@@ -327,7 +327,7 @@ class MapStream:
         return self._indices.source(length_of(self._loader.dataset), self.num_streams)
 
     def step_metrics(self) -> dict[str, float]:
-        dataset: Any = self._loader.dataset
+        dataset: object = self._loader.dataset
         if not self._indices.is_sequential or self._samples is None:
             return {}
         return progress_of(dataset, self.position, self._epoch + self.rounds)
@@ -336,7 +336,7 @@ class MapStream:
         release(self._loader)
 
 
-def _is_plain(dataset: Any) -> bool:
+def _is_plain(dataset: object) -> bool:
     """Return whether reading a data set is known to draw no random numbers."""
     if type(dataset) is Subset:
         return _is_plain(dataset.dataset)

@@ -16,7 +16,7 @@ class MicroBatch:
 
     __slots__ = ("batch", "indices", "lap", "place", "readings", "size")
 
-    def __init__(self, batch: Any, size: int | None, place: int = 0, indices: Any = None) -> None:
+    def __init__(self, batch: object, size: int | None, place: int = 0, indices: object = None) -> None:
         self.batch = batch
         self.size: Any = size
         """The number of samples. With ready-made batches, it may be None until the batch is read."""

@@ -28,13 +28,13 @@ class OwnGenerators:
     those of a data set.
     """
 
-    def __init__(self, generators: Iterable[Any]) -> None:
+    def __init__(self, generators: Iterable[object]) -> None:
         self._generators = list(generators)
 
     @classmethod
     def of(cls, sampler: object) -> Self:
         """Return those of a sampler, in the order of its attributes."""
-        found: dict[int, Any] = {}
+        found: dict[int, object] = {}
         for generator in _found_in(sampler, _DEPTH):
             found.setdefault(id(generator), generator)
         return cls(found.values())
@@ -42,16 +42,16 @@ class OwnGenerators:
     def __len__(self) -> int:
         return len(self._generators)
 
-    def states(self) -> list[Any]:
+    def states(self) -> list[object]:
         """Return the state of each."""
         return [_state_of(generator) for generator in self._generators]
 
-    def follow_first(self, share: Callable[[Any], Any] | None) -> None:
+    def follow_first(self, share: Callable[[object], Any] | None) -> None:
         """Take the states of the first rank's, if `share` returns what it has. Collective then."""
         if share is not None and self._generators:
             self.put(share(self.states()))
 
-    def put(self, states: Sequence[Any]) -> None:
+    def put(self, states: Sequence[object]) -> None:
         """Restore states of the same generators; leave those alone that have none."""
         for generator, state in zip(self._generators, states, strict=False):
             _put(generator, state)
@@ -63,7 +63,7 @@ class OwnGenerators:
             _seed(generator, derive(zlib.crc32(content), place))
 
 
-def _found_in(holder: object, depth: int) -> Iterator[Any]:
+def _found_in(holder: object, depth: int) -> Iterator[object]:
     attributes = getattr(holder, "__dict__", {})
     if not isinstance(attributes, Mapping):
         return
@@ -104,7 +104,7 @@ def _is_generator(value: object) -> bool:
     return isinstance(value, kinds) and value is not numpy.random.mtrand._rand  # noqa: SLF001 - the global one
 
 
-def _state_of(generator: Any) -> Any:
+def _state_of(generator: object) -> object:
     """Return a state as a tensor if it is torch's, else as JSON, whose integers may have any size."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
@@ -113,7 +113,7 @@ def _state_of(generator: Any) -> Any:
     return json.dumps(_numpy_state(generator), default=_listed)
 
 
-def _numpy_state(generator: Any) -> Any:
+def _numpy_state(generator: Any) -> object:
     if hasattr(generator, "get_state"):  # a RandomState
         return generator.get_state(legacy=False)
     return getattr(generator, "bit_generator", generator).state
@@ -146,13 +146,13 @@ def _seed(generator: Any, seed: int) -> None:
         bits.state = type(bits)(seed).state
 
 
-def _listed(value: Any) -> Any:
+def _listed(value: Any) -> object:
     """Return a NumPy array or number for JSON."""
     listed = value.tolist()
     return {"array": listed, "dtype": str(value.dtype)} if isinstance(listed, list) else listed
 
 
-def _with_arrays(value: Any) -> Any:
+def _with_arrays(value: object) -> object:
     if not isinstance(value, dict):
         return value
     if "array" in value:

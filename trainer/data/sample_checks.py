@@ -31,7 +31,7 @@ class Drawn(NamedTuple):
     """What one loader reads in an epoch, as far as it is known."""
 
     loader: str
-    order: Sequence[Any] | None
+    order: Sequence[object] | None
     """The first indices of an order that all ranks share."""
     size: int
     """The samples of the data set; -1 if it has no length."""
@@ -55,7 +55,7 @@ def gather_numbers(strategy: Strategy, numbers: list[float]) -> list[list[float]
     return [by_data_rank[data_rank][1] for data_rank in range(strategy.data_size)]
 
 
-def last_batch_of_any(strategy: Strategy, window: Window) -> Any:
+def last_batch_of_any(strategy: Strategy, window: Window) -> object:
     """Return this rank's last batch of a window or, if it has none, that of the first rank with one. Collective."""
     collectives = strategy.ranks.all
     owner = int(collectives.all_reduce(float(collectives.rank if window else collectives.world_size), "min"))
@@ -66,7 +66,7 @@ def last_batch_of_any(strategy: Strategy, window: Window) -> Any:
 def compared(
     items: Iterator[T],
     strategy: Strategy,
-    batch_of: Callable[[T], Any],
+    batch_of: Callable[[T], object],
     drawn: Callable[[], list[Drawn]] | None = None,
     epoch: int = 0,
 ) -> Iterator[T]:
@@ -149,7 +149,7 @@ def copies_of_workers(digests: Sequence[str]) -> bool:
     return len(digests) > 1 and bool(digests[0]) and len(set(digests)) == 1
 
 
-def telling_digest(batch: Any) -> str:
+def telling_digest(batch: object) -> str:
     """Return the digest of a batch; nothing for one whose elements are all the same."""
     tensors = [leaf for _, leaf in named_leaves(batch) if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
     varies = any(leaf.numel() > 1 and bool((leaf != leaf.flatten()[0]).any()) for leaf in tensors)
@@ -185,7 +185,7 @@ def _columns(dataset: Any, places: Sequence[int], size: int) -> list[list[str]]:
     ]
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     numpy = sys.modules.get("numpy")
     if isinstance(value, Tensor):
         return value.device.type == "cpu"
@@ -221,7 +221,7 @@ def _different(first: int, other: int, found: str) -> DataError:
     )
 
 
-def digest_of(batch: Any) -> str:
+def digest_of(batch: object) -> str:
     """Return the shapes of a batch, and a hash of its contents."""
     shapes, hashed = [], 0
     for name, leaf in named_leaves(batch):

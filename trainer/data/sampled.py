@@ -24,7 +24,7 @@ from ...strategies.state.schema import COUNT, INTEGER, TEXT, check
 from .own_generators import OwnGenerators
 from .seed import RngStream, derive
 
-Share = Callable[[Any], Any]
+Share = Callable[[object], object]
 """Returns the value of the first rank. Collective: every rank calls it."""
 
 HEAD: Final = 64
@@ -59,7 +59,7 @@ class Place(NamedTuple):
     current: int | None
     num: int
     start: list[Any]
-    now: list[Any]
+    now: list[object]
     head: list[Any]
 
 
@@ -80,22 +80,22 @@ class Sampled:
 
     comes_once: ClassVar[bool] = False
 
-    def __init__(self, sampler: Iterable[Any], seed: int, share: Share | None = None) -> None:
+    def __init__(self, sampler: Iterable[object], seed: int, share: Share | None = None) -> None:
         self.sampler, self.seed = sampler, seed
         self._generators = OwnGenerators.of(sampler)
         self._generators.follow_first(share)
         self._savers = [each for each in _levels(sampler) if _saves(each)]
         self._is_known = _is_known(sampler)
         self._origin = self._start = self._generators.states()
-        self._saved: list[Any] = []
+        self._saved: list[object] = []
         self._passes: list[tuple[int, int, int]] = []
         """The passes before the current one: the first of several epochs, their number, and the entries of each."""
         self._current: int | None = None
         """The epoch of the current pass."""
         self._count = WHOLE
-        self._live: Iterator[Any] | None = None
+        self._live: Iterator[object] | None = None
         self._is_loaded = self._is_rewound = False
-        self._head: list[Any] = []
+        self._head: list[object] = []
 
     @property
     def head(self) -> list[Any]:
@@ -104,7 +104,7 @@ class Sampled:
     def size(self) -> int | None:
         return length_of(self.sampler)
 
-    def entries(self, epoch: int, start: int) -> Iterator[Any]:
+    def entries(self, epoch: int, start: int) -> Iterator[object]:
         is_continued = (self._is_loaded or self._is_rewound) and epoch == self._current
         self._is_rewound = False
         if self._is_loaded:
@@ -145,7 +145,7 @@ class Sampled:
         else:
             self._passes += [(first, number, same), (epoch, 1, count)]
 
-    def _end(self, live: Iterator[Any], count: int, start: list[Any]) -> None:
+    def _end(self, live: Iterator[object], count: int, start: list[object]) -> None:
         """End a pass that began with these states of the generators, of which `count` entries were used."""
         if count == WHOLE:
             for _ in live:
@@ -165,7 +165,7 @@ class Sampled:
 
     # --- state -------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any] | None:
+    def state_dict(self) -> dict[str, object] | None:
         """Return what a resumed run needs; None if the seed is enough."""
         if self._is_known and not len(self._generators):
             return None
@@ -178,7 +178,7 @@ class Sampled:
             "saved": self._saved,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any] | None, epoch: int, head: list[Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any] | None, epoch: int, head: list[object]) -> None:
         """Continue from what `state_dict` returned in this epoch, of which these were the first indices."""
         if state is None:  # saved without it
             state = {"passes": [[0, epoch, WHOLE]] if epoch else [], "current": epoch}
@@ -216,7 +216,7 @@ class Sampled:
         self._live = None
         return False
 
-    def _load(self, states: list[Any]) -> None:
+    def _load(self, states: list[object]) -> None:
         for saver, state in zip(self._savers, states, strict=True):
             saver.load_state_dict(copy.deepcopy(state))
 
@@ -258,16 +258,16 @@ def _saves(sampler: Any) -> bool:
     return callable(getattr(sampler, "state_dict", None)) and callable(getattr(sampler, "load_state_dict", None))
 
 
-def _is_known(sampler: Any) -> bool:
+def _is_known(sampler: object) -> bool:
     """Return whether a sampler has no other state than that of generators."""
     if type(sampler) is BatchSampler:
         return _is_known(sampler.sampler)
     return type(sampler) in _NO_STATE or type(sampler).__module__.startswith("torchdata.")
 
 
-def plain(entries: Iterable[Any]) -> list[Any]:
+def plain(entries: Iterable[object]) -> list[object]:
     """Return the first indices among entries (indices, batches of them, or others) as integers and text."""
-    found: list[Any] = []
+    found: list[object] = []
     for entry in entries:
         if len(found) >= HEAD:
             break
@@ -275,7 +275,7 @@ def plain(entries: Iterable[Any]) -> list[Any]:
     return found[:HEAD]
 
 
-def _plain(entry: Any) -> list[Any]:
+def _plain(entry: Any) -> list[object]:
     if isinstance(entry, str):
         return [entry]
     if isinstance(entry, list | tuple):
@@ -289,7 +289,7 @@ def _plain(entry: Any) -> list[Any]:
 
 
 def drawn(
-    sampler: Iterable[Any], seed: int, start: int = 0, stop: int | None = None, *, chunk: int = 64
+    sampler: Iterable[object], seed: int, start: int = 0, stop: int | None = None, *, chunk: int = 64
 ) -> Iterator[Any]:
     """Yield a sampler's entries from one place to another, with random numbers from a stream of their own.
 

@@ -85,13 +85,13 @@ def finalized(number: int) -> int:
     return mixed ^ (mixed >> 31)
 
 
-def capture_rng(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
+def capture_rng(devices: Iterable[torch.device] = ()) -> dict[str, object]:
     """Return the state of every generator of this process and of these devices, as tensors and JSON values.
 
     NumPy's is included only if NumPy was imported.
     """
     version, internal, gauss = random.getstate()
-    state: dict[str, Any] = {
+    state: dict[str, object] = {
         "python": {"version": version, "state": torch.tensor(internal, dtype=torch.int64), "gauss": gauss},
         "torch": torch.get_rng_state(),
     }
@@ -166,7 +166,7 @@ class RngStream:
         GENERATORS.put(self._outside)
 
 
-def _numpy_state() -> dict[str, Any]:
+def _numpy_state() -> dict[str, object]:
     name, key, position, has_gauss, gauss = sys.modules["numpy"].random.get_state()
     return {
         "generator": str(name),

@@ -13,13 +13,13 @@ from .index_stream import BatchShare, DataRanks
 from .micro_batch import MicroBatch
 from .sample_checks import Drawn
 
-CountSamples = Callable[[Any], int]
+CountSamples = Callable[[object], int]
 """Returns the number of samples in a batch that no sampler has counted."""
 
 Count = int | float
 """A number of batches; infinity if the data does not know."""
 
-END: Final[Any] = object()
+END: Final[object] = object()
 """The value that reading returns after the last batch."""
 
 _PLACE: Final = ("position", "rounds", "batch_size", "num_streams")
@@ -55,13 +55,13 @@ class Stream(Protocol):
     def recut(self, cut: Cut) -> None:
         """Cut global batches differently from the next iteration on."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the position, and what the loader needs to continue from it."""
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Continue from what `state_dict` returned."""
 
-    def is_cut_as(self, state_dict: Mapping[str, Any]) -> bool:
+    def is_cut_as(self, state_dict: Mapping[str, object]) -> bool:
         """Return whether the data was cut and dealt in the same way when `state_dict` was taken."""
 
     def drawn(self) -> Drawn:
@@ -118,7 +118,7 @@ class Cut:
         return BatchShare(math.ceil(size / ranks.data_size), batch_size)
 
 
-def place_of(stream: Stream) -> dict[str, Any]:
+def place_of(stream: Stream) -> dict[str, object]:
     """Return the place of a stream, for its state."""
     return {name: getattr(stream, name) for name in _PLACE}
 

@@ -32,7 +32,7 @@ class TrainData:
 
     def __init__(
         self,
-        source: Any,
+        source: object,
         *,
         seed: int,
         cut: Cut,
@@ -158,9 +158,9 @@ class TrainData:
     def resume_epoch(
         self,
         epoch: int,
-        states: Sequence[Mapping[str, Any]],
+        states: Sequence[Mapping[str, object]],
         batches_done: int,
-        of_all: Sequence[Sequence[Mapping[str, Any]]] = (),
+        of_all: Sequence[Sequence[Mapping[str, object]]] = (),
     ) -> int:
         """Read this epoch from where `state_dict` was taken, `batches_done` batches into it.
 
@@ -248,7 +248,7 @@ class TrainData:
         """Return what each loader reads in this epoch, to compare it between ranks."""
         return [stream.drawn() for stream in self._streams]
 
-    def state_dict(self) -> list[dict[str, Any]]:
+    def state_dict(self) -> list[dict[str, object]]:
         """Return the position of every loader; if `is_shared`, the same on every rank."""
         return [stream.state_dict() for stream in self._streams]
 
@@ -297,7 +297,7 @@ class _Column:
     def rounds(self) -> int:
         return self._stream.rounds
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         for micro_batch in self._stream.micro_batches():
             self.readings.append(micro_batch.reading(self._number))
             yield micro_batch.batch
@@ -329,11 +329,11 @@ def stream_of(
     return IterableStream(loader, seed, cut.ranks, count=count)
 
 
-def _unchanged(batch: Any) -> Any:
+def _unchanged(batch: object) -> object:
     return batch
 
 
-def _check_global_batch(cut: Cut, possible: int | None, source: Any) -> None:
+def _check_global_batch(cut: Cut, possible: int | None, source: object) -> None:
     """Check that a given global_batch_size is possible; `possible` is what the data allows, None if it is not cut."""
     asked, data_size = cut.global_batch_size, cut.ranks.data_size
     if asked is None:

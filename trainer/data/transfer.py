@@ -18,8 +18,8 @@ from ..module.data_module import DataHooks, DataModule
 from ..module.train_module import TrainModule
 from .stream import CountSamples
 
-Transfer = Callable[[Any, int], Any]
-Move = Callable[[Any], Any]
+Transfer = Callable[[object, int], object]
+Move = Callable[[object], object]
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -33,7 +33,7 @@ def make_count(module: TrainModule) -> CountSamples:
         return module.batch_size_of
     is_first = True
 
-    def count(batch: Any) -> int:
+    def count(batch: object) -> int:
         nonlocal is_first
         if is_first:
             warn_of_unclear_size(batch)
@@ -60,7 +60,7 @@ def make_transfer(module: TrainModule, datamodule: DataModule | None, strategy: 
     if not any((before, move, after)) and strategy.device.type == "cpu" and precision.param_dtype is None:
         return None
 
-    def transfer(batch: Any, dataloader_idx: int) -> Any:
+    def transfer(batch: object, dataloader_idx: int) -> Any:
         if before is not None:
             batch = before(batch, dataloader_idx)
         batch = precision.convert_batch(batch) if converts_first else batch
@@ -98,11 +98,11 @@ class SideStream:
     waits only for that copy. If the batch is in pinned memory, the host does not wait for the copy either.
     """
 
-    def __init__(self, move: Callable[[Any], Any], device: torch.device) -> None:
+    def __init__(self, move: Callable[[object], object], device: torch.device) -> None:
         self._move, self._device = move, device
         self._stream = new_stream(device)
 
-    def __call__(self, batch: Any) -> Any:
+    def __call__(self, batch: object) -> object:
         """Return the batch on the device; the current stream uses it once the copy is complete."""
         if any(callable(getattr(leaf, "to", None)) for _, leaf in named_leaves(batch) if not isinstance(leaf, Tensor)):
             return self._move(batch)  # the memory of such an object is unknown, and cannot be protected from reuse

@@ -141,10 +141,10 @@ class Engine(EngineProcesses):
         prepared = self._set_up(placed, optimizers)
         return prepared if len(prepared) > 1 else prepared[0]
 
-    def _optimizers(self) -> list[Any]:
+    def _optimizers(self) -> list[object]:
         return [each for each in self._placed if not isinstance(each, nn.Module)]
 
-    def _set_up(self, placed: Placed, optimizers: Sequence[Optimizer]) -> tuple[Any, ...]:
+    def _set_up(self, placed: Placed, optimizers: Sequence[Optimizer]) -> tuple[object, ...]:
         placed.take_optimizers(optimizers)
         self._placed.update(dict.fromkeys(optimizers, placed))
         return tuple(
@@ -402,7 +402,7 @@ class Engine(EngineProcesses):
         is_hashable = isinstance(value, nn.Module | Optimizer)
         return self._placed.get(self._plain(value)) if is_hashable else None
 
-    def _placed_of(self, value: Any) -> Placed:
+    def _placed_of(self, value: object) -> Placed:
         placed = self._owner(value)
         if placed is None:
             raise ConfigError(
@@ -412,6 +412,6 @@ class Engine(EngineProcesses):
         return placed
 
     @staticmethod
-    def _plain(value: Any) -> Any:
+    def _plain(value: object) -> Any:
         """Return the optimizer inside the one that the user holds; return anything else as it is."""
         return value.optimizer if type(value) is ManagedOptimizer else value

@@ -40,7 +40,7 @@ class PreparedLoader:
 
     def __init__(
         self,
-        loader: Any,
+        loader: object,
         gradients: StepGradients,
         *,
         accumulate: int,
@@ -63,7 +63,7 @@ class PreparedLoader:
         self.batches_done = 0
         """Batches of the epoch that the loop has received."""
         self._was_left = False
-        self._spare: Any = None
+        self._spare: object = None
         self._has_spare = False
 
     @property
@@ -91,7 +91,7 @@ class PreparedLoader:
             raise AttributeError(name)
         return getattr(self._loader, name)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         if self._was_left:  # like a DataLoader, restart after a loop was left
             self._next_epoch()
         self._data.begin_epoch(self.epoch)
@@ -109,7 +109,7 @@ class PreparedLoader:
     def _next_epoch(self) -> None:
         self.epoch, self.batches_done, self._was_left = self.epoch + 1, 0, False
 
-    def _only(self, window: Window) -> Any:
+    def _only(self, window: Window) -> object:
         """Return the batch of a step that has one batch and one rank."""
         micro_batch, batch = window[0], self._batch
         batch.window, batch.size, batch.weights, batch.syncs = window, micro_batch.size, None, True
@@ -117,7 +117,7 @@ class PreparedLoader:
         self.batches_done += 1
         return micro_batch.batch if self._move is None else self._move(micro_batch.batch)
 
-    def _batches_of(self, window: Window) -> Iterator[Any]:
+    def _batches_of(self, window: Window) -> Iterator[object]:
         """Yield the batches of a step, stand-ins for missing ones first."""
         if not window.total_size:  # one data rank
             window.total_size = window.size
@@ -142,7 +142,7 @@ class PreparedLoader:
 
     # --- state -------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the position after the last step that was read. Collective: every rank calls it."""
         data = of_data_ranks(self._strategy, self._data.state_dict())
         return {"epoch": self.epoch, "batches": self.batches_done, "data": data}
@@ -159,5 +159,5 @@ class PreparedLoader:
         self.batches_done = self._data.resume_epoch(self.epoch, states, state_dict["batches"], state_dict["data"])
 
 
-def _first_batch(window: Window) -> Any:
+def _first_batch(window: Window) -> object:
     return window[0].batch if window else None

@@ -27,11 +27,11 @@ class PreparedModule(nn.Module):
     module.
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         """Run the module's forward in the precision of the engine, so that a backward averages gradients."""
         return vars(self)[_CALLS](_CALL, args, kwargs)
 
-    def run_plainly(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def run_plainly(self, name: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         """Run forward, or a marked method, as the plain module does."""
         if name == _CALL:
             return super().__call__(*args, **kwargs)
@@ -39,7 +39,7 @@ class PreparedModule(nn.Module):
 
     run_synchronized = run_plainly  # under this name, strategies synchronize gradients in the following backward
 
-    def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
+    def mark_forward_method(self, method: str | Callable[..., object]) -> None:
         """Make calls of a method of the module go through the strategy, as those of forward do.
 
         Use it for methods that use submodules or parameters without calling the module itself.
@@ -96,7 +96,7 @@ class ModuleCalls:
                 "build another one, and load into that what echelon.load_weights(path) returns."
             )
 
-    def __call__(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def __call__(self, name: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         if self._is_inside:  # a method of the module calls it
             return self._module.run_plainly(name, args, kwargs)
         precision = self._precision
@@ -130,7 +130,7 @@ def unprepare(copied: nn.Module, prepared: nn.Module) -> None:
             vars(copied).pop(name, None)
 
 
-def check_plain(module: Any) -> None:
+def check_plain(module: object) -> None:
     """Check that a module can be set up.
 
     Raises:
@@ -157,7 +157,7 @@ def prepare(placed: Placed, gradients: StepGradients, *, is_sharded: bool) -> No
     """Make the calls of a module go through what has placed it; one that `is_sharded` cannot be copied."""
     module = placed.module
     plain = type(module)
-    names: dict[str, Any] = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
+    names: dict[str, object] = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
     names["__doc__"] = plain.__doc__
     if is_sharded:  # torch's own refusal does not say what to do
         names["__deepcopy__"] = lambda self, memo: vars(self)[_CALLS].refuse_copy()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,15 +29,15 @@ class OptimizerSteps:
     """
 
     def __init__(
-        self, optimizer: Optimizer, placed: Placed, gradients: StepGradients, reduce: Callable[[Any], Any]
+        self, optimizer: Optimizer, placed: Placed, gradients: StepGradients, reduce: Callable[[object], object]
     ) -> None:
         self._optimizer, self._placed, self._gradients, self._reduce = optimizer, placed, gradients, reduce
         self._evaluates = needs_closure(optimizer)
         is_plain = not (placed.precision.uses_scaler or overrides(placed, "step", Placed))
-        self._update: Callable[..., Any] = step_of(optimizer) if is_plain else self._step_placed
+        self._update: Callable[..., object] = step_of(optimizer) if is_plain else self._step_placed
         self._casts = placed.precision.autocast_dtype is not None
 
-    def __call__(self, closure: Callable[[], Any] | None = None) -> None:
+    def __call__(self, closure: Callable[[], object] | None = None) -> None:
         """Update the parameters; a closure, which computes loss and gradients, is called first."""
         optimizer, gradients = self._optimizer, self._gradients
         if self._evaluates:
@@ -53,11 +52,11 @@ class OptimizerSteps:
         if self._casts:
             torch.clear_autocast_cache()  # it holds the half-precision weights from before the update
 
-    def _step_placed(self, closure: Callable[[], Any] | None = None) -> None:
+    def _step_placed(self, closure: Callable[[], object] | None = None) -> None:
         self._placed.unscale(self._optimizer)
         self._placed.step(self._optimizer, closure)
 
-    def _evaluating(self, closure: Callable[[], Any] | None) -> Callable[[], Any]:
+    def _evaluating(self, closure: Callable[[], object] | None) -> Callable[[], object]:
         """Return a closure that gives every rank the mean loss of all: they must search in the same direction."""
         if closure is None:
             raise ConfigError(
@@ -65,7 +64,7 @@ class OptimizerSteps:
                 "got None; pass a function that zeroes the gradients, calls engine.backward(loss) and returns the loss."
             )
 
-        def evaluate() -> Any:
+        def evaluate() -> object:
             self._gradients.begin_evaluation()
             loss = closure()
             self._gradients.check_ready(self._optimizer, "step(closure)")

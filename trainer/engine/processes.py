@@ -60,10 +60,10 @@ class EngineProcesses:
     # --- processes ---------------------------------------------------------------------------------------------------
 
     @overload
-    def launch(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T: ...
+    def launch(self, function: Callable[..., T], /, *args: object, **kwargs: object) -> T: ...
     @overload
     def launch(self, function: None = None, /) -> None: ...
-    def launch(self, function: Callable[..., T] | None = None, /, *args: Any, **kwargs: Any) -> T | None:
+    def launch(self, function: Callable[..., T] | None = None, /, *args: object, **kwargs: object) -> T | None:
         """Start the processes, run ``function(engine, *args, **kwargs)`` in each, and return rank 0's result.
 
         Under a launcher such as torchrun, and with one process, it runs in this process; then `function` may be left
@@ -99,7 +99,7 @@ class EngineProcesses:
         job = partial(_as_rank, self, function, args, kwargs, capture_rng())
         return self.strategy.launcher.launch(job, parts={"function": function, "args": args, "kwargs": kwargs})
 
-    def _call(self, function: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T:
+    def _call(self, function: Callable[..., T], args: Sequence[object], kwargs: Mapping[str, object]) -> T:
         try:
             return function(self, *args, **kwargs)
         except BaseException as error:
@@ -169,7 +169,7 @@ class EngineProcesses:
 
     # --- values of all ranks -----------------------------------------------------------------------------------------
 
-    def reduce(self, data: Any, reduction: str = "mean") -> Any:
+    def reduce(self, data: object, reduction: str = "mean") -> Any:
         """Return numbers and tensors reduced over all ranks, without gradient.
 
         ``mean`` weighs each rank by the samples of the batch it read last, and a `Loss` by its count; ``sum`` adds. A
@@ -181,33 +181,33 @@ class EngineProcesses:
         function = mean_by_samples if reduction == "mean" else total_of
         return function(data, self._gradients.size, self.strategy.ranks.data)
 
-    def gather_for_metrics(self, data: Any) -> Any:
+    def gather_for_metrics(self, data: object) -> Any:
         """Return tensors with one row per sample of the batch, gathered from all ranks in order, each sample once."""
         self._connect()
         return concatenated(data, self._gradients.size, self.strategy)
 
-    def all_reduce(self, data: Any, reduce_op: Any = "mean") -> Any:
+    def all_reduce(self, data: object, reduce_op: Any = "mean") -> Any:
         """Reduce every tensor and number over all ranks, each with the same weight."""
         self._connect()
         return self.strategy.reduce(data, reduce_op)
 
-    def all_gather(self, data: Any) -> Any:
+    def all_gather(self, data: object) -> Any:
         """Stack every tensor over the ranks, along a new first dimension."""
         self._connect()
         return self.strategy.all_gather(data)
 
-    def broadcast(self, data: Any, src: int = 0) -> Any:
+    def broadcast(self, data: object, src: int = 0) -> Any:
         """Return rank `src`'s data, of any kind, on every rank."""
         self._connect()
         return self.strategy.broadcast(data, src)
 
-    def to_device(self, data: Any) -> Any:
+    def to_device(self, data: T) -> T:
         """Return tensors, or modules, on the device of this process."""
         self._connect()
         return self.strategy.batch_to_device(data)
 
 
-def _check_takes_engine(function: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _check_takes_engine(function: object, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
     """Check that a function can be called with the engine and these arguments.
 
     Raises:
@@ -232,9 +232,9 @@ def _check_takes_engine(function: object, args: Sequence[Any], kwargs: Mapping[s
 def _as_rank(
     engine: EngineProcesses,
     function: Callable[..., T],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    rng: Mapping[str, Any],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    rng: Mapping[str, object],
 ) -> T:
     """Run a function in a process of an engine, with the caller's random state."""
     restore_rng(rng)

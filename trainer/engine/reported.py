@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -14,7 +12,7 @@ from ...strategies.distributed.nested import iterate_tensors, map_tensors
 from ..module.loss import Loss, nonzero
 
 
-def mean_by_samples(data: Any, size: int, collectives: Collectives) -> Any:
+def mean_by_samples(data: object, size: int, collectives: Collectives) -> object:
     """Return the mean over ranks, weighted by their samples, or for a `Loss` by its count. Collective."""
     if isinstance(data, Loss):
         own = [data.total.detach() * (size > 0), data.count * (size > 0)]
@@ -27,7 +25,7 @@ def mean_by_samples(data: Any, size: int, collectives: Collectives) -> Any:
     return map_tensors(lambda tensor: tensor / total_size, sums, lambda leaf: _times(leaf, 1 / total_size))
 
 
-def total_of(data: Any, size: int, collectives: Collectives) -> Any:
+def total_of(data: object, size: int, collectives: Collectives) -> object:
     """Return the sum over ranks, without those that have a stand-in batch. Collective."""
     if isinstance(data, Loss):
         raise ConfigError(
@@ -39,7 +37,7 @@ def total_of(data: Any, size: int, collectives: Collectives) -> Any:
     )
 
 
-def concatenated(data: Any, size: int, strategy: Strategy) -> Any:
+def concatenated(data: object, size: int, strategy: Strategy) -> object:
     """Return tensors of all ranks, concatenated along the first dimension, without stand-in batches. Collective."""
     scalar = next((tensor for tensor in iterate_tensors(data) if not tensor.dim()), None)
     if scalar is not None:
@@ -59,5 +57,5 @@ def _floating(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.double()
 
 
-def _times(leaf: Any, factor: float) -> Any:
+def _times(leaf: object, factor: float) -> object:
     return leaf * factor if isinstance(leaf, int | float) and not isinstance(leaf, bool) else leaf

@@ -46,7 +46,7 @@ def check_names(state: object, function: str) -> None:
             )
 
 
-def state_of(value: Any, owner: Owner, sync: Callable[[Placed], None]) -> Any:
+def state_of(value: Any, owner: Owner, sync: Callable[[Placed], None]) -> object:
     """Return the saved form of a value; `sync` makes a module's replicas equal. Collective: every rank calls it."""
     placed = owner(value)
     if placed is None:
@@ -86,7 +86,9 @@ def put_back(objects: MutableMapping[str, Any], saved: MutableMapping[str, Any],
                     placed.load_optimizer_state(_plain(value), state)
 
 
-def _load_module(name: str, module: nn.Module, placed: Placed | None, state: Any, *, strict: bool) -> None:
+def _load_module(
+    name: str, module: nn.Module, placed: Placed | None, state: Mapping[str, object], *, strict: bool
+) -> None:
     try:
         if placed is None:
             module.load_state_dict(state, strict=strict)
@@ -104,12 +106,12 @@ def _is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def _plain(optimizer: Any) -> Optimizer:
+def _plain(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer inside the one that the user holds."""
     return vars(optimizer).get("optimizer", optimizer)  # type: ignore[no-any-return]
 
 
-def items_of(saved: Mapping[str, Any], name: str) -> ItemsView[str, Any]:
+def items_of(saved: Mapping[str, Any], name: str) -> ItemsView[str, object]:
     """Return the items of a state to filter.
 
     Raises:

@@ -196,7 +196,7 @@ class FolderLogger:
     def __init__(self, folder: VersionFolder, prefix: str) -> None:
         self._folder = folder
         self._prefix = prefix
-        self._hparams: dict[str, Any] = {}
+        self._hparams: dict[str, object] = {}
         self._texts: dict[str, str] = {}
         """The files that have yet to be written, by name."""
 
@@ -355,7 +355,7 @@ def plain(value: Any) -> Any:
     return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
 
 
-def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
+def flatten(params: Mapping[str, object], prefix: str = "") -> dict[str, bool | int | float | str]:
     """Return `plain` hyper-parameters flattened to one level (``optimizer/lr``), as finite numbers or text."""
     flat: dict[str, bool | int | float | str] = {}
     for key, value in params.items():

@@ -193,7 +193,7 @@ class CSVLogger(FolderLogger):
         """Write the rows that are still in memory."""
         self.save()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_rows": [], "_texts": {}, "_columns": None}
 
 
@@ -205,7 +205,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return None
 
 
-def _append(path: Path, columns: list[str], rows: Iterable[Mapping[str, Any]]) -> None:
+def _append(path: Path, columns: list[str], rows: Iterable[Mapping[str, object]]) -> None:
     """Add rows to the end of a table; all or none if the disk is full."""
     size = path.stat().st_size
     try:
@@ -217,7 +217,7 @@ def _append(path: Path, columns: list[str], rows: Iterable[Mapping[str, Any]]) -
         raise
 
 
-def _as_text(row: Mapping[str, Any]) -> dict[str, str]:
+def _as_text(row: Mapping[str, object]) -> dict[str, str]:
     """Return a row as it would be read back."""
     return {name: str(value) for name, value in row.items() if value not in ("", None)}
 
@@ -258,7 +258,7 @@ def _lines(file: BinaryIO) -> Iterator[str]:
         line.decode("utf-8")
 
 
-def _checked(rows: Iterable[dict[str, Any]], path: Path) -> Iterator[dict[str, Any]]:
+def _checked(rows: Iterable[dict[str, object]], path: Path) -> Iterator[dict[str, object]]:
     for row in rows:
         if not re.fullmatch(r"[0-9]{1,18}", str(row.get("step"))) or None in row:
             raise ConfigError(

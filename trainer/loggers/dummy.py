@@ -14,10 +14,10 @@ class DummyExperiment:
             raise AttributeError(name)
         return _do_nothing
 
-    def __getitem__(self, index: Any) -> Self:
+    def __getitem__(self, index: object) -> Self:
         return self
 
-    def __setitem__(self, index: Any, value: Any) -> None:
+    def __setitem__(self, index: object, value: object) -> None:
         """Do nothing."""
 
 
@@ -41,5 +41,5 @@ class DummyLogger(DummyExperiment):
         """Do nothing."""
 
 
-def _do_nothing(*args: Any, **kwargs: Any) -> None:
+def _do_nothing(*args: object, **kwargs: object) -> None:
     """Stand in for any method."""

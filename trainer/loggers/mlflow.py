@@ -332,7 +332,7 @@ class MLFlowLogger(TrackerLogger):
             client.log_batch(str(self._run_id), params=new[first : first + _PARAMS_AT_ONCE], **self._options)
         self._params = {}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**super().__getstate__(), "_client": None, "_points": [], "_params": {}}
 
 

@@ -314,7 +314,7 @@ class TensorBoardLogger(FolderLogger):
         value = Summary.Value(tag=tag, metadata=SummaryMetadata(plugin_data=plugin))
         file_writer_of(self.experiment).add_summary(Summary(value=[value]))
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_writer": None, "_rows": [], "_sent": [], "_texts": {}}
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import Final, Literal, Protocol
 
 from torch import Tensor
 
@@ -54,7 +54,7 @@ class LoggedCheckpoint:
 
     path: AnyPath
     aliases: list[str]
-    metadata: dict[str, Any]
+    metadata: dict[str, object]
 
     def at_hand(self) -> Path:
         """Return it as a local folder or file; of one in a store, a copy that is deleted when this process ends."""
@@ -152,7 +152,7 @@ class TrackerLogger:
         for path in saver.kept_paths:
             if path in self._logged:
                 continue
-            metadata: dict[str, Any] = {
+            metadata: dict[str, object] = {
                 "monitor": saver.monitor,
                 "mode": saver.mode,
                 "original_filename": Path(path).name,
@@ -169,7 +169,7 @@ class TrackerLogger:
                 self._logged.add(path)
                 del self._pending[path]
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_known": {}, "_savers": [], "_pending": {}, "_is_copy": True}
 
 

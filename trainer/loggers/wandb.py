@@ -233,7 +233,7 @@ class WandbLogger(TrackerLogger):
         self._log_media("Video", key, videos, step, kwargs)
 
     def _log_media(
-        self, kind: str, key: str, items: Sequence[Any], step: int | None, options: Mapping[str, Sequence[Any]]
+        self, kind: str, key: str, items: Sequence[object], step: int | None, options: Mapping[str, Sequence[object]]
     ) -> None:
         if not isinstance(items, list | tuple):
             raise TypeError(f"{key!r} must be logged as a list, got {type(items).__name__}; give [it].")
@@ -244,11 +244,11 @@ class WandbLogger(TrackerLogger):
             return
         import wandb
 
-        make: Callable[..., Any] = getattr(wandb, kind)
+        make: Callable[..., object] = getattr(wandb, kind)
         each = [{name: values[n] for name, values in options.items()} for n in range(len(items))]
         self._log({key: [make(item, **named) for item, named in zip(items, each, strict=True)]}, step)
 
-    def _log(self, values: Mapping[str, Any], step: int | None) -> None:
+    def _log(self, values: Mapping[str, object], step: int | None) -> None:
 
         with as_os_error():
             self.experiment.log(dict(values) if step is None else {**values, _STEP: step})
@@ -320,7 +320,7 @@ class WandbLogger(TrackerLogger):
             add(str(checkpoint.path), name="model.ckpt", policy=self._add_file_policy)
         return artifact
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**super().__getstate__(), "_run": None}
 
 

@@ -48,7 +48,7 @@ def check_documents(session: Session, window: Window) -> None:
     )
 
 
-def _with_last_document(batch: Any) -> dict[str, Any] | None:
+def _with_last_document(batch: object) -> dict[str, Any] | None:
     """Return a packed batch with labels for the last document of each sequence only; None if it is not packed."""
     names = ("input_ids", "labels", "document_ids")
     if not (isinstance(batch, Mapping) and all(isinstance(batch.get(name), Tensor) for name in names)):
@@ -69,7 +69,7 @@ def _last(documents: Tensor) -> Tensor:
     return documents.max(dim=1, keepdim=True).values
 
 
-def _loss(session: Session, batch: Any) -> float:
+def _loss(session: Session, batch: object) -> float:
     module = session.module
     with unseen(session, "training_step"):
         if session.transfer is not None:

@@ -6,7 +6,7 @@ import functools
 import warnings
 from collections.abc import Iterator, Sequence
 from types import FunctionType
-from typing import Any, Final
+from typing import Final
 
 from torch import nn
 
@@ -39,7 +39,7 @@ def _trained(module: nn.Module, name: str, *, is_frozen: bool) -> Iterator[tuple
 def _asks_for_mode(module: nn.Module) -> bool:
     if isinstance(module, Dropout) and module.p == 0:
         return False
-    kind: Any = type(module)  # mypy takes no type for hashable
+    kind: object = type(module)  # mypy takes no type for hashable
     return _uses_mode(kind)
 
 

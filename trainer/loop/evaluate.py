@@ -163,7 +163,7 @@ def _of_loader(values: Sequence[tuple[Line, Tensor]], index: int) -> dict[str, f
 
 
 def _in_lockstep(
-    session: Session, batches: Iterator[EvaluationBatch], step_name: str, run: Callable[[Any], None]
+    session: Session, batches: Iterator[EvaluationBatch], step_name: str, run: Callable[[object], None]
 ) -> Iterator[tuple[EvaluationBatch, Sequence[bool]]]:
     """Yield this rank's batches, and which data ranks have one, and stand by while only other ranks have batches.
 
@@ -181,7 +181,7 @@ def _in_lockstep(
             return
 
 
-def _run_unseen(session: Session, step_name: str, dataloader_idx: int, num_args: int, lent: tuple[Any, int]) -> None:
+def _run_unseen(session: Session, step_name: str, dataloader_idx: int, num_args: int, lent: tuple[object, int]) -> None:
     """Run a step of another rank's batch, which does not count here."""
     with unseen(session, step_name):
         session.placed.run(step_name, *(*lent, dataloader_idx)[:num_args])
@@ -196,14 +196,14 @@ def _gathered(strategy: Strategy, own: Predictions) -> Predictions:
     )
 
 
-def in_dataset_order(gathered: Sequence[Sequence[Sequence[tuple[int, Any]]]]) -> list[list[Any]]:
+def in_dataset_order(gathered: Sequence[Sequence[Sequence[tuple[int, object]]]]) -> list[list[Any]]:
     """Return, for each loader, the predictions of all ranks in batch order.
 
     Args:
         gathered: for each rank and each loader, the pairs of batch index and prediction. Ranks that share a
             model saw the same batch and have the same prediction; one of them is kept.
     """
-    merged: list[list[Any]] = []
+    merged: list[list[object]] = []
     for parts in zip(*gathered, strict=True):
         by_index = {batch_idx: prediction for part in parts for batch_idx, prediction in part}
         merged.append([by_index[batch_idx] for batch_idx in sorted(by_index)])

@@ -14,7 +14,7 @@ from ...strategies.distributed.nested import map_tensors
 class HostCopy:
     """A copy of an output on the CPU; from a GPU, it is complete once `finish` has been called."""
 
-    def __init__(self, output: Any) -> None:
+    def __init__(self, output: object) -> None:
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._events: dict[torch.device, Any] = {}
         self.output: Any = map_tensors(self._begin, output)

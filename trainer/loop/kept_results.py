@@ -178,13 +178,13 @@ def _names_in_hook(module: nn.Module) -> tuple[str, ...]:
     return code.co_names if code is not None else ()
 
 
-def _has_graph(value: Any) -> bool:
+def _has_graph(value: object) -> bool:
     if isinstance(value, dict):
         return any(map(_has_graph, value.values()))
     return isinstance(value, Tensor) and value.grad_fn is not None
 
 
-def _has_tensor(value: Any) -> bool:
+def _has_tensor(value: object) -> bool:
     if isinstance(value, dict | tuple | list):
         return any(map(_has_tensor, value.values() if isinstance(value, dict) else value))
     return isinstance(value, Tensor)

@@ -61,7 +61,7 @@ class ManualCalls:
         """Return ``manual_backward`` as the module calls it."""
         return partial(self._backward, manual_backward) if self._is_needed else manual_backward
 
-    def _backward(self, manual_backward: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def _backward(self, manual_backward: Callable[..., None], *args: object, **kwargs: object) -> None:
         self._num_backwards += 1
         self._marks[_INSIDE] = True
         try:
@@ -70,13 +70,16 @@ class ManualCalls:
             del self._marks[_INSIDE]
 
     def step(
-        self, optimizer: Optimizer, step: Callable[[Callable[[], Any] | None], None]
+        self, optimizer: Optimizer, step: Callable[[Callable[[], object] | None], None]
     ) -> Callable[[Callable[[], Any] | None], None]:
         """Return ``step`` of an optimizer as the module calls it."""
         return partial(self._step, optimizer, step) if self._is_needed else step
 
     def _step(
-        self, optimizer: Optimizer, step: Callable[[Callable[[], Any] | None], None], closure: Callable[[], Any] | None
+        self,
+        optimizer: Optimizer,
+        step: Callable[[Callable[[], object] | None], None],
+        closure: Callable[[], object] | None,
     ) -> None:
         if closure is None and self._stepped_at.get(optimizer, 0) == self._num_backwards:
             self._check_gradients(optimizer)

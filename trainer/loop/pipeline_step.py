@@ -37,8 +37,8 @@ class PipelineStep(SharedStep):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._window: Sequence[MicroBatch] = ()
-        self._batches: list[Any] = []
-        self._outputs: dict[int, Any] = {}
+        self._batches: list[object] = []
+        self._outputs: dict[int, object] = {}
         self._losses: list[float] = []
         self._spare: Any = None
         """The batch that stands in for micro-batches which only other data ranks have, and its index."""
@@ -128,7 +128,7 @@ class PipelineStep(SharedStep):
         with beside_idle, self.session.streams:
             self._run_stages(micro_batches, spare)
 
-    def _run_stages(self, micro_batches: Sequence[MicroBatch], spare: tuple[Any, int]) -> None:
+    def _run_stages(self, micro_batches: Sequence[MicroBatch], spare: tuple[object, int]) -> None:
         self._window, self._outputs, self._spare = micro_batches, {}, spare
         self._losses = [0.0] * len(micro_batches)
         self.signatures = [signature_of("training_step", batch) for batch in self._batches]
@@ -176,12 +176,12 @@ class PipelineStep(SharedStep):
 
     # --- what the stages call ----------------------------------------------------------------------------------------
 
-    def arguments_at(self, index: int) -> Sequence[Any]:
+    def arguments_at(self, index: int) -> Sequence[object]:
         """Return the arguments of ``training_step`` for a micro-batch."""
         number = num_step_arguments(self.module, "training_step", 2)
         return self._argument_at(index)[:number]
 
-    def _argument_at(self, index: int) -> tuple[Any, int]:
+    def _argument_at(self, index: int) -> tuple[object, int]:
         is_own = index < len(self._batches)
         return (self._batches[index], self.state.batches_in_epoch + index) if is_own else self._spare
 
@@ -194,13 +194,13 @@ class PipelineStep(SharedStep):
         """Return the context of a forward that leaves no trace."""
         return unseen(self.session, "training_step")
 
-    def forward_at(self, index: int) -> Any:
+    def forward_at(self, index: int) -> object:
         """Call ``training_step`` with a micro-batch."""
         if index < len(self._batches):
             self._enter(index, self.state.batches_in_epoch + index)
         return self.forward(*self._argument_at(index))
 
-    def loss_at(self, index: int, output: Any) -> Tensor:
+    def loss_at(self, index: int, output: object) -> Tensor:
         """Return the weighted loss from the output of the step.
 
         Raises:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +32,8 @@ class SharedStep(Step):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._is_collective = session.strategy.forward_is_collective
-        self._has_spare, self._spare_batch = False, None
+        self._has_spare = False
+        self._spare_batch: object = None
         """A batch for steps in which this rank has none: an earlier one, or in the first step another rank's."""
         self._unit: Unit | None = None
         """What losses are weighted by, on all ranks; None before the first step."""
@@ -242,7 +242,7 @@ class SharedStep(Step):
         self.targets.give_up("no loss of the first step was a mean over targets")  # nobody expects counts later
         return "Loss" if units == {"Loss"} else "samples"
 
-    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    def manual_backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         weight = self._manual_weight
         super().manual_backward(loss if weight == 1.0 else loss * weight, *args, **kwargs)
 
@@ -268,7 +268,7 @@ class SharedStep(Step):
         self.placed.stand_by("training_step", busy, self._run_unseen)
         self._manual_weight = weight
 
-    def _run_unseen(self, lent: tuple[Any, int] | None) -> None:
+    def _run_unseen(self, lent: tuple[object, int] | None) -> None:
         """Run a step that does not count, with what a busy rank has lent, or with an earlier batch."""
         batch, batch_idx = (self._batch_to_spare(), self.progress.batch_idx) if lent is None else lent
         with unseen(self.session, "training_step"):
@@ -295,7 +295,7 @@ class SharedStep(Step):
                     self._run_beside(busy, window[index] if index >= 0 else None, is_first=position == 0)
         self.has_gradients = True
 
-    def _batch_to_spare(self) -> Any:
+    def _batch_to_spare(self) -> object:
         return self._spare_batch if self.transfer is None else self.transfer(self._spare_batch, 0)
 
 

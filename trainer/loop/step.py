@@ -113,7 +113,7 @@ class Step(ABC):
         placed, module, profiler = self.placed, self.module, self.session.profiler
         scales = placed.precision.uses_scaler
         updates_plainly = not (scales or overrides(placed, "step", Placed) or profiler.is_active)
-        self._update_fns: list[Callable[..., Any]] = [
+        self._update_fns: list[Callable[..., object]] = [
             step_of(optimizer)
             if updates_plainly
             else profiler.measured("optimizer_step", partial(placed.step, optimizer))
@@ -247,7 +247,7 @@ class Step(ABC):
             hook(optimizer)
         self.module.optimizer_zero_grad(self.state.epoch, self.progress.batch_idx, optimizer)
 
-    def _backward_with_hooks(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    def _backward_with_hooks(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         with self.session.streams.common():  # not those of a step in manual optimization
             for hook in self.hooks.on_before_backward:
                 hook(loss)
@@ -256,7 +256,7 @@ class Step(ABC):
             for hook in self.hooks.on_after_backward:
                 hook()
 
-    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    def manual_backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         """Accumulate gradients when ``training_step`` calls for it in manual optimization."""
         self._end_manual_update()
         self.backward(loss, *args, **kwargs)
@@ -309,7 +309,7 @@ class Step(ABC):
             limit, algorithm = settings.gradient_clip_val, settings.gradient_clip_algorithm
             self.module.configure_gradient_clipping(optimizer, limit, algorithm)
 
-    def _managed_step(self, index: int, closure: Callable[[], Any] | None) -> None:
+    def _managed_step(self, index: int, closure: Callable[[], object] | None) -> None:
         """Carry out ``step`` of an optimizer that the user's module holds."""
         optimizer = self.optimizers[index]
         if self.is_automatic and not self.is_updating:
@@ -333,7 +333,7 @@ class Step(ABC):
             self._has_stepped = True
             torch.clear_autocast_cache()  # it holds the half-precision weights from before the update
 
-    def _evaluate(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+    def _evaluate(self, optimizer: Optimizer, closure: Callable[[], object]) -> object:
         """Return the loss to an optimizer that evaluates it itself, with gradients as for any update."""
         loss = closure()
         self._before_update(optimizer)
@@ -392,6 +392,6 @@ class OneRankStep(Step):
         return True
 
 
-def _module_backward(module: TrainModule, placed: Placed, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+def _module_backward(module: TrainModule, placed: Placed, loss: Tensor, *args: object, **kwargs: object) -> None:
     module.backward(placed.scaled(loss), *args, **kwargs)
     placed.end_backward()

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
-from typing import Any
 
 from ...common.errors import DataError
 from ...strategies.module.compiled_calls import warn_if_uncalled
@@ -207,7 +206,7 @@ def _windows(session: Session, checks: list[Check]) -> Iterator[Window]:
     return iter(session.profiler.measured("fetch", windows.__next__), None) if session.profiler.is_active else windows
 
 
-def _first_batch(window: Window) -> Any:
+def _first_batch(window: Window) -> object:
     return window[0].batch if window else None
 
 

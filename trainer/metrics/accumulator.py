@@ -77,7 +77,7 @@ class Accumulator:
             return self.value()
         return value * weight / weight if self.reduce == "mean" else float(value)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return everything added so far."""
         total, weight = self.partial()
         return {"total": total.cpu(), "weight": weight}

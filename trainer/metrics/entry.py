@@ -16,7 +16,7 @@ Moment = Literal["step", "epoch", "end"]
 """An optimizer step, the batches of an epoch, or the hooks at its end."""
 
 # like Lightning, treat these functions as their names; only "mean" is weighted by samples
-_NAME_OF: Final[dict[Any, str]] = {
+_NAME_OF: Final[dict[object, str]] = {
     "avg": "mean",
     torch.mean: "mean",
     torch.sum: "sum",
@@ -126,7 +126,7 @@ class Entry:
         assert self.epoch is not None
         return Share(self.epoch_line, self.epoch, self.computed)
 
-    def description(self) -> dict[str, Any] | None:
+    def description(self) -> dict[str, object] | None:
         """Return what a resumed run needs to report the epoch even if it is not logged again; None with a function."""
         assert self.epoch is not None
         if callable(self.epoch.reduce):
@@ -152,9 +152,9 @@ class Entry:
         self.stamp = self.batch = -1
 
 
-def _reduction_of(name: str, reduce_fx: Any) -> Reduce:
+def _reduction_of(name: str, reduce_fx: object) -> Reduce:
     given = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx
-    reduction: Any = _NAME_OF.get(given, given)
+    reduction: object = _NAME_OF.get(given, given)
     if not callable(reduction) and reduction not in REDUCTIONS:
         raise ModuleError(
             f"self.log({name!r}): reduce_fx must be one of {', '.join(map(repr, REDUCTIONS))}, or a function, "

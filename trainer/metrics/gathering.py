@@ -24,7 +24,7 @@ class GatherOnce:
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
 
-    def __call__(self, state: Tensor, group: Any = None) -> list[Tensor]:
+    def __call__(self, state: Tensor, group: object = None) -> list[Tensor]:
         """Return the state of each of these ranks, by default those whose losses count. Collective."""
         from torchmetrics.utilities.distributed import gather_all_tensors
 
@@ -55,16 +55,16 @@ class GatherOnce:
         rows = strategy.ranks.count.all_gather_object(own)
         return [rank for rank, (_, part) in enumerate(rows) if part == 0] if any(row[0] for row in rows) else None
 
-    def __deepcopy__(self, memo: Any) -> GatherOnce:
+    def __deepcopy__(self, memo: object) -> GatherOnce:
         return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(None), ()
 
 
 def gather_once(metric: Any, strategy: Strategy) -> None:
     """Make a torchmetrics object count each replica once, and gather lists of which ranks have different numbers."""
-    own: dict[str, Any] = getattr(metric, "__dict__", {})  # a foreign module may raise anything for unknown names
+    own: dict[str, object] = getattr(metric, "__dict__", {})  # a foreign module may raise anything for unknown names
     if not isinstance(own.get("dist_sync_fn", metric), GatherOnce | None):
         return  # no such object, or one with the user's own gathering
     has_peers = strategy.ranks.all.world_size > 1
@@ -88,7 +88,7 @@ def gather_all_once(strategy: Strategy) -> None:
         return
     sync_as_it_is = kind.sync
 
-    def sync(self: Any, dist_sync_fn: Any = None, *args: Any, **kwargs: Any) -> None:
+    def sync(self: Any, dist_sync_fn: object = None, *args: object, **kwargs: object) -> None:
         strategy = _RUN.get("strategy")
         if strategy is not None and dist_sync_fn is None:
             gather_once(self, strategy)
@@ -98,7 +98,7 @@ def gather_all_once(strategy: Strategy) -> None:
     kind.sync = wraps(sync_as_it_is, assigned=("__name__", "__qualname__", "__doc__"))(sync)
 
 
-def _sync_dist(self: Any, dist_sync_fn: Callable[..., list[Tensor]], process_group: Any = None) -> None:
+def _sync_dist(self: Any, dist_sync_fn: Callable[..., list[Tensor]], process_group: object = None) -> None:
     """Gather and reduce every state, as torchmetrics' method of this name does. Collective.
 
     torchmetrics gathers the tensors of a list one by one: a rank with fewer of them calls fewer collectives, and one
@@ -131,7 +131,7 @@ def _sync_dist(self: Any, dist_sync_fn: Callable[..., list[Tensor]], process_gro
         setattr(self, name, reduce(gathered) if reduce is not None and len(gathered) else gathered)
 
 
-def _described(values: Sequence[Any]) -> list[Any]:
+def _described(values: Sequence[object]) -> list[Any]:
     """Return the dtype and shape of each tensor, and other objects as they are."""
     return [(value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else _Whole(value) for value in values]
 
@@ -139,17 +139,17 @@ def _described(values: Sequence[Any]) -> list[Any]:
 class _Whole:
     """An element of a list that is not a tensor."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self.value = value
 
 
 def _gather_list(
-    own: Sequence[Any],
+    own: Sequence[object],
     described: Sequence[Sequence[Any]],
     gather: Callable[[Tensor], list[Tensor]],
     device: torch.device,
     counting: Sequence[int] | None,
-) -> list[Any]:
+) -> list[object]:
     """Return the elements of the ranks that count, in rank order: one vector of each dtype is sent. Collective."""
     dtypes = {one[0]: None for of_rank in described for one in of_rank if not isinstance(one, _Whole)}
     vectors = {}
@@ -157,7 +157,7 @@ def _gather_list(
         parts = [value.detach().flatten() for value in own if isinstance(value, Tensor) and value.dtype == dtype]
         vector = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=device)
         vectors[dtype] = gather(vector.to(device))
-    elements: list[Any] = []
+    elements: list[object] = []
     for rank, of_rank in enumerate(described):
         if counting is not None and rank not in counting:
             continue

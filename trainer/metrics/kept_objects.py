@@ -17,7 +17,7 @@ _MERGED: Final = ("dim_zero_sum", "dim_zero_max", "dim_zero_min", "dim_zero_cat"
 """torchmetrics' reductions that give the same from what all ranks had on one, and the defaults on the others."""
 
 
-def objects_state(metrics: Iterable[Any], module: nn.Module | None, strategy: Strategy) -> dict[str, Any]:
+def objects_state(metrics: Iterable[object], module: nn.Module | None, strategy: Strategy) -> dict[str, Any]:
     """Return what these metric objects have accumulated on all ranks, by their paths in the module.
 
     Left out are objects that are not torchmetrics', or not in the module, and with several ranks those with a state
@@ -51,7 +51,7 @@ def load_objects(state: Mapping[str, Any], module: nn.Module | None, *, is_heard
             metric._update_count = saved["count"]  # noqa: SLF001 - without updates it would have no value
 
 
-def refuse_another(entry: Entry, metric: Any) -> None:
+def refuse_another(entry: Entry, metric: object) -> None:
     """Refuse a metric object in place of the one that was logged under the name earlier in the epoch.
 
     Raises:
@@ -65,7 +65,7 @@ def refuse_another(entry: Entry, metric: Any) -> None:
         )
 
 
-def warn_if_shared(stages: Mapping[Any, Mapping[str, Entry]], stage: str, entry: Entry, metric: Any) -> None:
+def warn_if_shared(stages: Mapping[Any, Mapping[str, Entry]], stage: str, entry: Entry, metric: object) -> None:
     """Warn of a metric object that training and an evaluation both log, if each resets it at its end."""
     for other, entries in stages.items():
         shared = next((one for one in entries.values() if one.computed is metric and one.epoch is not None), None)
@@ -77,7 +77,7 @@ def warn_if_shared(stages: Mapping[Any, Mapping[str, Entry]], stage: str, entry:
             )
 
 
-def _state_of(metric: Any) -> dict[str, Any] | None:
+def _state_of(metric: Any) -> dict[str, object] | None:
     """Return the states of a torchmetrics object that has seen something."""
     defaults, count = getattr(metric, "_defaults", None), getattr(metric, "_update_count", 0)
     if not isinstance(defaults, dict) or not defaults or not count:
@@ -86,18 +86,18 @@ def _state_of(metric: Any) -> dict[str, Any] | None:
     return {"states": states, "count": count} if all(map(_is_plain, states.values())) else None
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def _moved(value: object, device: torch.device) -> object:
     if isinstance(value, list):
         return [_moved(each, device) for each in value]
     return value.detach().clone().to(device) if isinstance(value, Tensor) else value
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     return all(map(_is_plain, value)) if isinstance(value, list) else isinstance(value, Tensor)
 
 
-def _merge(states: list[dict[str, Any]], reductions: Mapping[str, Any]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
+def _merge(states: list[dict[str, Any]], reductions: Mapping[str, Any]) -> dict[str, object]:
+    merged: dict[str, object] = {}
     for name, reduce in reductions.items():
         values = [state["states"][name] for state in states]
         lists = [value if isinstance(value, list) else [value] for value in values]

@@ -97,7 +97,7 @@ class Metrics:
 
     # --- writing -----------------------------------------------------------------------------------------------------
 
-    def log(self, name: str, value: Any, options: tuple[Any, ...], batch_size: float | TokenShare | None) -> None:
+    def log(self, name: str, value: object, options: tuple[Any, ...], batch_size: float | TokenShare | None) -> None:
         """Accept one value from `TrainModule.log`."""
         is_plain = self.in_batch and self.dataloader_idx is None
         entry = self._entries.get(name if is_plain else self._key(name))
@@ -142,7 +142,7 @@ class Metrics:
         key = name if self.dataloader_idx is None else f"{name}/{self.dataloader_idx}"
         return key if self.in_batch else f"{key}, outside of batches"
 
-    def _register(self, name: str, scope: Scope, value: Any) -> Entry:
+    def _register(self, name: str, scope: Scope, value: object) -> Entry:
         if not isinstance(name, str):
             raise ModuleError(f"The name in self.log must be a string, got {name!r}; pass one.")
         if self.stage == "predict":
@@ -288,7 +288,7 @@ class Metrics:
                 self._reduction(self.stage, moment).reset()
         self.guard.forget()
 
-    def restart_stage(self, state_dict: Mapping[str, Any] | None) -> None:
+    def restart_stage(self, state_dict: Mapping[str, object] | None) -> None:
         """Forget what the current stage's epoch has accumulated, and continue from a saved state if there is one."""
         self._entries.clear()
         self.guard.stop_watching()

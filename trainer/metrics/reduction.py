@@ -8,7 +8,7 @@ import operator
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ def computed_value(name: str, metric: ComputedMetric) -> Tensor | None:
     Raises:
         ModuleError: if the value is not a single number.
     """
-    value: Any = metric.compute()
+    value: object = metric.compute()
     if value is None:
         return None
     if not isinstance(value, Tensor) or value.numel() != 1:

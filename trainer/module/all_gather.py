@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from ...strategies.distributed.nested import map_tensors, named_leaves
 from ...strategies.distributed.tensor_collectives import Wire
 
 
-def all_gather(data: Any, strategy: Strategy, group: ProcessGroup | None, *, sync_grads: bool) -> Any:
+def all_gather(data: object, strategy: Strategy, group: ProcessGroup | None, *, sync_grads: bool) -> object:
     """Return the tensors and numbers of all data ranks, stacked in a new first dimension; unchanged on one rank.
 
     Collective: every rank of the group calls it.
@@ -47,11 +46,11 @@ def _gather_in_group(group: ProcessGroup, tensor: Tensor) -> Tensor:
     return tensor_collectives.all_gather(wire, tensor.reshape(-1)).view(group.size(), *tensor.shape)
 
 
-def _as_tensor(leaf: Any, device: torch.device) -> Any:
+def _as_tensor(leaf: object, device: torch.device) -> object:
     return torch.tensor(leaf, device=device) if isinstance(leaf, bool | int | float) else leaf
 
 
-def _check_shapes(data: Any, strategy: Strategy) -> None:
+def _check_shapes(data: object, strategy: Strategy) -> None:
     """Compare a hash of all shapes, and the shapes themselves only if the hashes differ."""
     shapes = {name: tuple(leaf.shape) for name, leaf in named_leaves(data) if isinstance(leaf, Tensor)}
     hashes = strategy.all_gather(torch.tensor(zlib.crc32(repr(shapes).encode())))

@@ -33,10 +33,10 @@ def num_step_arguments(module: nn.Module, step_name: str, most: int) -> int:
     return max(required, min(most, len(taken)))
 
 
-def without_index(step: Callable[[Any], Any]) -> Callable[[Any, int], Any]:
+def without_index(step: Callable[[object], object]) -> Callable[[object, int], object]:
     """Return a function that takes ``batch_idx`` for a step that does not."""
 
-    def forward(batch: Any, batch_idx: int) -> Any:
+    def forward(batch: object, batch_idx: int) -> Any:
         return step(batch)
 
     return forward

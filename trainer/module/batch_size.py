@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from ...strategies.distributed.nested import iterate_tensors, named_leaves
 _INTEGERS: Final = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
-def size_of(batch: Any) -> int:
+def size_of(batch: object) -> int:
     """Return the number of samples of a batch: the length of its first tensor; 1 if it has none."""
     first = batch[0] if isinstance(batch, list | tuple) and batch else batch
     if not isinstance(first, Tensor):
@@ -23,7 +23,7 @@ def size_of(batch: Any) -> int:
     return first.shape[0] if first is not None and first.dim() else 1
 
 
-def warn_of_unclear_size(batch: Any) -> None:
+def warn_of_unclear_size(batch: object) -> None:
     """Warn if the tensors of a batch differ in their first dimension, which `size_of` takes as the batch size.
 
     Call it with the first batch of a loader whose batch size is unknown.
@@ -39,7 +39,7 @@ def warn_of_unclear_size(batch: Any) -> None:
         )
 
 
-def tokens_in(batch: Any) -> int:
+def tokens_in(batch: object) -> int:
     """Return the tokens of a batch that are no padding, as far as it says so.
 
     In a mapping, those of documents (``document_ids`` of packs), else of ``attention_mask``, else all of

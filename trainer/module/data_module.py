@@ -17,7 +17,7 @@ from ...strategies.distributed.nested import named_leaves, to_device
 from .hparams import HyperparametersMixin, init_arguments
 from .load import MapLocation, load_datamodule
 
-Datasets = Dataset[Any] | Sequence[Dataset[Any]] | Mapping[str, Dataset[Any]] | None
+Datasets = Dataset[object] | Sequence[Dataset[object]] | Mapping[str, Dataset[object]] | None
 
 _TITLES: Final = {"train": "Train", "val": "Validation", "test": "Test", "predict": "Predict"}
 
@@ -193,10 +193,10 @@ class DataModule(DataHooks, HyperparametersMixin):
         return " ; ".join(f"{number}. {size}" for number, size in enumerate(sizes, 1)) or "None"
 
 
-def _loaders(datasets: Any, make: Callable[..., Any], *, is_training: bool) -> Any:
+def _loaders(datasets: object, make: Callable[..., object], *, is_training: bool) -> object:
     """Return a loader for every data set in a list, tuple or dict."""
 
-    def loader(dataset: Any) -> Any:
+    def loader(dataset: object) -> Any:
         return make(dataset, shuffle=is_training and not isinstance(dataset, IterableDataset))
 
     if isinstance(datasets, Mapping):
@@ -211,6 +211,6 @@ def _set_in(method: Any) -> set[str]:
     return {str(line.argval) for line in lines if line.opname == "STORE_ATTR"}
 
 
-def _size_of(loader: DataLoader[Any]) -> str:
+def _size_of(loader: DataLoader[object]) -> str:
     dataset = loader.dataset
     return f"size={len(dataset) if isinstance(dataset, Sized) else 'NA'}"

@@ -38,7 +38,7 @@ _TORCH: Final = Path(torch.__file__).parent
 _DEPENDS_ON_DATA: Final = re.compile("data-dependent|Dynamic control flow|bool\\(\\) on|guard on", re.IGNORECASE)
 """What torch says of a branch on the values of tensors."""
 
-Sample = Any
+Sample = object
 """A tensor, a tuple of arguments, or a dict of keyword arguments of ``forward``."""
 
 
@@ -164,7 +164,9 @@ class Exporting:
         return self
 
 
-def _arguments(module: nn.Module, method: str, name: str, sample: Sample) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(
+    module: nn.Module, method: str, name: str, sample: Sample
+) -> tuple[tuple[object, ...], dict[str, object]]:
     """Return the arguments of ``forward``, by position and by name, on the module's device."""
     if sample is None:
         sample = module.example_input_array

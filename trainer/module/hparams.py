@@ -29,7 +29,7 @@ class AttributeDict(dict[str, Any]):
                 raise AttributeError(name) from None
             raise AttributeError(f"There is no hyper-parameter {name!r}.{did_you_mean(name, self)}") from None
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         self[name] = value
 
     def __delattr__(self, name: str) -> None:
@@ -75,7 +75,7 @@ class HyperparametersMixin:
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
         names = [arg for arg in args if isinstance(arg, str)]
         objects = [arg for arg in args if not isinstance(arg, str)]
-        chosen: dict[str, Any] = {}
+        chosen: dict[str, object] = {}
         arguments = collect_init_args(self, caller)
         if names or not objects:
             chosen.update(_chosen(arguments, names, type(self).__name__))
@@ -136,13 +136,13 @@ def saved_hparams(owner: HyperparametersMixin) -> Any:
     return kept
 
 
-def set_unsaved(owner: HyperparametersMixin, name: str, value: Any) -> None:
+def set_unsaved(owner: HyperparametersMixin, name: str, value: object) -> None:
     """Set a hyper-parameter that belongs to this run, such as a batch size that fits this machine's memory."""
     owner.hparams[name] = value
     owner.__dict__.setdefault("_hparams_unsaved", {})[name] = value
 
 
-def collect_init_args(owner: object, frame: types.FrameType | None) -> dict[str, Any] | None:
+def collect_init_args(owner: object, frame: types.FrameType | None) -> dict[str, object] | None:
     """Return the arguments of every ``__init__`` of `owner` that is running, seen from `frame`; None if none is.
 
     A subclass calls its base's ``__init__``, so several run at once; if two have the same argument, the subclass's
@@ -150,7 +150,7 @@ def collect_init_args(owner: object, frame: types.FrameType | None) -> dict[str,
     """
     if dataclasses.is_dataclass(owner) and not isinstance(owner, type):
         return {field.name: getattr(owner, field.name) for field in dataclasses.fields(owner) if field.init}
-    collected: dict[str, Any] = {}
+    collected: dict[str, object] = {}
     is_inside = False
     while frame is not None:
         values = inspect.getargvalues(frame)
@@ -163,8 +163,8 @@ def collect_init_args(owner: object, frame: types.FrameType | None) -> dict[str,
 
 
 def init_arguments(
-    cls: type, hparams: Mapping[str, Any], argument: str | None = None, given: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+    cls: type, hparams: Mapping[str, object], argument: str | None = None, given: Mapping[str, object] | None = None
+) -> dict[str, object]:
     """Return the keyword arguments that build an instance of `cls` again from its (loaded) hyper-parameters.
 
     Those that ``__init__`` does not take are left out. `argument` is the module's ``hparams_argument``. Values in
@@ -184,7 +184,7 @@ def init_arguments(
     return {name: value for name, value in arguments.items() if takes_any or name in parameters}
 
 
-def logged_hparams(module: HyperparametersMixin, datamodule: HyperparametersMixin | None) -> dict[str, Any]:
+def logged_hparams(module: HyperparametersMixin, datamodule: HyperparametersMixin | None) -> dict[str, object]:
     """Return the hyper-parameters of a module and a data module that the loggers receive.
 
     Raises:
@@ -205,7 +205,7 @@ def logged_hparams(module: HyperparametersMixin, datamodule: HyperparametersMixi
     return {name: without_environment(value) for name, value in {**of_data, **of_module}.items()}
 
 
-def _marked(hparams: Any) -> dict[str, Any]:
+def _marked(hparams: Any) -> dict[str, object]:
     return marked_container(hparams) if is_omegaconf(hparams) else dict(hparams)
 
 
@@ -221,7 +221,7 @@ def _caller() -> types.FrameType | None:
     return method.f_back if method else None
 
 
-def _chosen(arguments: Mapping[str, Any] | None, names: Sequence[str], owner: str) -> dict[str, Any]:
+def _chosen(arguments: Mapping[str, object] | None, names: Sequence[str], owner: str) -> dict[str, Any]:
     if arguments is None:
         raise ModuleError(
             f"save_hyperparameters({', '.join(map(repr, names))}) was called outside {owner}.__init__, where there are "
@@ -236,7 +236,7 @@ def _chosen(arguments: Mapping[str, Any] | None, names: Sequence[str], owner: st
     return {name: arguments[name] for name in names} if names else dict(arguments)
 
 
-def _items(given: object) -> Mapping[str, Any]:
+def _items(given: object) -> Mapping[str, object]:
     if isinstance(given, Namespace):
         return vars(given)
     if isinstance(given, Mapping):
@@ -249,7 +249,7 @@ def _items(given: object) -> Mapping[str, Any]:
     )
 
 
-def _name_of(given: object, arguments: Mapping[str, Any]) -> str | None:
+def _name_of(given: object, arguments: Mapping[str, object]) -> str | None:
     return next((name for name, value in arguments.items() if value is given), None)
 
 
@@ -262,14 +262,14 @@ def _copy(value: Any) -> Any:
     return copy.deepcopy(value) if is_omegaconf(value) else value
 
 
-def _hints(cls: type) -> dict[str, Any]:
+def _hints(cls: type) -> dict[str, object]:
     try:
         return typing.get_type_hints(cls.__init__)  # type: ignore[misc]
     except NameError:  # an annotation imported only for the type checker
         return {}
 
 
-def _as_dataclass(value: Any, annotation: Any) -> Any:
+def _as_dataclass(value: object, annotation: object) -> object:
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     for kind in typing.get_args(annotation) if is_union else (annotation,):
         items = typing.get_args(kind)

@@ -28,7 +28,7 @@ _OF_TORCH: Final = ("torch.nn.", "torch.optim.")
 _BASES_OF_TORCH: Final = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 
 
-def jsonable(hparams: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def jsonable(hparams: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
     """Return the hyper-parameters as strict JSON values, and the names of those that cannot be converted.
 
     None, bool, numbers, strings, paths, enum members, ``torch.dtype`` and ``torch.device`` are stored, as are dicts,
@@ -37,7 +37,7 @@ def jsonable(hparams: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     million. Modules, tensors and functions are omitted, and so is the whole of a container that holds one: half a list
     would be a different list.
     """
-    stored: dict[str, Any] = {}
+    stored: dict[str, object] = {}
     omitted: list[str] = []
     for name, value in (marked_container(hparams) if is_omegaconf(hparams) else hparams).items():
         try:
@@ -47,7 +47,7 @@ def jsonable(hparams: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return stored, omitted
 
 
-def from_jsonable(stored: Mapping[str, Any], owner: type = object) -> AttributeDict:
+def from_jsonable(stored: Mapping[str, object], owner: type = object) -> AttributeDict:
     """Return the hyper-parameters that `jsonable` stored, without importing or calling anything that they name.
 
     An enum member whose class is not imported becomes its value, an unknown ``torch.dtype`` its name, a dataclass or
@@ -69,7 +69,7 @@ def from_jsonable(stored: Mapping[str, Any], owner: type = object) -> AttributeD
     return AttributeDict({name: decode(value, **readers) for name, value in stored.items()})
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Return a value as one of the types that a checkpoint stores exactly: a list for any sequence.
 
     Raises:
@@ -91,7 +91,7 @@ def _plain(value: Any) -> Any:
     return _plain_container(value)
 
 
-def _plain_container(value: Any) -> Any:
+def _plain_container(value: Any) -> object:
     if type(value).__module__.startswith("omegaconf."):
         return _plain(marked_container(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -146,11 +146,11 @@ def class_named(where: str, owner: type) -> type:
     )
 
 
-def _declared_safe() -> list[Any]:
+def _declared_safe() -> list[object]:
     """Return what ``torch.serialization.add_safe_globals`` was given; an item may be a pair with a name."""
     return [one[0] if isinstance(one, tuple) else one for one in torch.serialization.get_safe_globals()]
 
 
-def _dtype(name: str) -> Any:
+def _dtype(name: str) -> object:
     dtype = vars(torch).get(name)
     return dtype if isinstance(dtype, torch.dtype) else name

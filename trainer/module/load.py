@@ -30,7 +30,7 @@ from .unresolved import escaped, is_from_environment, with_marks
 from .yaml_bounds import check_yaml
 
 MapLocation = torch.device | str | Mapping[str, str] | Callable[[Any, str], Any] | None
-Decoder = Callable[[Mapping[str, Any], type], Mapping[str, Any]]
+Decoder = Callable[[Mapping[str, object], type], Mapping[str, object]]
 """Returns stored hyper-parameters as values, for the class to build with them."""
 
 M = TypeVar("M")
@@ -43,7 +43,7 @@ else:
     class classmethod_only(classmethod):  # noqa: N801 - the name of a decorator
         """A class method that cannot be called on an instance, since a caller would expect the instance to change."""
 
-        def __get__(self, instance: object, owner: type | None = None) -> Callable[..., Any]:
+        def __get__(self, instance: object, owner: type | None = None) -> Callable[..., object]:
             if instance is None:
                 return super().__get__(instance, owner)
 
@@ -79,7 +79,7 @@ def load_module(
     map_location: MapLocation,
     hparams_file: str | Path | None,
     strict: bool | None,
-    given: Mapping[str, Any],
+    given: Mapping[str, object],
 ) -> N:
     """Build a module with its saved hyper-parameters, some replaced by `given`, and load its weights.
 
@@ -96,7 +96,7 @@ def module_from(
     map_location: MapLocation,
     hparams_file: str | Path | None,
     strict: bool | None,
-    given: Mapping[str, Any],
+    given: Mapping[str, object],
     decode: Decoder = from_jsonable,
 ) -> N:
     """Do what `load_module` does with a state that was read before, under Lightning's names.
@@ -133,8 +133,8 @@ def module_from(
 
 
 def load_datamodule(
-    cls: type[M], path: str | AnyPath, hparams_file: str | Path | None, given: Mapping[str, Any]
-) -> tuple[M, Mapping[str, Any]]:
+    cls: type[M], path: str | AnyPath, hparams_file: str | Path | None, given: Mapping[str, object]
+) -> tuple[M, Mapping[str, object]]:
     """Build a data module with its saved hyper-parameters, some replaced by `given`; return it and its saved state.
 
     Raises:
@@ -146,16 +146,16 @@ def load_datamodule(
 
 def datamodule_from(
     cls: type[M],
-    state: Mapping[str, Any],
+    state: Mapping[str, object],
     hparams_file: str | Path | None,
-    given: Mapping[str, Any],
+    given: Mapping[str, object],
     decode: Decoder = from_jsonable,
 ) -> M:
     """Build a data module as `load_datamodule` does, from a state that was read before."""
     return _build(cls, state, "datamodule_", hparams_file, given, decode)
 
 
-def hint_about(state: Mapping[str, Any], names: Collection[str]) -> str:
+def hint_about(state: Mapping[str, object], names: Collection[str]) -> str:
     """Return what to do with a state whose names are not the module's; empty if they are, or nothing is known."""
     for key in ("state_dict", "model_state_dict", "model"):
         if isinstance(state.get(key), Mapping):
@@ -172,7 +172,7 @@ def hint_about(state: Mapping[str, Any], names: Collection[str]) -> str:
     return ""
 
 
-def _without_compiled(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+def _without_compiled(module: nn.Module, state: Mapping[str, object]) -> Mapping[str, Any]:
     """Return saved weights under the module's names, if only ``torch.compile`` of a submodule makes the difference."""
     part = "_orig_mod."
     own = set(module.state_dict())
@@ -182,7 +182,7 @@ def _without_compiled(module: nn.Module, state: Mapping[str, Any]) -> Mapping[st
     return {named.get(name.replace(part, ""), name): state[name] for name in state}
 
 
-def _point_out_misspelt(cls: type, given: Mapping[str, Any]) -> None:
+def _point_out_misspelt(cls: type, given: Mapping[str, object]) -> None:
     """Warn of arguments that the constructor does not take, but one with nearly the same name."""
     taken = inspect.signature(cls).parameters
     if any(one.kind is one.VAR_KEYWORD for one in taken.values()):
@@ -228,7 +228,9 @@ def _build(
     stored = state.get(key, {})
     if state.get(f"{key}_argument") is None:
         stored = {name: value for name, value in stored.items() if name not in given}
-    saved: Any = decode(stored, cls) if hparams_file is None else _read_hparams(any_path("hparams_file", hparams_file))
+    saved: Mapping[str, object] = (
+        decode(stored, cls) if hparams_file is None else _read_hparams(any_path("hparams_file", hparams_file))
+    )
     unknown = [name for name, value in saved.items() if is_from_environment(value)]
     saved = {name: value for name, value in saved.items() if name not in unknown}
     if state.get(f"{key}_type") == "omegaconf":
@@ -266,7 +268,7 @@ def _reason(names: Sequence[str], from_environment: Sequence[str]) -> str:
     return f"{first}, and {rest} could not be stored as JSON" if rest else first
 
 
-def _read_hparams(path: AnyPath) -> dict[str, Any]:
+def _read_hparams(path: AnyPath) -> dict[str, object]:
     """Read hyper-parameters from YAML, or from the CSV files (``key,value``) that Lightning reads."""
     if path.suffix not in (".yaml", ".yml", ".csv"):
         raise ConfigError(f"hparams_file must end with .yaml, .yml or .csv, got {str(path)!r}; convert it.")
@@ -289,7 +291,7 @@ def _read_hparams(path: AnyPath) -> dict[str, Any]:
         ) from None
 
 
-def _literal(text: str) -> Any:
+def _literal(text: str) -> object:
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):

@@ -133,7 +133,7 @@ def mean_of(loss: Tensor | Loss) -> Tensor:
     return loss.mean if isinstance(loss, Loss) else loss
 
 
-def outputs_for_hooks(output: Any) -> Mapping[str, Any] | None:
+def outputs_for_hooks(output: Any) -> Mapping[str, object] | None:
     """Return the `outputs` of ``on_train_batch_end``: the detached ``"loss"`` and whatever else the step returned."""
     if output is None:
         return None

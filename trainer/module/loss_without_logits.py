@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +91,7 @@ def linear_cross_entropy(
     return Loss(total, weights_of_targets(target, ignore_index, None).sum())
 
 
-def language_model_loss(model: nn.Module, **batch: Any) -> Loss:
+def language_model_loss(model: nn.Module, **batch: object) -> Loss:
     """Return the loss of an unmodified language model of transformers, computed without its logits.
 
     The model runs as in ``model(**batch).loss``, with all that it does after its head: it shifts labels, scales or caps

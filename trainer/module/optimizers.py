@@ -200,7 +200,7 @@ def zero_grad_of(optimizer: Optimizer) -> Callable[[], None]:
     return zero_grad
 
 
-def step_of(optimizer: Optimizer) -> Callable[..., Any]:
+def step_of(optimizer: Optimizer) -> Callable[..., object]:
     """Return the optimizer's `step`, without the profiler range that torch opens even when nothing is profiled.
 
     That range takes 12 us, 10% of a small model's step. Hooks of the optimizer, profilers, and whatever has replaced
@@ -215,7 +215,7 @@ def step_of(optimizer: Optimizer) -> Callable[..., Any]:
     def has_noted(replaced: Any) -> bool:
         return getattr(replaced, "__wrapped__", None) is method and has_noted_step(optimizer, replaced)
 
-    def step(*closure: Any) -> Any:
+    def step(*closure: Any) -> object:
         is_watched = before or after or before_any or after_any or is_profiling()
         if not is_direct or is_watched or ("step" in attributes and not has_noted(attributes["step"])):
             return optimizer.step(*closure)
@@ -224,7 +224,7 @@ def step_of(optimizer: Optimizer) -> Callable[..., Any]:
     return step
 
 
-def parse_optimizers(returned: Any) -> Optimizers:
+def parse_optimizers(returned: object) -> Optimizers:
     """Convert what ``configure_optimizers`` returned into one form.
 
     Raises:
@@ -262,7 +262,7 @@ def _parse_dicts(dicts: Sequence[Mapping[str, Any]]) -> Optimizers:
     return _checked(parsed)
 
 
-def _scheduler(given: Any, monitor: str | None = None) -> LRSchedulerConfig:
+def _scheduler(given: object, monitor: str | None = None) -> LRSchedulerConfig:
     """Return a scheduler's config; `monitor` is used for a ReduceLROnPlateau given without a config."""
     if not isinstance(given, Mapping):
         return LRSchedulerConfig(given, monitor=monitor if isinstance(given, ReduceLROnPlateau) else None)
@@ -273,7 +273,7 @@ def _scheduler(given: Any, monitor: str | None = None) -> LRSchedulerConfig:
     return LRSchedulerConfig(**{key: value for key, value in given.items() if key in known})
 
 
-def _warn_of_unknown(given: Mapping[str, Any], known: Sequence[str], what: str) -> None:
+def _warn_of_unknown(given: Mapping[str, object], known: Sequence[str], what: str) -> None:
     unknown = [key for key in given if key not in known]
     if unknown:
         warnings.warn(

@@ -130,7 +130,7 @@ class TrainModule(Optimization, Exporting, ModuleHooks, DataHooks, Hyperparamete
     def configure_model(self) -> None:
         """Build layers here, not in ``__init__``, to let the strategy decide where; may be called more than once."""
 
-    def configure_sharding(self, mesh: Any) -> None:
+    def configure_sharding(self, mesh: DeviceMesh) -> None:
         """Shard submodules with torch's ``fully_shard(submodule, mesh=mesh)``, inner ones first.
 
         Called by a strategy that shards parameters, which then shards the rest; by default it also chooses the
@@ -410,7 +410,7 @@ class TrainModule(Optimization, Exporting, ModuleHooks, DataHooks, Hyperparamete
         """
         return load_module(cls, checkpoint_path, map_location, hparams_file, strict, kwargs)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Leave out the run and compiled code: a copied or pickled module belongs to no trainer."""
         state = super().__getstate__()  # type: ignore[no-untyped-call]
         return {key: value for key, value in state.items() if key not in _OF_THE_RUN}

@@ -11,7 +11,7 @@ from ...strategies.state.from_environment import FromEnvironment
 _RESOLVER: Final = re.compile(r"\$\{[^{}]*:")
 
 
-def unresolved(raw: Any, value: Any) -> Any:
+def unresolved(raw: object, value: object) -> Any:
     """Return a resolved value in which the interpolations that used a resolver are kept.
 
     A plain reference copies the value that it refers to, so values that contain a secret are found by their text.
@@ -19,7 +19,7 @@ def unresolved(raw: Any, value: Any) -> Any:
     return _merged(raw, value, {"${", *_results_of_resolvers(raw, value)})
 
 
-def without_environment(value: Any) -> Any:
+def without_environment(value: Any) -> object:
     """Return hyper-parameters with strings from the environment replaced by their interpolations."""
     if isinstance(value, FromEnvironment):
         return value.interpolation
@@ -31,7 +31,7 @@ def without_environment(value: Any) -> Any:
     return type(value)(map(without_environment, value)) if type(value) in (list, tuple, set) else value
 
 
-def marked_container(container: Any) -> Any:
+def marked_container(container: object) -> Any:
     """Return the contents of an OmegaConf container, with strings that carry the interpolations they came from."""
     from omegaconf import OmegaConf
 
@@ -39,7 +39,7 @@ def marked_container(container: Any) -> Any:
     return FromEnvironment.mark(value, unresolved(raw, value))
 
 
-def is_from_environment(value: Any) -> bool:
+def is_from_environment(value: object) -> bool:
     """Return whether a hyper-parameter contains a string from the environment."""
     if isinstance(value, Mapping):
         return any(map(is_from_environment, value.values()))
@@ -48,7 +48,7 @@ def is_from_environment(value: Any) -> bool:
     return isinstance(value, FromEnvironment)
 
 
-def with_marks(value: Any) -> Any:
+def with_marks(value: object) -> object:
     """Return what a logger has written, with interpolations marked as strings from the environment."""
     if isinstance(value, dict):
         return {name: with_marks(item) for name, item in value.items()}
@@ -57,7 +57,7 @@ def with_marks(value: Any) -> Any:
     return FromEnvironment(value, value) if isinstance(value, str) and _RESOLVER.search(value) else value
 
 
-def escaped(value: Any) -> Any:
+def escaped(value: object) -> Any:
     """Return loaded values with interpolations escaped for OmegaConf: a file may not call resolvers."""
     if isinstance(value, Mapping):
         return {name: escaped(item) for name, item in value.items()}
@@ -66,7 +66,7 @@ def escaped(value: Any) -> Any:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
-def _merged(raw: Any, value: Any, kept: Set[str]) -> Any:
+def _merged(raw: object, value: Any, kept: Set[str]) -> object:
     """Return a resolved value in which the interpolations whose result contains a string of `kept` are kept."""
     if isinstance(raw, dict):
         return {str(key): _merged(item, value[key], kept) for key, item in raw.items()}
@@ -77,7 +77,7 @@ def _merged(raw: Any, value: Any, kept: Set[str]) -> Any:
     return raw if any(text in leaf for leaf in _texts(value) for text in kept) else value
 
 
-def _results_of_resolvers(raw: Any, value: Any) -> Iterator[str]:
+def _results_of_resolvers(raw: object, value: Any) -> Iterator[str]:
     """Yield the strings inside a resolved value that come from resolvers, such as ``${oc.env:TOKEN}``."""
     if isinstance(raw, dict):
         for key, item in raw.items():
@@ -89,7 +89,7 @@ def _results_of_resolvers(raw: Any, value: Any) -> Iterator[str]:
         yield from filter(None, _texts(value))
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
     if items is None:
         yield str(value)

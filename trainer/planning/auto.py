@@ -55,12 +55,12 @@ class Choice:
 
 
 def choose(
-    make_trainer: Callable[..., Any],
+    make_trainer: Callable[..., object],
     settings: Settings,
     hardware: Hardware,
     module: TrainModule,
-    loaders: Any,
-    datamodule: Any,
+    loaders: object,
+    datamodule: object,
 ) -> Choice | None:
     """Return the first layout that fits; None if a profile is not possible, or would not change the choice.
 
@@ -82,7 +82,7 @@ def choose(
     return answer
 
 
-def _kept(settings: Settings) -> dict[str, Any]:
+def _kept(settings: Settings) -> dict[str, object]:
     names = ("precision", "gradient_clip_val", "gradient_clip_algorithm", "max_steps", "max_epochs")
     return {
         **{name: getattr(settings, name) for name in names},
@@ -95,8 +95,8 @@ def _climb(
     kept: Mapping[str, Any],
     place: Hardware | Machine,
     module: TrainModule,
-    loaders: Any,
-    datamodule: Any,
+    loaders: object,
+    datamodule: object,
 ) -> Choice | str | None:
     """Return the choice, or a text that explains why there is none; None if the module cannot be profiled.
 

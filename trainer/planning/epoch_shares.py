@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from ..data.map_stream import MapStream
 from ..data.stream import Cut
@@ -31,7 +30,7 @@ class EpochShares:
         return sum(self.by_rank) == self.num_entries
 
 
-def shares_of_epoch(loader: Any, cut: Cut, seed: int) -> EpochShares | None:
+def shares_of_epoch(loader: object, cut: Cut, seed: int) -> EpochShares | None:
     """Return the ranks' shares of the first epoch; None if only reading can tell, or each rank reads its own data."""
     stream = stream_of(loader, seed, cut)
     if not isinstance(stream, MapStream) or stream.num_streams > 1 or stream.indices.end is None:

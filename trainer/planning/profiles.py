@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ...callbacks.callback import Callback
 from ...common.errors import ConfigError
@@ -15,6 +15,9 @@ from ...strategies.estimate.profile import Profile
 from ..module.train_module import TrainModule
 from .plan import Profiles, Recomputed
 from .profiling import ProfilingStrategy, take_profile
+
+if TYPE_CHECKING:
+    from ...strategies.torch_internals import FakeTensorMode
 
 FitOnce = Callable[[ProfilingStrategy, Callback, ActivationCheckpointing | None], None]
 """Trains the module with a strategy, a callback and a setting of activation checkpointing."""
@@ -55,7 +58,7 @@ def take_profiles(
     *,
     given: ActivationCheckpointing | None = None,
     measures: bool = False,
-    mode: Any = None,
+    mode: FakeTensorMode | None = None,
 ) -> Profiles:
     """Return the profiles of a module's step; those after the first are taken when they are asked for.
 

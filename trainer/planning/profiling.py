@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,9 @@ from ...strategies.torch_internals import fake_mode, is_without_memory, unknown_
 from ...strategies.torch_tensors import buffers_by_name, parameters_by_name
 from ..data.seed import capture_rng, restore_rng
 from ..module.train_module import TrainModule
+
+if TYPE_CHECKING:
+    from ...strategies.torch_internals import FakeTensorMode
 
 _PACKAGE: Final = Path(__file__).parents[2]
 _WITHOUT_MEMORY: Final = re.compile(
@@ -59,11 +62,16 @@ class ProfilingStrategy(Strategy):
     name: ClassVar[str] = "profile"
 
     def __init__(
-        self, *, num_samples: int | None = None, measures: bool = False, mode: Any = None, updates: bool = True
+        self,
+        *,
+        num_samples: int | None = None,
+        measures: bool = False,
+        mode: FakeTensorMode | None = None,
+        updates: bool = True,
     ) -> None:
         super().__init__()
         self._num_samples, self._updates = num_samples, updates
-        self.mode: Any = None if measures else mode or fake_mode()
+        self.mode = None if measures else mode or fake_mode()
         """The mode in which tensors have no memory; None if tensors are real."""
         self._profiled: ProfiledModule | None = None
 
@@ -108,7 +116,14 @@ class ProfiledModule(Placed):
     """
 
     def __init__(
-        self, site: Site, module: nn.Module, *, mode: Any, num_samples: int | None, updates: bool, is_manual: bool
+        self,
+        site: Site,
+        module: nn.Module,
+        *,
+        mode: FakeTensorMode | None,
+        num_samples: int | None,
+        updates: bool,
+        is_manual: bool,
     ) -> None:
         super().__init__(site, module)
         self._mode, self._num_samples, self._updates, self._is_manual = mode, num_samples, updates, is_manual
@@ -121,7 +136,7 @@ class ProfiledModule(Placed):
             for optimizer in optimizers:
                 keep_counts(optimizer, self._mode)
 
-    def run(self, step_name: str, *args: Any) -> Any:
+    def run(self, step_name: str, *args: object) -> Any:
         batch, *rest = args
         batch = self._cut(batch)
         if self._mode is not None:
@@ -130,10 +145,10 @@ class ProfiledModule(Placed):
             memory.take(batch)
             return getattr(self.module, step_name)(batch, *rest)
 
-    def step_fn(self, step_name: str) -> Callable[..., Any]:
+    def step_fn(self, step_name: str) -> Callable[..., object]:
         return partial(self.run, step_name)
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         self._num_backwards += 1
         with self._watched() as memory:
             memory.begin_backward()
@@ -172,7 +187,7 @@ class ProfiledModule(Placed):
         with _values(self._mode), without_values, self._memory.watching(), self._memory:
             yield self._memory
 
-    def _cut(self, batch: Any) -> Any:
+    def _cut(self, batch: object) -> object:
         size = next((len(tensor) for tensor in iterate_tensors(batch) if tensor.dim()), 1)
         if self._num_samples is not None and self._num_samples < size:
             slices, sizes = split(batch, -(-size // self._num_samples))
@@ -289,13 +304,13 @@ def needs_values(
 
 
 @contextmanager
-def building(mode: Any) -> Iterator[None]:
+def building(mode: FakeTensorMode) -> Iterator[None]:
     """Build modules inside without memory; ``nn.init.trunc_normal_``, which draws until values fit, is left out."""
     with mode, without_trunc_normal():
         yield
 
 
-def keep_counts(optimizer: Optimizer, mode: Any) -> None:
+def keep_counts(optimizer: Optimizer, mode: FakeTensorMode) -> None:
     """Replace counts of steps that an optimizer has from its beginning by such whose value stays known in the mode."""
     for values in optimizer.state.values():
         for name, value in values.items():
@@ -305,7 +320,7 @@ def keep_counts(optimizer: Optimizer, mode: Any) -> None:
                     values[name] = torch.tensor(number, dtype=value.dtype)
 
 
-def without_memory(module: nn.Module, mode: Any, dtype: torch.dtype | None) -> None:
+def without_memory(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
     """Replace the parameters and buffers of a module by tensors without memory; tied ones stay one tensor."""
     made: dict[Tensor, Tensor] = {}
 
@@ -329,12 +344,12 @@ def without_memory(module: nn.Module, mode: Any, dtype: torch.dtype | None) -> N
             held.update({name: replacement(tensor) for name, tensor in held.items() if tensor is not None})
 
 
-def _values(mode: Any) -> AbstractContextManager[object]:
+def _values(mode: FakeTensorMode | None) -> AbstractContextManager[object]:
     """Return the context in which tensors have no memory; empty if they are real."""
     return nullcontext() if mode is None else mode
 
 
-def _state_bytes(values: dict[str, Any]) -> StateBytes:
+def _state_bytes(values: dict[str, object]) -> StateBytes:
     tensors = list(iterate_tensors(values))
     scalars = sum(tensor.nbytes for tensor in tensors if not tensor.dim())
     return StateBytes(sum(tensor.nbytes for tensor in tensors) - scalars, scalars)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from ...strategies.placed.placed import Placed
 from ...strategies.torch_internals import fake_mode_beside_real, join_fake_group
 from .profiling import without_memory
 
+if TYPE_CHECKING:
+    from ...strategies.torch_internals import FakeTensorMode
+
 
 class RehearsedStrategy(ForwardingStrategy):
     """Do what another strategy does on one rank, with tensors that have a shape but no memory.
@@ -38,7 +41,7 @@ class RehearsedStrategy(ForwardingStrategy):
 
     name: ClassVar[str] = "rehearsal"
 
-    def __init__(self, inner: Strategy, mode: Any) -> None:
+    def __init__(self, inner: Strategy, mode: FakeTensorMode) -> None:
         super().__init__(inner)
         self.mode = mode
         self.doing = "validate"
@@ -77,7 +80,7 @@ class RehearsedStrategy(ForwardingStrategy):
         self.inner.connect(hardware, precision)
 
     def init_context(self) -> AbstractContextManager[object]:
-        return self.mode  # type: ignore[no-any-return]  # nothing is left for deferred_init to defer
+        return self.mode  # nothing is left for deferred_init to defer
 
     def place(self, module: nn.Module, *, is_manual: bool = False) -> Placed:
         without_memory(module, self.mode, self.precision.param_dtype)
@@ -105,12 +108,12 @@ class RehearsedPlaced(Placed):
         """Return an attribute of the inner one that `Placed` sets when it is made."""
         return getattr(self.inner, name)
 
-    def run(self, step_name: str, *args: Any) -> Any:
+    def run(self, step_name: str, *args: object) -> object:
         batch, *rest = args
         with self._rehearsal.rehearsing(step_name):
             return self.inner.run(step_name, map_tensors(self._rehearsal.mode.from_tensor, batch), *rest)
 
-    def step_fn(self, step_name: str) -> Callable[..., Any]:
+    def step_fn(self, step_name: str) -> Callable[..., object]:
         return partial(self.run, step_name)
 
     def scaled(self, loss: Tensor) -> Tensor:
@@ -126,13 +129,13 @@ class RehearsedPlaced(Placed):
     def end_step(self) -> bool:
         return True
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         with self._rehearsal.rehearsing("backward"):
             self.inner.backward(loss, *args, **kwargs)
 
 
-def _rehearsed(name: str) -> Callable[..., Any]:
-    def method(self: RehearsedPlaced, *args: Any, **kwargs: Any) -> Any:
+def _rehearsed(name: str) -> Callable[..., object]:
+    def method(self: RehearsedPlaced, *args: object, **kwargs: object) -> object:
         with self._rehearsal.rehearsing(name):
             return getattr(self.inner, name)(*args, **kwargs)
 
@@ -149,7 +152,7 @@ forward_members(RehearsedPlaced, Placed)
 
 
 @contextmanager
-def as_rank(rank: int, world_size: int, local_world_size: int) -> Iterator[Any]:
+def as_rank(rank: int, world_size: int, local_world_size: int) -> Iterator[FakeTensorMode]:
     """Make this process look like a rank of a run started by torchrun; yield the mode of its tensors.
 
     Raises:

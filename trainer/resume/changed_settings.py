@@ -35,7 +35,9 @@ _ITEM_A_GROUP: Final = frozenset(
 _NO_ITEM_A_GROUP: Final = frozenset(["_milestones", "milestones", "_schedule_phases"])
 
 
-def load_groups(optimizer: Optimizer, before: list[dict[str, Any]], has_scheduler: bool, winner: Winner) -> list[str]:
+def load_groups(
+    optimizer: Optimizer, before: list[dict[str, object]], has_scheduler: bool, winner: Winner
+) -> list[str]:
     """Resolve the differences between an optimizer's groups `before` its state was loaded and now.
 
     If a scheduler changes the learning rate, the initial rates are compared, and the current rate is scaled with them.
@@ -83,7 +85,7 @@ def load_scheduler(scheduler: Any, saved: Mapping[str, Any], winner: Winner, sou
     return differences
 
 
-def _refuse_other_class(name: str, live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+def _refuse_other_class(name: str, live: Mapping[str, object], saved: Mapping[str, object]) -> None:
     """Refuse the state of a scheduler of another class: each has settings that the other lacks.
 
     Raises:
@@ -98,7 +100,7 @@ def _refuse_other_class(name: str, live: Mapping[str, Any], saved: Mapping[str, 
         )
 
 
-def _by_group(saved: Mapping[str, Any], before: Mapping[str, Any], sources: Sources, name: str) -> dict[str, Any]:
+def _by_group(saved: Mapping[str, Any], before: Mapping[str, object], sources: Sources, name: str) -> dict[str, object]:
     """Return a scheduler's saved state with its lists that have an item for each group in the order of the groups here.
 
     Raises:

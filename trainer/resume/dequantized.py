@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Final
+from typing import Final
 
 from ...strategies.distributed.nested import named_leaves
 from ...strategies.state.lazy_tensor import StoredTensor
@@ -14,7 +14,7 @@ _SHOWN: Final = 3
 _log = logging.getLogger("echelon")
 
 
-def note_dequantized(session: Session, part: str, state: Any) -> None:
+def note_dequantized(session: Session, part: str, state: object) -> None:
     """Log which tensors of a part that was loaded are dequantized on some rank. Collective: every rank calls it.
 
     They are those of which a rank has now a part that ends inside a block of elements that are quantized together.

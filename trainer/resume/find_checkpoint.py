@@ -121,7 +121,7 @@ def read_checkpoint(
     verify: bool = True,
     parts: Collection[str] | None = None,
     large: Collection[str] = READ_IN_PART,
-    checked: Callable[[dict[str, Any], str], None] = check_saved,
+    checked: Callable[[dict[str, object], str], None] = check_saved,
 ) -> dict[str, Any]:
     """Return the state in a checkpoint; each rank reads what it needs. Collective: every rank calls it.
 

@@ -11,7 +11,7 @@ from ..session.session import Session
 
 def optimizers_of_schedulers(session: Session) -> list[int | None]:
     """Return the index of each scheduler's optimizer; None for a scheduler without one of the run's."""
-    index: dict[Any, int] = {optimizer: index for index, optimizer in enumerate(session.optimizers)}
+    index: dict[object, int] = {optimizer: index for index, optimizer in enumerate(session.optimizers)}
     return [index.get(getattr(config.scheduler, "optimizer", None)) for config in session.schedulers]
 
 

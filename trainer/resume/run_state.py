@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 _PARTS: Final = {name: part for part, name in NAMES_FOR_HOOKS.items()}
 
 
-def take_state(session: Session, *, weights_only: bool) -> dict[str, Any]:
+def take_state(session: Session, *, weights_only: bool) -> dict[str, object]:
     """Return everything that a resumed run needs, under the names of Lightning's checkpoints where they exist.
 
     ``on_save_checkpoint`` of callbacks and module may add to it. Only the state of strategies, loaders and generators
@@ -56,7 +56,7 @@ def take_state(session: Session, *, weights_only: bool) -> dict[str, Any]:
     return shown_to_hooks(state, session.hooks, session.state)
 
 
-def module_state(module: TrainModule, weights: dict[str, Any]) -> dict[str, Any]:
+def module_state(module: TrainModule, weights: dict[str, object]) -> dict[str, object]:
     """Return what is needed to build a module again: its weights and hyper-parameters."""
     hyper_parameters, omitted = jsonable(saved_hparams(module))
     return {
@@ -68,7 +68,7 @@ def module_state(module: TrainModule, weights: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def shown_to_hooks(state: dict[str, Any], hooks: Hooks, counters: TrainState) -> dict[str, Any]:
+def shown_to_hooks(state: dict[str, object], hooks: Hooks, counters: TrainState) -> dict[str, object]:
     """Let ``on_save_checkpoint`` add to a state, and return it under the names of the files."""
     state.update(epoch=counters.epoch, global_step=counters.global_step)  # for the hooks; "loop" holds them
     for hook in hooks.on_save_checkpoint:
@@ -84,7 +84,7 @@ def shown_to_hooks(state: dict[str, Any], hooks: Hooks, counters: TrainState) ->
     return {_PARTS.get(name, name): value for name, value in state.items()}
 
 
-def training_state(session: Session) -> dict[str, Any]:
+def training_state(session: Session) -> dict[str, object]:
     """Return what a resumed run needs beside the module, under Lightning's names. Collective: every rank calls it."""
     assert session.train_data is not None
     datamodule = session.datamodule
@@ -124,7 +124,7 @@ def still_parts(session: Session) -> set[str]:
     return {"optimizers"} if has_buffers else {"optimizers", "model"}
 
 
-def load_weights(session: Session, saved: Mapping[str, Any]) -> None:
+def load_weights(session: Session, saved: Mapping[str, object]) -> None:
     """Let the hooks see (and change) the loaded state, and load the weights. Collective: every rank calls it.
 
     Raises:
@@ -220,7 +220,7 @@ def load_generators(session: Session, state: Mapping[str, Any]) -> None:
             session.streams.load_common(common)
 
 
-def put_generators_back(strategy: Strategy, saved: Sequence[Mapping[str, Any]], seed: int, step: int) -> None:
+def put_generators_back(strategy: Strategy, saved: Sequence[Mapping[str, object]], seed: int, step: int) -> None:
     """Restore the generators of this data rank, or seed them from `seed` and `step` if they were not saved."""
     rank = strategy.data_rank
     # -1 takes the place of the epoch in the keys of a run's other streams
@@ -247,7 +247,7 @@ def _load_optimizers(session: Session, state: Mapping[str, Any], winner: Winner)
         order = match_optimizers(session.optimizers, module, state["optimizers"])
         if len(steps) == len(order):
             session.state.optimizer_steps = [steps[saved] for saved in order]
-        sources: dict[Any, Sources] = {}
+        sources: dict[object, Sources] = {}
         for optimizer, saved in zip(session.optimizers, [state["optimizers"][index] for index in order], strict=True):
             before = [dict(group) for group in optimizer.param_groups]
             session.placed.load_optimizer_state(optimizer, saved)
@@ -273,7 +273,7 @@ def _load_optimizers(session: Session, state: Mapping[str, Any], winner: Winner)
         )
 
 
-def _refuse_short(session: Session, config: LRSchedulerConfig, configured: Any) -> None:
+def _refuse_short(session: Session, config: LRSchedulerConfig, configured: object) -> None:
     """Refuse a saved schedule that would end before this run, such as a OneCycleLR, where a longer one is configured.
 
     Raises:

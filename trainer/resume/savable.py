@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from ...callbacks.callback import Callback
 from ...callbacks.dispatch import callback_states, overrides
@@ -59,7 +58,7 @@ def check_savable(session: Session) -> None:
 
 
 def _check_parts(session: Session) -> None:
-    parts: dict[str, Callable[[], Any]] = {
+    parts: dict[str, Callable[[], object]] = {
         "lr_schedulers": lambda: [schedule_state(config.scheduler) for config in session.schedulers],
         "callbacks": lambda: callback_states(session.callbacks),
         "data": lambda: session.train_data.state_dict() if session.train_data is not None else [],
@@ -101,7 +100,7 @@ def _check_stages(session: Session) -> None:
             )
 
 
-def _fault(parts: dict[str, Any]) -> CheckpointError | None:
+def _fault(parts: dict[str, object]) -> CheckpointError | None:
     try:
         for part, value in parts.items():
             Encoder().encode(value, f"state[{part!r}]", part)

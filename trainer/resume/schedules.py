@@ -12,17 +12,17 @@ from ...strategies.state.schema import shown
 _CODE: Final = (FunctionType, BuiltinFunctionType, MethodType)
 
 
-def schedule_state(scheduler: Any) -> dict[str, Any]:
+def schedule_state(scheduler: Any) -> dict[str, object]:
     """Return a scheduler's state as values that a checkpoint can hold.
 
     Schedules inside it are replaced by their own states. Functions are left out: the schedule keeps those that it was
     built with, as torch's LambdaLR does.
     """
-    state: dict[str, Any] = scheduler.state_dict()
+    state: dict[str, object] = scheduler.state_dict()
     return {key: _saved(value) for key, value in state.items() if not isinstance(value, _CODE)}
 
 
-def _saved(value: Any) -> Any:
+def _saved(value: Any) -> object:
     if _is_schedule(value):
         return schedule_state(value)
     if type(value) in (list, tuple):
@@ -30,7 +30,7 @@ def _saved(value: Any) -> Any:
     return {key: _saved(item) for key, item in value.items()} if type(value) is dict else value
 
 
-def load_schedule(scheduler: Any, state: Mapping[str, Any]) -> None:
+def load_schedule(scheduler: Any, state: Mapping[str, object]) -> None:
     """Load what `schedule_state` returned, also into the schedules inside it.
 
     Raises:
@@ -39,12 +39,12 @@ def load_schedule(scheduler: Any, state: Mapping[str, Any]) -> None:
     scheduler.load_state_dict(_put_schedules_back(state, scheduler.state_dict(), type(scheduler).__name__))
 
 
-def _put_schedules_back(state: Mapping[str, Any], live: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _put_schedules_back(state: Mapping[str, object], live: Mapping[str, object], name: str) -> dict[str, object]:
     """Return a saved state with the schedules of a `live` one in their places, after these have loaded their own."""
     return {key: _put_back(value, live.get(key), f"{key} of {name}") for key, value in state.items()}
 
 
-def _put_back(saved: Any, live: Any, place: str) -> Any:
+def _put_back(saved: Any, live: Any, place: str) -> object:
     if _is_schedule(live):
         if not isinstance(saved, Mapping) or not saved.keys() & live.state_dict().keys():
             raise CheckpointError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Mapping
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 from ...callbacks.model_checkpoint import ModelCheckpoint
 from ...common.errors import ConfigError
@@ -34,7 +34,7 @@ def _savers_of_files(session: Session) -> list[ModelCheckpoint]:
     return [one for one in savers if (default if one.single_file is None else one.single_file)]
 
 
-def check_room(session: Session, parts: Mapping[str, Any]) -> None:
+def check_room(session: Session, parts: Mapping[str, object]) -> None:
     """Check that the temporary folder has room for the tensors of a state, where a run stages it there.
 
     Raises:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from statistics import mean, median
 from time import perf_counter, process_time
-from typing import Any, Final, NamedTuple, cast
+from typing import Final, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -91,7 +91,7 @@ class TimeAdvisor(Callback):
         """Leave out a step with a validation."""
         self._counts = False
 
-    def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: object, batch_idx: int) -> None:
         """End the wait for data, and let the watches see the batch."""
         if not self._is_measuring:
             return  # as most steps do
@@ -143,7 +143,7 @@ class TimeAdvisor(Callback):
         """Stop."""
         self._stop()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Leave out what belongs to a fit of this process."""
         return {**self.__dict__, "_watches": [], "_is_measuring": False}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +52,7 @@ class Layers(SavingWatch):
         layers = [part for part in self.subject.module.modules() if type(part) is nn.Linear]
         self._handles = [layer.register_forward_pre_hook(self._note) for layer in layers]
 
-    def _note(self, layer: nn.Linear, args: tuple[Any, ...]) -> None:
+    def _note(self, layer: nn.Linear, args: tuple[object, ...]) -> None:
         if not args or not isinstance(args[0], Tensor) or not torch.is_grad_enabled():
             return
         given, weight = (local_shard(one) if is_dtensor(one) else one for one in (args[0], layer.weight))

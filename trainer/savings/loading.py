@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -88,7 +88,7 @@ def _num_processors() -> int:
     return len(usable(0)) if usable is not None else os.cpu_count() or 1
 
 
-def _reads_devices(loader: DataLoader[Any]) -> bool:
+def _reads_devices(loader: DataLoader[object]) -> bool:
     """Return whether the data set holds tensors on a device, which workers cannot read."""
     held = getattr(loader.dataset, "__dict__", {}).values()
     parts = [part for value in held for part in (value if isinstance(value, list | tuple) else [value])[:_MOST]]

@@ -18,7 +18,7 @@ class Logs(SavingWatch):
 
     def __init__(self, subject: Subject) -> None:
         super().__init__(subject)
-        self._ended: Any = None
+        self._ended: object = None
         self._gaps: list[tuple[Any, Any]] = []
         self._is_read_late = False
 
@@ -32,10 +32,10 @@ class Logs(SavingWatch):
             hooks = (optimizer.register_step_post_hook(self._after) for optimizer in self.subject.run.optimizers)
             self._handles = list(hooks)
 
-    def _after(self, *_: Any) -> None:
+    def _after(self, *_: object) -> None:
         self._ended = recorded_event(self.subject.device, enable_timing=True)
 
-    def see(self, batch: Any) -> None:
+    def see(self, batch: object) -> None:
         if self._ended is not None:
             self._gaps.append((self._ended, recorded_event(self.subject.device, enable_timing=True)))
             self._ended = None

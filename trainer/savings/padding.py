@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ class Padding(SavingWatch):
         self._lengths: list[tuple[int, Tensor, Tensor]] = []
         """Of each micro-batch its width, the tokens of each row, and the columns in use; on the device."""
 
-    def see(self, batch: Any) -> None:
+    def see(self, batch: object) -> None:
         mask = batch.get(_MASK) if isinstance(batch, Mapping) else None
         is_mask = isinstance(mask, Tensor) and mask.ndim == 2 and not mask.is_floating_point()
         if mask is None or not is_mask or len(self._lengths) == _SEEN:

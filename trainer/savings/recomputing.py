@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ class Recomputing(SavingWatch):
             block.register_forward_hook(self._after, always_call=True),
         ]
 
-    def _before(self, block: nn.Module, args: Any) -> None:
+    def _before(self, block: nn.Module, args: object) -> None:
         if not torch.is_grad_enabled() or self._is_inside:
             return
         self._is_inside = True
@@ -58,7 +58,7 @@ class Recomputing(SavingWatch):
             self._results = _Results()
             self._counting.enter_context(self._results)
 
-    def _after(self, block: nn.Module, args: Any, output: Any) -> None:
+    def _after(self, block: nn.Module, args: object, output: object) -> None:
         if not self._is_inside:
             return
         self._is_inside = False
@@ -91,7 +91,13 @@ class _Results(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.num_bytes = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         for one in result if isinstance(result, list | tuple) else [result]:
             if isinstance(one, Tensor):

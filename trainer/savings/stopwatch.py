@@ -86,5 +86,5 @@ class Stopwatch:
         self._events = []
         return median(self._seconds)
 
-    def _mark(self) -> Any:
+    def _mark(self) -> object:
         return recorded_event(self._device, enable_timing=True) if self._uses_events else process_time()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -39,12 +39,12 @@ class Updates(SavingWatch):
             self._handles.append(optimizer.register_step_pre_hook(self._before))
             self._handles.append(optimizer.register_step_post_hook(self._after))
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before(self, optimizer: Optimizer, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         if any(one is not None for one in (*args[1:], *kwargs.values())):
             self._evaluating.add(optimizer)
         self._clocks[optimizer].start()
 
-    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _after(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         self._clocks[optimizer].stop()
 
     def end_step(self) -> None:
@@ -86,7 +86,7 @@ class Updates(SavingWatch):
         )
 
 
-def _faster_forms(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> list[str]:
+def _faster_forms(optimizer: Optimizer, group: dict[str, object], device: torch.device) -> list[str]:
     """Return the arguments that choose a faster form of one of torch's optimizers; none if it has one of these."""
     kind = type(optimizer)
     if not kind.__module__.startswith("torch.optim.") or any(group.get(name) for name in _UNTRIED):

@@ -56,7 +56,7 @@ class Watched(Protocol):
         """The training loaders, as they were passed or returned."""
 
     @property
-    def datamodule(self) -> Any:
+    def datamodule(self) -> object:
         """The data module; None without one."""
 
     @property
@@ -136,7 +136,7 @@ class SavingWatch(ABC):
     def begin(self) -> None:
         """Begin to look, before the first step that is measured."""
 
-    def see(self, batch: Any) -> None:
+    def see(self, batch: object) -> None:
         """Look at a micro-batch, on its device, before its forward."""
 
     def end_step(self) -> None:

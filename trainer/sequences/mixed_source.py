@@ -70,7 +70,7 @@ class MixedSource:
 
     # --- tokens ------------------------------------------------------------------------------------------------------
 
-    def take_lengths(self, given: Any, *, is_needed: bool) -> None:
+    def take_lengths(self, given: object, *, is_needed: bool) -> None:
         """Learn the tokens of the samples: from what is given, from the data set, or by reading it once if needed.
 
         Raises:

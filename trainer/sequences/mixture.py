@@ -71,19 +71,19 @@ class Mixture(Dataset[Any]):
     has_own_order = True
     """A loader reads it in order: it is shuffled already, and ``shuffle=True`` changes nothing under a Trainer."""
 
-    def __new__(cls, sources: Any = None, **settings: Any) -> Mixture:
+    def __new__(cls, sources: object = None, **settings: object) -> Mixture:
         """Return a stream if a source is one."""
         return super().__new__(StreamedMixture if cls is Mixture and _has_stream(sources) else cls)
 
     def __init__(
         self,
-        sources: Mapping[str, Any],
+        sources: Mapping[str, object],
         *,
         stop: Stop = "first_exhausted",
         by: Literal["samples", "tokens"] = "samples",
         temperature: float = 1.0,
         schedule: Phases | None = None,
-        lengths: Mapping[str, Any] | None = None,
+        lengths: Mapping[str, object] | None = None,
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
@@ -103,7 +103,7 @@ class Mixture(Dataset[Any]):
         self._length = stop if isinstance(stop, int) else self._find_end(stop, is_endless=weights_at is not None)
         self._chunk: tuple[int, list[tuple[int, Place]]] = (0, [])
 
-    def _take_lengths(self, lengths: Mapping[str, Any], by: str) -> None:
+    def _take_lengths(self, lengths: Mapping[str, object], by: str) -> None:
         names = [source.name for source in self._sources]
         for name in lengths:
             if name not in names:
@@ -204,7 +204,7 @@ class StreamedMixture(Mixture, IterableDataset[Any]):
     _block = 1
     _saved: Mapping[str, Any] | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Leave out the streams that are being read in this process."""
         return {**self.__dict__, "_lanes": None}
 
@@ -213,12 +213,12 @@ class StreamedMixture(Mixture, IterableDataset[Any]):
         """How many readers can go through parts of the streams that no other one needs."""
         return math.gcd(*(num_lanes(source.dataset) for source in self._sources if source.is_stream))
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         info = get_worker_info()
         worker, size = (0, 1) if info is None else (info.id, info.num_workers)
         return (sample for _, sample in self.samples_from(0, lambda position: position % size == worker, 1))
 
-    def samples_from(self, start: int, wanted: Callable[[int], bool], block: int) -> Iterator[tuple[int, Any]]:
+    def samples_from(self, start: int, wanted: Callable[[int], bool], block: int) -> Iterator[tuple[int, object]]:
         """Yield those samples of the epoch, with their positions, from one position on, that are wanted."""
         base, key = self.epoch * len(self), derive(self.seed, self.epoch)
         lanes = self._lanes_at(base + start, block)
@@ -260,7 +260,7 @@ class StreamedMixture(Mixture, IterableDataset[Any]):
             if source.is_stream:
                 lanes[source.name].draw(place % len(self) // block, is_wanted=False)
 
-    def look(self) -> list[Any]:
+    def look(self) -> list[object]:
         """Return the first samples of the streams, which are left as they were."""
         streams = [source.dataset for source in self._sources if source.is_stream]
         states = [dataset.state_dict() if saves(dataset) else None for dataset in streams]
@@ -270,27 +270,27 @@ class StreamedMixture(Mixture, IterableDataset[Any]):
                 dataset.load_state_dict(state)
         return first
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return where the streams are after the sample that was read last."""
         lanes = {name: each.state_dict() for name, each in (self._lanes or {}).items()}
         return {"at": self._position, "block": self._block, "lanes": lanes}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Let the next reading begin with the streams where they were."""
         self._saved = state_dict
 
 
-def _has_stream(sources: Any) -> bool:
+def _has_stream(sources: object) -> bool:
     """Return whether one of a mixture's sources is a stream, as far as they can be read."""
     given = sources.values() if isinstance(sources, Mapping) else ()
     return any(is_stream(_dataset(each)) for each in given)
 
 
-def _dataset(given: Any) -> Any:
+def _dataset(given: object) -> object:
     return given[0] if isinstance(given, tuple) and given else given
 
 
-def _check(sources: Any, stop: Any, by: Any) -> None:
+def _check(sources: object, stop: Any, by: object) -> None:
     if not isinstance(sources, Mapping) or not sources:
         raise ConfigError(
             f"Mixture takes {{name: (data set, weight)}} with at least one source, got {sources!r:.80}; name them."

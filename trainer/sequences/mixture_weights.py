@@ -99,7 +99,7 @@ class ScheduledWeights:
         return _shares(_named(self._schedule(position), self._names, f"schedule({position})"), self._means)
 
 
-def _named(named: Any, names: Sequence[str], what: str) -> list[float]:
+def _named(named: object, names: Sequence[str], what: str) -> list[float]:
     if not isinstance(named, Mapping):
         raise ConfigError(f"{what} must be {{name: weight}}, got {named!r:.60}; name each source.")
     for name in named:
@@ -116,7 +116,7 @@ def _named(named: Any, names: Sequence[str], what: str) -> list[float]:
     return weights
 
 
-def _checked(name: str, weight: Any) -> float:
+def _checked(name: str, weight: object) -> float:
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
         raise ConfigError(f"The weight of {name!r} must be a number from 0 on, got {weight!r}; give its share.")
     return float(weight)

@@ -66,7 +66,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         train_loader = DataLoader(packs, batch_size=8, shuffle=True, collate_fn=PackedDataset.collate)
     """
 
-    def __new__(cls, documents: Any = None, *args: Any, **settings: Any) -> Any:
+    def __new__(cls, documents: object = None, *args: Any, **settings: Any) -> Any:
         """Return a stream of packs if the documents are a stream."""
         if not is_stream(documents) or documents is None:
             return super().__new__(cls)
@@ -143,7 +143,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
 
 
 def _packed_stream(
-    documents: Any,
+    documents: object,
     seq_len: int,
     *,
     method: Method = "best-fit-decreasing",
@@ -161,7 +161,7 @@ def _packed_stream(
     return PackedStream(documents, seq_len, method, buffer, read=_tokens_and_labels, build=build)
 
 
-def _check_settings(documents: Any, seq_len: int, method: str, buffer: int) -> None:
+def _check_settings(documents: object, seq_len: int, method: str, buffer: int) -> None:
     for name, value in {"seq_len": seq_len, "buffer": buffer}.items():
         if value < 1:
             raise ConfigError(f"{name} must be at least 1, got {name}={value}; give a positive number.")
@@ -174,7 +174,7 @@ def _check_settings(documents: Any, seq_len: int, method: str, buffer: int) -> N
         )
 
 
-def _tokens_and_labels(sample: Any) -> tuple[Tensor, Tensor]:
+def _tokens_and_labels(sample: object) -> tuple[Tensor, Tensor]:
     tokens = torch.as_tensor(_tokens(sample))
     labels = torch.as_tensor(sample["labels"]) if isinstance(sample, Mapping) and "labels" in sample else tokens
     if tokens.numel() and (tokens.is_floating_point() or labels.is_floating_point()):
@@ -185,11 +185,11 @@ def _tokens_and_labels(sample: Any) -> tuple[Tensor, Tensor]:
     return tokens, labels
 
 
-def _tokens(sample: Any) -> Any:
+def _tokens(sample: object) -> Any:
     return sample["input_ids"] if isinstance(sample, Mapping) else sample
 
 
-def _length(sample: Any) -> int:
+def _length(sample: object) -> int:
     return len(_tokens(sample))
 
 

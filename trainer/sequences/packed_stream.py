@@ -42,13 +42,13 @@ class PackedStream(IterableDataset[dict[str, Tensor]]):
         method: Method,
         buffer: int,
         *,
-        read: Callable[[Any], Document],
+        read: Callable[[object], Document],
         build: Callable[[list[tuple[Tensor, Tensor]]], dict[str, Tensor]],
     ) -> None:
         self.documents, self.seq_len = documents, seq_len
         self._method: Method = method
         self._buffer, self._read, self._build = buffer, read, build
-        self._group: Any = None
+        self._group: object = None
         """The state of the stream when the current group began."""
         self._num_packs = self._num_skipped = 0
 
@@ -82,10 +82,10 @@ class PackedStream(IterableDataset[dict[str, Tensor]]):
                     yield self._pack(group, pack)
             skipped = 0
 
-    def _next(self, stream: Iterator[Any]) -> Iterator[tuple[int, Any]]:
+    def _next(self, stream: Iterator[object]) -> Iterator[tuple[int, object]]:
         return enumerate(islice(stream, self._buffer))
 
-    def _checked(self, document: Any, number: int) -> Document:
+    def _checked(self, document: object, number: int) -> Document:
         tokens, labels = self._read(document)
         if not len(tokens) or len(labels) != len(tokens):
             raise DataError(
@@ -102,7 +102,7 @@ class PackedStream(IterableDataset[dict[str, Tensor]]):
         part = self.documents.shard(num_shards=num_shards, index=index)
         return PackedStream(part, self.seq_len, self._method, self._buffer, read=self._read, build=self._build)
 
-    def _state_dict(self) -> dict[str, Any]:
+    def _state_dict(self) -> dict[str, object]:
         group = self.documents.state_dict() if self._group is None else self._group
         return {"documents": group, "packs": self._num_packs}
 

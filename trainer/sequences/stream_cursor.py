@@ -35,7 +35,7 @@ class StreamLanes:
         self._saved: dict[int, Mapping[str, Any]] = {}
         """States of lanes that were not read here since."""
 
-    def draw(self, block: int, *, is_wanted: bool) -> Any:
+    def draw(self, block: int, *, is_wanted: bool) -> object:
         """Go past a draw in a block of positions, and return its sample if it is wanted."""
         lane = block % self.size
         before = self.drawn[lane]
@@ -75,7 +75,7 @@ class StreamLanes:
         self._saved = {int(lane): each for lane, each in state["lanes"].items()}
 
 
-def num_lanes(dataset: Any) -> int:
+def num_lanes(dataset: object) -> int:
     """Return the number of lanes of a stream: that of its shards, unless these are too many to be open together."""
     shards = int(dataset.num_shards) if isinstance(dataset, InShards) else 1
     if shards <= MOST_LANES:
@@ -97,16 +97,16 @@ class StreamCursor:
         self.taken = 0
         """Samples that were taken in all passes."""
         self._pass, self._in_pass = 0, 0
-        self._state: Any = None
-        self._kept: dict[str, Any] | None = None
+        self._state: object = None
+        self._kept: dict[str, object] | None = None
         """What `state_dict` returned since the last sample: readers ask after each batch."""
-        self._iterator: Iterator[Any] | None = None
+        self._iterator: Iterator[object] | None = None
         self._numbers: RngStream | None = None
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         while True:
             if self._iterator is None:
                 self._begin()
@@ -148,7 +148,7 @@ class StreamCursor:
         """Return where it is, with the state of the stream if it has one."""
         if self._kept is not None:
             return self._kept
-        state: dict[str, Any] = {"taken": self.taken, "pass": self._pass, "in_pass": self._in_pass}
+        state: dict[str, object] = {"taken": self.taken, "pass": self._pass, "in_pass": self._in_pass}
         if self._iterator is None and self._state is not None:
             state["state"] = self._state
         elif self._iterator is not None and self._in_pass and saves(self._dataset):

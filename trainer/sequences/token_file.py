@@ -56,7 +56,7 @@ class TokenFile(Dataset[Any]):
                 raise ConfigError(f"{name} must be at least 1, got {name}={value}; give a positive number.")
         self.path, self.seq_len, self.vocab_size = local_path("path", path), seq_len, vocab_size
         self._dtype = dtype
-        self._tokens: Any = None
+        self._tokens: object = None
         self._index: TokenIndex | None = None
         self._open()
         if seq_len is None and self._index is None:
@@ -70,7 +70,7 @@ class TokenFile(Dataset[Any]):
                 "a smaller seq_len, or check the file."
             )
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Leave out the mapped memory, which each process opens by itself."""
         return {**self.__dict__, "_tokens": None, "_index": None}
 

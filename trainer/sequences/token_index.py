@@ -109,7 +109,7 @@ def index_of(path: Path, dtype: str | None) -> TokenIndex | None:
     return index
 
 
-def tokens_in(path: Path, dtype: str | None, index: TokenIndex | None) -> Any:
+def tokens_in(path: Path, dtype: str | None, index: TokenIndex | None) -> object:
     """Return the tokens of a file as an array in mapped memory.
 
     Raises:
@@ -145,7 +145,7 @@ def tokens_in(path: Path, dtype: str | None, index: TokenIndex | None) -> Any:
     return np.memmap(place, kind, "r")
 
 
-def _array_in(path: Path, dtype: str | None) -> Any:
+def _array_in(path: Path, dtype: str | None) -> object:
     import numpy as np
 
     try:

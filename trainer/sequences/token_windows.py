@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 from ...strategies import Strategy
 from ..data.micro_batch import Window
 from ..data.sample_checks import gather_numbers
 
 
-def counted(windows: Iterable[Window], tokens_of: Callable[[Any], int], strategy: Strategy) -> Iterator[Window]:
+def counted(windows: Iterable[Window], tokens_of: Callable[[object], int], strategy: Strategy) -> Iterator[Window]:
     """Yield windows with the tokens of all ranks. Collective with several data ranks: every rank calls it."""
     for window in windows:
         tokens = sum(tokens_of(micro_batch.batch) for micro_batch in window)

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Concatenate, Literal, ParamSpec
+from typing import Concatenate, Literal, ParamSpec
 
 from ...callbacks.callback import Callback
 from ...callbacks.run import Logger
@@ -91,7 +91,7 @@ class TrainerArguments:
         inference_mode: bool = True,
         use_distributed_sampler: bool = True,
         reload_dataloaders_every_n_epochs: int = 0,
-        compile: bool | Mapping[str, Any] = False,
+        compile: bool | Mapping[str, object] = False,
         barebones: bool = False,
     ) -> None:
         """Check the arguments, which are Lightning's with `global_batch_size`, `compile` and a few more.

@@ -126,7 +126,7 @@ class PyTorchProfiler(Profiler):
         with_stack: bool = False,
     ) -> None:
         super().__init__(dirpath, filename)
-        self._table: dict[str, Any] = {"sort_by": sort_by_key, "row_limit": row_limit}
+        self._table: dict[str, object] = {"sort_by": sort_by_key, "row_limit": row_limit}
         smallest = {"wait": (wait, 0), "warmup": (warmup, 0), "active": (active, 1), "repeat": (repeat, 0)}
         for name, (value, least) in smallest.items():
             if value < least:

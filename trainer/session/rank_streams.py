@@ -219,7 +219,7 @@ class RankStreams:
     def drawing(self, function: Callable[..., T]) -> Callable[..., T]:
         """Return a function that draws from this rank's own stream."""
 
-        def draw(*args: Any, **kwargs: Any) -> T:
+        def draw(*args: object, **kwargs: object) -> T:
             with self:
                 return function(*args, **kwargs)
 
@@ -227,7 +227,7 @@ class RankStreams:
 
     # --- state -------------------------------------------------------------------------------------------------------
 
-    def state_dict(self, devices: Sequence[torch.device]) -> dict[str, Any]:
+    def state_dict(self, devices: Sequence[torch.device]) -> dict[str, object]:
         """Return the states of the generators: this rank's own, and under ``hooks`` the common ones."""
         common = capture_rng(devices)
         if not self.is_parted:

@@ -100,7 +100,7 @@ class Settings:
     inference_mode: bool = True
     use_distributed_sampler: bool = True
     reload_dataloaders_every_n_epochs: int = 0
-    compile: bool | Mapping[str, Any] = False
+    compile: bool | Mapping[str, object] = False
     barebones: bool = False
 
     def __post_init__(self) -> None:
@@ -183,7 +183,7 @@ class Settings:
             changed.update(enable_advice=False)
         return replace(self, **changed) if changed else self
 
-    def _development_run(self, num_batches: int) -> dict[str, Any]:
+    def _development_run(self, num_batches: int) -> dict[str, object]:
         """Return the other settings that ``fast_dev_run`` changes."""
         return {
             **dict.fromkeys(_LIMITS, num_batches),
@@ -238,7 +238,7 @@ def checked(args: Sequence[object], given: dict[str, Any]) -> Settings:
 
 
 @functools.cache  # to find them takes as long as a short fit
-def _annotations() -> dict[str, Any]:
+def _annotations() -> dict[str, object]:
     return get_type_hints(Settings)
 
 

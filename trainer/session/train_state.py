@@ -115,7 +115,7 @@ class TrainState:
         """Return all saved counters."""
         return {name: value for name, value in asdict(self).items() if name != _UNSAVED}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Restore all counters.
 
         Raises:

@@ -36,12 +36,12 @@ class DealtLoader:
 
     def __init__(
         self,
-        loader: DataLoader[Any],
+        loader: DataLoader[object],
         rank: int,
         num_ranks: int,
         *,
         numbers: Numbers,
-        begin: Callable[[DataLoader[Any]], Iterator[Any]],
+        begin: Callable[[DataLoader[object]], Iterator[object]],
         gather: Gather | None,
     ) -> None:
         self._loader, self._rank, self._num_ranks = loader, rank, num_ranks
@@ -50,8 +50,8 @@ class DealtLoader:
         self.block = loader.batch_size or 1
         """Samples in a batch of one rank."""
         self._dataset: TurnDataset | ShardDataset | None = None
-        self._clone: DataLoader[Any] = loader
-        self._states: dict[int, Mapping[str, Any]] = {}
+        self._clone: DataLoader[object] = loader
+        self._states: dict[int, Mapping[str, object]] = {}
         """By worker, the state that came with its last batch."""
         self._last: int | None = None
         """The worker of the last batch."""
@@ -164,7 +164,7 @@ class DealtLoader:
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
-    def batches(self, epoch: int, seed: int, start: int, state: Mapping[str, Any]) -> Iterator[Any]:
+    def batches(self, epoch: int, seed: int, start: int, state: Mapping[str, Any]) -> Iterator[object]:
         """Return the batches of an epoch.
 
         Args:
@@ -209,7 +209,7 @@ class DealtLoader:
         begun = [shard for shard in dataset.order(self._epoch, self._seed) if shard not in over]
         return dataset.shares_of(begun, self._rank)
 
-    def _noted(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _noted(self, batches: Iterator[object]) -> Iterator[object]:
         for stated in batches:
             if isinstance(stated, Stated):
                 self._states[stated.worker], self._last = stated.state, stated.worker
@@ -222,12 +222,12 @@ class DealtLoader:
         if self._clone is not self._loader and getattr(self._clone, "persistent_workers", False):
             vars(self._clone)["_iterator"] = None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return what the last batch left behind, to go on from there."""
         if isinstance(self._dataset, TurnDataset):
             states = self._states
             return {"turns": with_lanes(states[self._last], states.values())} if self._last is not None else {}
-        shards: dict[str, Any] = {str(shard): dict(each) for shard, each in self._before.items()}
+        shards: dict[str, object] = {str(shard): dict(each) for shard, each in self._before.items()}
         for state in self._states.values():
             shards.update(state)
         readers = [self._num_ranks, self._num_workers]
@@ -235,7 +235,7 @@ class DealtLoader:
         return {"shards": shards, "shares": self._shares, **place}
 
 
-def joined(state: Mapping[str, Any], of_all: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def joined(state: Mapping[str, Any], of_all: Sequence[Mapping[str, Any]]) -> dict[str, object]:
     """Return a rank's state with how far all ranks have read their shards or lanes, for another number of ranks."""
     shards: dict[str, Any] = {}
     for each in of_all:

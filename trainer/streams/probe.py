@@ -28,7 +28,7 @@ class Division(NamedTuple):
     workers: bool
 
 
-def fingerprint(samples: Sequence[Any]) -> int:
+def fingerprint(samples: Sequence[object]) -> int:
     """Return a hash of samples; 0 if they are all the same, and 1 if there are none."""
     hashes = [_hash(sample) for sample in samples]
     if not hashes:
@@ -38,7 +38,7 @@ def fingerprint(samples: Sequence[Any]) -> int:
     return 2 + zlib.crc32(repr(hashes).encode())
 
 
-def _hash(sample: Any) -> int:
+def _hash(sample: object) -> int:
     hashed = 0
     for name, leaf in named_leaves(sample):
         if isinstance(leaf, Tensor):
@@ -61,7 +61,7 @@ def _content(value: Any) -> bytes:
 class ProbeDataset(IterableDataset[int]):
     """A stream of one fingerprint: that of the first samples that a worker would read."""
 
-    def __init__(self, dataset: Iterable[Any], numbers: Numbers, seed: int) -> None:
+    def __init__(self, dataset: Iterable[object], numbers: Numbers, seed: int) -> None:
         self.dataset, self._numbers, self._seed = dataset, numbers, seed
 
     def __iter__(self) -> Iterator[int]:
@@ -71,7 +71,7 @@ class ProbeDataset(IterableDataset[int]):
 
 
 def fingerprints_of_workers(
-    loader: DataLoader[Any], numbers: Numbers, seed: int, begin_worker: Callable[[int], None]
+    loader: DataLoader[object], numbers: Numbers, seed: int, begin_worker: Callable[[int], None]
 ) -> list[int]:
     """Return the fingerprint of what each of a loader's workers reads first; they end again."""
     dataset: Any = loader.dataset
@@ -103,5 +103,5 @@ def division_of(rows: Sequence[Sequence[int]]) -> Division:
     return Division(ranks=ranks_are_equal and len(rows) > 1, workers=workers_are_equal and len(rows[0]) > 1)
 
 
-def _unchanged(sample: Any) -> Any:
+def _unchanged(sample: object) -> object:
     return sample

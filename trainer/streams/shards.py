@@ -16,7 +16,7 @@ from .stated import saves
 
 _MASK: Final = 0x7FFF_FFFF_FFFF_FFFF
 
-Progress = Mapping[str, Any]
+Progress = Mapping[str, object]
 """Of one shard: ``samples``, how many were read; ``is_over``; and ``stream``, its state if it has one."""
 
 
@@ -28,7 +28,7 @@ class InShards(Protocol):
     def num_shards(self) -> int:
         """The number of shards."""
 
-    def shard(self, num_shards: int, index: int) -> Iterable[Any]:
+    def shard(self, num_shards: int, index: int) -> Iterable[object]:
         """Return one of `num_shards` parts, which together are the whole stream."""
 
 
@@ -89,7 +89,7 @@ class ShardDataset(IterableDataset[Any]):
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         epoch, seed = self._place.tolist()
         if self._info is None:
             info = get_worker_info()
@@ -103,7 +103,7 @@ class ShardDataset(IterableDataset[Any]):
         for shard in mine:
             yield from self._read(shard, epoch, seed)
 
-    def _read(self, shard: int, epoch: int, seed: int) -> Iterator[Any]:
+    def _read(self, shard: int, epoch: int, seed: int) -> Iterator[object]:
         progress = self._progress[shard]
         stream: Any = self.dataset.shard(num_shards=self.num_shards, index=shard)
         tell = getattr(stream, "set_epoch", None)

@@ -14,11 +14,11 @@ from ...strategies.distributed.nested import map_tensors
 class Stated(NamedTuple):
     """A batch, and where the stream is after it."""
 
-    batch: Any
+    batch: object
     worker: int
     state: Mapping[str, Any]
 
-    def pin_memory(self, device: Any = None) -> Stated:
+    def pin_memory(self, device: object = None) -> Stated:
         """Return it with the batch in pinned memory, as torch's thread for that asks."""
         return self._replace(batch=map_tensors(Tensor.pin_memory, self.batch))
 
@@ -38,10 +38,10 @@ class StatingCollate:
     In a worker it meets the copy of the stream that is read there, as both are copied together.
     """
 
-    def __init__(self, collate: Callable[[Any], Any], reader: Reader) -> None:
+    def __init__(self, collate: Callable[[Any], object], reader: Reader) -> None:
         self._collate, self._reader = collate, reader
 
-    def __call__(self, samples: Any) -> Stated:
+    def __call__(self, samples: object) -> Stated:
         return Stated(self._collate(samples), self._reader.worker, self._reader.state_dict())
 
 
@@ -60,7 +60,7 @@ class WorkerBeginning:
             self._begin(worker_id)
 
 
-def with_dataset(loader: DataLoader[Any], dataset: Any) -> DataLoader[Any]:
+def with_dataset(loader: DataLoader[object], dataset: Any) -> DataLoader[object]:
     """Return a copy of a loader, with its class and attributes, that reads another stream and its states."""
     import copy
 

@@ -26,13 +26,13 @@ class Skipping(Protocol):
     def num_lanes(self) -> int:
         """How many readers can go through parts that no other one needs, if each takes every n-th block."""
 
-    def samples_from(self, start: int, wanted: Callable[[int], bool], block: int) -> Iterator[tuple[int, Any]]:
+    def samples_from(self, start: int, wanted: Callable[[int], bool], block: int) -> Iterator[tuple[int, object]]:
         """Yield those samples of an epoch, with their positions, from one position on, that are `wanted`.
 
         Whole blocks of `block` positions are wanted, or not.
         """
 
-    def look(self) -> Sequence[Any]:
+    def look(self) -> Sequence[object]:
         """Return the first samples of what it reads, which all ranks must have alike; it is left as it was."""
 
 
@@ -42,9 +42,9 @@ class _Begun(NamedTuple):
     place: tuple[int, int]
     """The epoch and its seed."""
     context: AbstractContextManager[None]
-    samples: Iterator[Any]
+    samples: Iterator[object]
     """All of its samples, those that were looked at included."""
-    before: Any
+    before: object
     """The state of the stream before, if it has one."""
 
 
@@ -65,7 +65,7 @@ class TurnDataset(IterableDataset[Any]):
     """
 
     def __init__(
-        self, dataset: Iterable[Any], block: int, rank: int, num_ranks: int, numbers: Numbers, *, is_alike: bool
+        self, dataset: Iterable[object], block: int, rank: int, num_ranks: int, numbers: Numbers, *, is_alike: bool
     ) -> None:
         self.dataset: Any = dataset
         self._block, self._rank, self._num_ranks, self._numbers = block, rank, num_ranks, numbers
@@ -84,11 +84,11 @@ class TurnDataset(IterableDataset[Any]):
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Leave out an iterator that was begun in this process."""
         return {**self.__dict__, "_begun": None}
 
-    def seek(self, epoch: int, seed: int, start: int, state: Mapping[str, Any]) -> None:
+    def seek(self, epoch: int, seed: int, start: int, state: Mapping[str, object]) -> None:
         """Let the next iteration read an epoch, from a position in samples on.
 
         Args:
@@ -113,7 +113,7 @@ class TurnDataset(IterableDataset[Any]):
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         epoch, seed, start = self._place.tolist()
         wanted = self._wanted(start)
         self._read = int(self._state["samples"]) if "stream" in self._state else 0
@@ -141,7 +141,9 @@ class TurnDataset(IterableDataset[Any]):
             return start.__le__
         return lambda position: position >= start and (position - start) // size % turns == turn
 
-    def _samples(self, epoch: int, seed: int, start: int, wanted: Callable[[int], bool]) -> Iterator[tuple[int, Any]]:
+    def _samples(
+        self, epoch: int, seed: int, start: int, wanted: Callable[[int], bool]
+    ) -> Iterator[tuple[int, object]]:
         dataset, state = self.dataset, self._state
         self._state, self._num_ahead, self._is_over = {}, 0, bool(state.get("is_over"))
         begun = self._take_begun((epoch, seed), is_needed=not self._is_over and "stream" not in state)
@@ -186,9 +188,9 @@ class TurnDataset(IterableDataset[Any]):
         if callable(tell):
             tell(epoch)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return where this reader is, with the state of the stream if it has one."""
-        state: dict[str, Any] = {"samples": self._read}
+        state: dict[str, object] = {"samples": self._read}
         if self._is_over:  # by then most streams are where they began, as they can be read again
             return {**state, "is_over": True}
         if self.division.workers and self._read >= self._num_ahead and saves(self.dataset):
@@ -196,7 +198,7 @@ class TurnDataset(IterableDataset[Any]):
         return state
 
 
-def with_lanes(state: Mapping[str, Any], of_all: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def with_lanes(state: Mapping[str, object], of_all: Iterable[Mapping[str, Any]]) -> dict[str, object]:
     """Return a reader's state with how far any reader has gone in each lane of each stream, if these have lanes."""
     own = state.get("stream", {})
     if not isinstance(own, Mapping) or "lanes" not in own:
@@ -209,7 +211,7 @@ def with_lanes(state: Mapping[str, Any], of_all: Iterable[Mapping[str, Any]]) ->
     return {**state, "stream": {**own, "lanes": named}}
 
 
-def _furthest(of_all: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def _furthest(of_all: Iterable[Mapping[str, Any]]) -> dict[str, object]:
     """Return, for each lane, the state of the reader that has taken the most from it."""
     furthest: dict[str, Any] = {}
     for lanes in of_all:

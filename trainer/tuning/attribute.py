@@ -15,7 +15,7 @@ def find_attribute(owners: Sequence[Owner], names: Sequence[str]) -> str | None:
     return next((name for name in names if any(True for _ in _holders(owners, name))), None)
 
 
-def set_attribute(owners: Sequence[Owner], name: str, value: Any, *, is_saved: bool = True) -> None:
+def set_attribute(owners: Sequence[Owner], name: str, value: object, *, is_saved: bool = True) -> None:
     """Set an attribute of owners and their ``hparams``; with `is_saved`, also in the ``hparams`` of checkpoints."""
     for owner, is_hparams in list(_holders(owners, name)):
         if is_hparams:
@@ -24,7 +24,7 @@ def set_attribute(owners: Sequence[Owner], name: str, value: Any, *, is_saved: b
             setattr(owner, name, value)
 
 
-def _set_item(owner: HyperparametersMixin, name: str, value: Any, *, is_saved: bool) -> None:
+def _set_item(owner: HyperparametersMixin, name: str, value: object, *, is_saved: bool) -> None:
     if not is_saved:
         set_unsaved(owner, name, value)
         return

@@ -36,7 +36,7 @@ class RankTask:
     """The task of the ranks of a layout."""
 
     module: TrainModule
-    data: Any
+    data: object
     layout: Layout
     settings: Mapping[str, Any]
     accelerator: str
@@ -50,7 +50,7 @@ class RankTask:
     """Whether to train from the beginning, not only from a checkpoint."""
     loads: Path | None = None
     """The checkpoint from which to take one more step."""
-    traces: tuple[int, list[Any] | None] | None = None
+    traces: tuple[int, list[object] | None] | None = None
     """The step to trace (the task then does nothing else), and the samples of one process in it."""
     freezes_batchnorm: bool = False
     multiple: int = 1

@@ -39,11 +39,11 @@ class NoDropout(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., object],
         types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         given = dict(kwargs or {})
         if func in _DROPOUTS:
             name, place = ("train", 2) if func in _IN_C else ("training", 4 if func is F.rrelu else 2)
@@ -67,11 +67,11 @@ class NotesRounding(NoDropout):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., object],
         types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         output = super().__torch_function__(func, types, args, kwargs)
         if not self.line and type(output) is Tensor and output.dtype is torch.float32 and output.requires_grad:
             frames = traceback.extract_stack(sys._getframe(1))  # noqa: SLF001 - the caller's
@@ -81,8 +81,8 @@ class NotesRounding(NoDropout):
 
 
 def _replaced(
-    args: tuple[Any, ...], kwargs: dict[str, Any], name: str, place: int, *, value: object
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args: tuple[object, ...], kwargs: dict[str, object], name: str, place: int, *, value: object
+) -> tuple[tuple[object, ...], dict[str, object]]:
     if len(args) > place:
         return (*args[:place], value, *args[place + 1 :]), kwargs
     return args, {**kwargs, name: value}
@@ -131,11 +131,11 @@ class Seeded:
             raise AttributeError(name)
         return getattr(self._dataset, name)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Any) -> object:
         with self._streams_of(index):
             return self._dataset[index]
 
-    def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
+    def __getitems__(self, indices: Sequence[object]) -> list[object]:
         whole = getattr(self._dataset, "__getitems__", None)
         if whole is None:
             return [self[index] for index in indices]
@@ -146,7 +146,7 @@ class Seeded:
         return samples
 
     @contextmanager
-    def _streams_of(self, index: Any) -> Iterator[None]:
+    def _streams_of(self, index: object) -> Iterator[None]:
         generators = self._generators
         before = generators.new_state()
         generators.seed(derive(7, index if isinstance(index, int) else hash(repr(index))))
@@ -168,7 +168,7 @@ class SeededData(DataModule):
         num_pieces: how many micro-batches a rank's samples are cut into.
     """
 
-    def __init__(self, data: Any, module: Any, global_batch_size: int | None = None, num_pieces: int = 1) -> None:
+    def __init__(self, data: object, module: Any, global_batch_size: int | None = None, num_pieces: int = 1) -> None:
         super().__init__()
         self._global_batch_size, self._num_pieces = global_batch_size, num_pieces
         self._owner = data if isinstance(data, DataModule) else module
@@ -209,11 +209,11 @@ class SeededData(DataModule):
             ranks = session.state.data_size
         return _with_batches_of(loader, math.ceil(self._global_batch_size / (ranks * self._num_pieces)))
 
-    def val_dataloader(self) -> Any:
+    def val_dataloader(self) -> object:
         return _seeded(self._given[1] if self._given[0] is not None else self._owner.val_dataloader())
 
 
-def _with_batches_of(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
+def _with_batches_of(loader: DataLoader[object], size: int) -> DataLoader[object]:
     return DataLoader(
         loader.dataset,
         size,

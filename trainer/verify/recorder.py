@@ -73,7 +73,7 @@ class Recorder(Callback):
         *,
         is_reference: bool,
         saves: tuple[int, Path] | None = None,
-        traces: tuple[int, list[Any] | None] | None = None,
+        traces: tuple[int, list[object] | None] | None = None,
     ) -> None:
         self.notes: list[StepNotes] = []
         self.trace: Trace | None = None
@@ -85,7 +85,7 @@ class Recorder(Callback):
 
     # --- hooks -------------------------------------------------------------------------------------------------------
 
-    def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: object, batch_idx: int) -> None:
         self._is_real = True
 
     def on_before_optimizer_step(self, trainer: Run, module: nn.Module, optimizer: Optimizer) -> None:
@@ -148,21 +148,21 @@ class Recorder(Callback):
         validation = kind.validation_step
 
         @functools.wraps(step)
-        def training_step(self: TrainModule, *args: Any, **kwargs: Any) -> Any:
+        def training_step(self: TrainModule, *args: object, **kwargs: object) -> object:
             return recorder.call(functools.partial(step, self), self, *args, **kwargs)
 
         @functools.wraps(validation)
-        def validation_step(self: TrainModule, *args: Any, **kwargs: Any) -> Any:
+        def validation_step(self: TrainModule, *args: object, **kwargs: object) -> object:
             with NoDropout():
                 return validation(self, *args, **kwargs)
 
-        named: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        named: dict[str, object] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
         named["training_step"] = training_step
         if validation is not TrainModule.validation_step:
             named["validation_step"] = validation_step
         module.__class__ = type(kind.__name__, (kind,), named)
 
-    def call(self, step: Callable[..., Any], module: TrainModule, *args: Any, **kwargs: Any) -> Any:
+    def call(self, step: Callable[..., object], module: TrainModule, *args: object, **kwargs: object) -> object:
         """Call a training step, and note its loss unless the rank only takes part in other ranks' steps."""
         if not (self._is_real and torch.is_grad_enabled()):  # a strategy may try the step first
             with NoDropout():

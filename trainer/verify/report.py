@@ -104,7 +104,7 @@ def _cell(value: float | None) -> str:
     return "no bound" if not math.isfinite(value) else f"{value:.0e}".replace("0e+00", "0")
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ class Traced:
 
     called: list[str] = field(default_factory=list)
     """Submodules in the order in which their first calls ended; nested ones first."""
-    ids: list[Any] = field(default_factory=list)
+    ids: list[object] = field(default_factory=list)
     """The indices of the samples, in the order of the rows."""
     different: dict[str, Deviation] = field(default_factory=dict)
     """The outputs that differ from those of one process, by module."""
@@ -53,7 +53,7 @@ class Trace:
         ids: the samples of that process, row by row; None in that process itself.
     """
 
-    def __init__(self, module: nn.Module, file: Path, ids: Sequence[Any] | None) -> None:
+    def __init__(self, module: nn.Module, file: Path, ids: Sequence[object] | None) -> None:
         self.traced = Traced()
         self._names = {id(part): name for name, part in module.named_modules()}
         self._module, self._file = module, file
@@ -61,12 +61,12 @@ class Trace:
         self._rows = {} if ids is None else {one: row for row, one in enumerate(ids)}
         self._kept: dict[str, list[Tensor]] = {}
         self._calls: Counter[str] = Counter()
-        self._ids: Sequence[Any] = ()
+        self._ids: Sequence[object] = ()
         self._positions: Tensor | None = None
         self._random: list[Tensor] = []
 
     @contextmanager
-    def micro_batch(self, batch: Any, ids: Sequence[Any], strategy: Strategy) -> Iterator[None]:
+    def micro_batch(self, batch: object, ids: Sequence[object], strategy: Strategy) -> Iterator[None]:
         """Follow the forward pass of a micro-batch whose samples have these indices."""
         self._ids, self._calls = ids, Counter()
         self.traced.ids += ids
@@ -92,10 +92,10 @@ class Trace:
         if self._expected is None:
             differences.write(self._file, {name: torch.cat(parts) for name, parts in self._kept.items()})
 
-    def _begin(self, part: nn.Module, args: Any) -> None:
+    def _begin(self, part: nn.Module, args: object) -> None:
         self._random.append(torch.get_rng_state())
 
-    def _end(self, part: nn.Module, args: Any, output: Any) -> None:
+    def _end(self, part: nn.Module, args: object, output: object) -> None:
         name = self._names.get(id(part), type(part).__name__)
         before = self._random.pop()
         if self.traced.random is None and not torch.equal(before, torch.get_rng_state()):
@@ -104,7 +104,7 @@ class Trace:
             self.traced.called.append(name)
         self._note(name, output)
 
-    def _note(self, name: str, values: Any) -> None:
+    def _note(self, name: str, values: object) -> None:
         """Keep, or compare, the rows of all tensors of an output."""
         number = self._calls[name]
         self._calls[name] += 1

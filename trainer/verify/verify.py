@@ -47,13 +47,13 @@ Notify = Callable[[str], None]
 
 def verify(
     module: TrainModule,
-    data: Any = None,
+    data: object = None,
     strategies: Sequence[str | Strategy | Layout] | str = ("ddp", "fsdp"),
     *,
     ranks: int = 2,
     steps: int = 3,
     devices: str = "cpu",
-    settings: Mapping[str, Any] | None = None,
+    settings: Mapping[str, object] | None = None,
     freeze_batchnorm: bool = False,
     tolerance: float | None = None,
     timeout: float = 600.0,
@@ -115,7 +115,7 @@ def verify(
 
 
 def _checked(
-    module: TrainModule, data: Any, settings: Mapping[str, Any] | None, steps: int, tolerance: float | None
+    module: TrainModule, data: object, settings: Mapping[str, Any] | None, steps: int, tolerance: float | None
 ) -> dict[str, Any]:
     """Return the settings that are taken over.
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from .skeleton import Skeleton, private
 from .trial import GRADIENT_OF, Dtypes, Trial, apart, difference, leaf_of, whole_of
 from .whole_activations import WholeActivations
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 _FEW: Final = 64
 _CAUSES: Final = (
     "Usual causes: a fixed number of heads where the width is cut (write .view(batch, length, -1, head_dim)); packed "
@@ -41,7 +44,7 @@ class _Block(NamedTuple):
 
     name: str
     module: nn.Module
-    inputs: tuple[tuple[Any, ...], dict[str, Any]]
+    inputs: tuple[tuple[object, ...], dict[str, object]]
     parameters: Mapping[str, Tensor]
     """Those whose gradients are compared, by their names in the whole module."""
 
@@ -81,7 +84,7 @@ class BlockCheck:
             when cut, for layers that no block contains, and for a cut parameter that is used outside its layer.
     """
 
-    def __init__(self, module: nn.Module, plan: TensorPlan, mesh: Any, *, tells: bool = True) -> None:
+    def __init__(self, module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, tells: bool = True) -> None:
         self._module, self._plan, self._group, self._tells = module, plan, TensorGroup(mesh), tells
         self._skeletons = {name: Skeleton(module.get_submodule(name)) for name in plan.blocks(module)}
         self._blocks = [module.get_submodule(name) for name in self._skeletons]
@@ -132,7 +135,7 @@ class BlockCheck:
                 f"the layer instead, or leave it out of tp_plan. These layers are cut: {_listed(self._plan.words)}."
             ) from error
 
-    def _meet(self, is_training: bool, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def _meet(self, is_training: bool, name: str, block: nn.Module, args: tuple[object, ...], kwargs: Any) -> object:
         """Compare the block, and let it compute with the shares that it is given."""
         is_new = name in self._skeletons and (is_training or name not in self._met)
         if is_new and not (is_training and torch.is_inference_mode_enabled()):
@@ -140,7 +143,7 @@ class BlockCheck:
         return map_tensors(plain, (args, kwargs)) if self._with_shares else None
 
     def _compare(
-        self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_training: bool
+        self, name: str, block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], *, is_training: bool
     ) -> None:
         """Compare the block, once. Collective: every rank of the tensor parallel group calls it."""
         skeleton = self._skeletons.pop(name) if is_training else self._skeletons[name]

@@ -44,7 +44,7 @@ class OutputShare(Tensor):
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    ) -> object:
         with DisableTorchFunctionSubclass():
             if func in _HARMLESS:
                 return func(*args, **(kwargs or {}))
@@ -67,7 +67,7 @@ def marked(tensor: Tensor, block: str, cut_dim: int) -> OutputShare:
     return share
 
 
-def plain(tensor: Any) -> Any:
+def plain(tensor: object) -> Any:
     """Return a share as a tensor, with which everything computes; another object as is."""
     if not isinstance(tensor, OutputShare):
         return tensor
@@ -81,7 +81,7 @@ def _called(func: Any) -> str:
     return str(getattr(func.__self__, "__name__", name)) if name == "__get__" else name
 
 
-def _leaves(data: Any) -> list[Any]:
+def _leaves(data: object) -> list[object]:
     if isinstance(data, Mapping):
         return [leaf for value in data.values() for leaf in _leaves(value)]
     if isinstance(data, list | tuple):
@@ -100,7 +100,7 @@ def shared_dim(whole: torch.Size, own: torch.Size, number: int) -> int | None:
 def admit_shares(block: nn.Module) -> None:
     """Let a block of the plan compute with the shares that it is given: its heads are those of the shares."""
 
-    def admit(block: nn.Module, args: Any, kwargs: Any) -> Any:
+    def admit(block: nn.Module, args: object, kwargs: object) -> Any:
         return None if torch.compiler.is_compiling() else map_tensors(plain, (args, kwargs))
 
     block.register_forward_pre_hook(admit, with_kwargs=True)
@@ -115,7 +115,7 @@ def guard_shares(name: str, block: nn.Module, places: Mapping[int, int]) -> None
         places: the numbers of these outputs, and the dimension that is cut.
     """
 
-    def mark(block: nn.Module, args: Any, outputs: Any) -> Any:
+    def mark(block: nn.Module, args: object, outputs: object) -> Any:
         if torch.compiler.is_compiling():
             return outputs
         number = -1

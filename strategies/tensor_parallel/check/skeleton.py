@@ -27,7 +27,7 @@ class Skeleton:
         self._copies: dict[nn.Module, nn.Module] = {}
         self._module = self._copy(module)
 
-    def run(self, module: nn.Module, whole: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
+    def run(self, module: nn.Module, whole: Callable[[Tensor], Tensor], *args: object, **kwargs: object) -> Any:
         """Run the copy with ``whole(parameter)`` for each parameter of the module now, and copies of its buffers.
 
         Raises:
@@ -86,7 +86,7 @@ class Skeleton:
         return own
 
 
-def private(values: Any) -> Any:
+def private(values: object) -> Any:
     """Return a copy of a block's inputs, detached from the graph; a tensor that occurs twice is copied once.
 
     Objects among them, such as key-value caches, are copied with their contents.
@@ -94,13 +94,13 @@ def private(values: Any) -> Any:
     return _private(values, {})
 
 
-def _private(values: Any, copies: dict[int, Any]) -> Any:
+def _private(values: object, copies: dict[int, Any]) -> object:
     def tensor(value: Tensor) -> Tensor:
         if id(value) not in copies:
             copies[id(value)] = value.detach().clone().requires_grad_(value.requires_grad)
         return copies[id(value)]  # type: ignore[no-any-return]
 
-    def other(value: Any) -> Any:
+    def other(value: Any) -> object:
         if isinstance(value, nn.Module | type) or not hasattr(value, "__dict__") or callable(value):
             return value
         if id(value) not in copies:

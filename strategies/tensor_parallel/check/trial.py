@@ -109,7 +109,9 @@ class Dtypes(TorchFunctionMode):
         self._with_constants = with_constants
         self.found = set[torch.dtype]()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: Sequence[object] = (), kwargs: Any = None
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         has_values = isinstance(result, Tensor) and result.is_floating_point()
         if has_values and (result.requires_grad or self._with_constants):
@@ -148,7 +150,7 @@ def _direction(output: Tensor, shared: int | None, group: TensorGroup | None) ->
         return weights
     from torch.distributed.tensor import DTensor, Replicate
 
-    mesh, placements = output.device_mesh, output.placements  # type: ignore[attr-defined]
+    mesh, placements = output.device_mesh, output.placements
     return DTensor.from_local(weights, mesh, [Replicate()] * mesh.ndim, run_check=False).redistribute(mesh, placements)
 
 
@@ -179,8 +181,8 @@ def whole_of(tensor: Tensor) -> Tensor:
     """Return all of a tensor, which may be cut. Collective for one that is."""
     if not is_dtensor(tensor):
         return tensor
-    is_packed = any(getattr(placement, "split_factor", 1) > 1 for placement in tensor.placements)  # type: ignore[attr-defined]
-    return whole_tensor(tensor) if is_packed else tensor.full_tensor()  # type: ignore[attr-defined]
+    is_packed = any(getattr(placement, "split_factor", 1) > 1 for placement in tensor.placements)
+    return whole_tensor(tensor) if is_packed else tensor.full_tensor()
 
 
 def leaf_of(parameter: Tensor) -> Tensor:

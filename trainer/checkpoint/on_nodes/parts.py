@@ -31,7 +31,7 @@ class NodePart:
         first, last = min(self.ranks, default=0), max(self.ranks, default=0)
         return f"node {self.host!r} ({f'rank {first}' if first == last else f'ranks {first} to {last}'})"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return its entry in a manifest."""
         return asdict(self)
 

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from ....common.console import say
 from ....common.local_path import local_path
@@ -133,7 +133,7 @@ def _cell(way: Way) -> str:
     return f"{way.latency * 1000:.2f} ms, {speed}"
 
 
-def _as_values(reports: Sequence[NodeReport]) -> dict[str, Any]:
+def _as_values(reports: Sequence[NodeReport]) -> dict[str, object]:
     return {"is_sound": not any(report.findings for report in reports), "nodes": [asdict(one) for one in reports]}
 
 

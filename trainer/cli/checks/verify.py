@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from ....common.console import say
 from ....common.errors import ConfigError
@@ -98,7 +97,7 @@ def _verify(options: argparse.Namespace) -> Report:
     )
 
 
-def _of_config(given: Mapping[str, Any], ranks: int) -> Layout:
+def _of_config(given: Mapping[str, object], ranks: int) -> Layout:
     """Return the layout that the config itself describes.
 
     Raises:

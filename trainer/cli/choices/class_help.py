@@ -14,7 +14,7 @@ _SIMPLE: Final = (bool, int, float, str, type(None))
 _ENTRY: Final = re.compile(r"^( *)(\w+)(?: *\([^)]*\))? *:(.*)$")
 
 
-def help_of(wanted: str, values: Mapping[str, Any]) -> str:
+def help_of(wanted: str, values: Mapping[str, object]) -> str:
     """Return the help about a class, given its path or its key in a config.
 
     Raises:
@@ -34,7 +34,7 @@ def help_of(wanted: str, values: Mapping[str, Any]) -> str:
     return _described(find_class(wanted, "--help-for"), wanted)
 
 
-def arguments_of(cls: type[Any]) -> list[inspect.Parameter]:
+def arguments_of(cls: type[object]) -> list[inspect.Parameter]:
     """Return the arguments that a config can pass to a class by name; none for a class written in C."""
     try:
         parameters = inspect.signature(cls).parameters.values()
@@ -43,7 +43,7 @@ def arguments_of(cls: type[Any]) -> list[inspect.Parameter]:
     return [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
 
 
-def with_defaults(value: Any) -> Any:
+def with_defaults(value: object) -> object:
     """Return a config value with the defaults of the arguments that it omits, as far as YAML can represent them."""
     if isinstance(value, list):
         return [with_defaults(item) for item in value]
@@ -57,7 +57,7 @@ def with_defaults(value: Any) -> Any:
     return {TARGET: value[TARGET], **defaults, **given}
 
 
-def _described(cls: type[Any], path: str) -> str:
+def _described(cls: type[object], path: str) -> str:
     """Return the first paragraph of a class's docstring, and a line for each argument."""
     summary = (inspect.getdoc(cls) or "").partition("\n\n")[0]
     told = {name: text for doc in _docs(cls) for name, text in _entries(doc)}
@@ -72,7 +72,7 @@ def _described(cls: type[Any], path: str) -> str:
     return "\n".join(lines if lines[-1] != "arguments:" else [*lines, "  none"]) + "\n"
 
 
-def _docs(cls: type[Any]) -> Iterator[str]:
+def _docs(cls: type[object]) -> Iterator[str]:
     """Yield the docstrings that may describe arguments, base classes first, so that subclasses override entries."""
     for base in reversed(cls.__mro__[:-1]):
         yield inspect.cleandoc(vars(base).get("__doc__") or "")

@@ -46,10 +46,10 @@ class ConfiguredOptimizer:
     """The ``configure_optimizers`` of a module whose config names an optimizer, for all of its trained parameters."""
 
     module: TrainModule
-    optimizer: Mapping[str, Any]
+    optimizer: Mapping[str, object]
     scheduler: Mapping[str, Any] | None
 
-    def __call__(self) -> Any:
+    def __call__(self) -> object:
         """Return the optimizer, and the scheduler if there is one."""
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         optimizer = build(self.optimizer, "optimizer", params=trained)

@@ -47,7 +47,7 @@ class PredictionFile(BasePredictionWriter):
             raise ConfigError(f"--output={str(path)!r} is in a folder that does not exist; create {self.path.parent}.")
 
     def write_on_epoch_end(
-        self, trainer: Run, module: nn.Module, predictions: Sequence[Any], batch_indices: Sequence[Any]
+        self, trainer: Run, module: nn.Module, predictions: Sequence[Any], batch_indices: Sequence[object]
     ) -> None:
         several = len(batch_indices) > 1
         batches = list(chain.from_iterable(predictions)) if several else list(predictions)
@@ -68,7 +68,7 @@ class PredictionFile(BasePredictionWriter):
             partial.unlink(missing_ok=True)
 
 
-def _columns(batches: Sequence[Any]) -> dict[str, Tensor]:
+def _columns(batches: Sequence[object]) -> dict[str, Tensor]:
     """Return the tensors in all batches by name, each with a row per sample.
 
     Raises:
@@ -97,7 +97,7 @@ def _named(name: str) -> str:
     return name.replace("']['", ".").replace("'][", ".").strip("[]'").replace("][", ".") or _WHOLE
 
 
-def _rows(columns: Mapping[str, Tensor]) -> Iterator[list[Any]]:
+def _rows(columns: Mapping[str, Tensor]) -> Iterator[list[object]]:
     return map(list, zip(*(column.tolist() for column in columns.values()), strict=True))
 
 

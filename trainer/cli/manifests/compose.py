@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 from .deploy import size
 from .deployed_run import CONFIG, ENV, RUNS, DeployedRun
@@ -32,7 +32,7 @@ def render(run: DeployedRun) -> str:
     return yaml_text([file], heading, _NOTES)
 
 
-def _locked(run: DeployedRun) -> dict[str, Any]:
+def _locked(run: DeployedRun) -> dict[str, object]:
     return {
         "user": f"{run.deploy.user}:{run.deploy.user}",
         "init": True,
@@ -43,7 +43,7 @@ def _locked(run: DeployedRun) -> dict[str, Any]:
     }
 
 
-def _rendezvous(run: DeployedRun) -> dict[str, Any]:
+def _rendezvous(run: DeployedRun) -> dict[str, object]:
     connect = f"import socket; socket.create_connection(('127.0.0.1', {run.deploy.port}), 5)"
     return {
         "image": run.image,
@@ -60,7 +60,7 @@ def _rendezvous(run: DeployedRun) -> dict[str, Any]:
     }
 
 
-def _node(run: DeployedRun) -> dict[str, Any]:
+def _node(run: DeployedRun) -> dict[str, object]:
     deploy = run.deploy
     rendezvous = {"depends_on": {"rendezvous": {"condition": "service_healthy"}}} if run.has_rendezvous else {}
     return {
@@ -82,9 +82,9 @@ def _node(run: DeployedRun) -> dict[str, Any]:
     }
 
 
-def _resources(run: DeployedRun) -> dict[str, Any]:
+def _resources(run: DeployedRun) -> dict[str, object]:
     deploy = run.deploy
-    resources: dict[str, Any] = {
+    resources: dict[str, object] = {
         "limits": {"cpus": str(deploy.cpus), "memory": _size(deploy.memory, "memory")},
     }
     if deploy.gpus:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Final, get_type_hints
+from typing import Final, get_type_hints
 
 from ....common.errors import ConfigError, did_you_mean
 from ....common.storage import any_path, is_url
@@ -150,7 +150,7 @@ def read_deploy(given: object) -> Deploy:
     return Deploy(**given)
 
 
-def _fits(value: object, hint: Any) -> bool:
+def _fits(value: object, hint: object) -> bool:
     if not fits(value, hint):
         return False
     return not isinstance(value, list) or all(isinstance(word, str) for word in value)

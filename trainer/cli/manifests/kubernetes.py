@@ -87,7 +87,7 @@ def resources(run: DeployedRun) -> Object:
     return {"requests": amounts, "limits": amounts}
 
 
-def node_pod(run: DeployedRun, container: Mapping[str, Any], **spec: Any) -> Object:
+def node_pod(run: DeployedRun, container: Mapping[str, object], **spec: object) -> Object:
     """Return the template of the pods that train.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import yaml
 
@@ -14,13 +14,13 @@ _WIDTH: Final = 120
 class _Dumper(yaml.SafeDumper):
     """Writes each value in full, multi-line texts as blocks, and lists of words on one line."""
 
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
         return True
 
     def represent_text(self, data: str) -> yaml.ScalarNode:
         return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
 
-    def represent_sequence_of(self, data: list[Any]) -> yaml.SequenceNode:
+    def represent_sequence_of(self, data: list[object]) -> yaml.SequenceNode:
         is_simple = all(isinstance(item, str | int) for item in data)
         return self.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=is_simple)
 
@@ -29,7 +29,7 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 _Dumper.add_representer(list, _Dumper.represent_sequence_of)
 
 
-def yaml_text(documents: Iterable[Mapping[str, Any]], heading: str, notes: Mapping[str, str]) -> str:
+def yaml_text(documents: Iterable[Mapping[str, object]], heading: str, notes: Mapping[str, str]) -> str:
     """Return documents as YAML.
 
     Args:
@@ -42,7 +42,7 @@ def yaml_text(documents: Iterable[Mapping[str, Any]], heading: str, notes: Mappi
     return "\n".join([*_comment(heading, 0), "---\n".join(texts)])
 
 
-def _document(document: Mapping[str, Any], notes: dict[str, str]) -> str:
+def _document(document: Mapping[str, object], notes: dict[str, str]) -> str:
     text = yaml.dump(dict(document), Dumper=_Dumper, sort_keys=False, width=_WIDTH, allow_unicode=True)
     lines: list[list[str]] = [[line] for line in text.splitlines()]
     for path, mark in _places(yaml.compose(text, Loader=yaml.SafeLoader), ()):

@@ -186,7 +186,7 @@ def _global_batch_size(asked: int | None, trainer: Mapping[str, Any], machine: M
 
 
 def render(
-    plan: Plan, title: str, trainer: Mapping[str, Any], *, shows_all: bool = False, width: int | None = None
+    plan: Plan, title: str, trainer: Mapping[str, object], *, shows_all: bool = False, width: int | None = None
 ) -> str:
     """Return a plan as text: a table, and what a config says for the first layout that fits."""
     shown = plan.layouts if shows_all else plan.layouts[:_SHOWN]
@@ -228,7 +228,7 @@ def _of_auto(plan: Plan) -> PlannedLayout | None:
     return next((whole[name] for name in _RUNGS if name in whole), None)
 
 
-def settings_of(planned: PlannedLayout, plan: Plan, trainer: Mapping[str, Any]) -> dict[str, object]:
+def settings_of(planned: PlannedLayout, plan: Plan, trainer: Mapping[str, object]) -> dict[str, object]:
     """Return what the ``trainer`` of a config says for a layout, beside or in place of what it says already."""
     settings = planned.settings
     if trainer.get("activation_checkpointing") is not None:
@@ -242,7 +242,7 @@ def settings_of(planned: PlannedLayout, plan: Plan, trainer: Mapping[str, Any]) 
     return settings
 
 
-def as_json(plan: Plan, title: str, trainer: Mapping[str, Any]) -> dict[str, Any]:
+def as_json(plan: Plan, title: str, trainer: Mapping[str, object]) -> dict[str, object]:
     """Return a plan as JSON values; sizes are in bytes, times in seconds."""
     machine = plan.machine
     return {

@@ -102,7 +102,7 @@ def run(options: argparse.Namespace) -> int:
     return 1 if any(one.problems for one in noted) else 0
 
 
-def _number(argument: str, given: int | None, of_config: Any) -> int:
+def _number(argument: str, given: int | None, of_config: object) -> int:
     number = of_config if given is None else given
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise ConfigError(f"{argument} must be >= 1, got {number!r}; give the number in the run to rehearse.")
@@ -110,7 +110,7 @@ def _number(argument: str, given: int | None, of_config: Any) -> int:
 
 
 def _rehearsed(
-    values: Mapping[str, Any], trainer: Mapping[str, Any], rank: int, nodes: int, nproc: int, *, shows: bool
+    values: Mapping[str, object], trainer: Mapping[str, object], rank: int, nodes: int, nproc: int, *, shows: bool
 ) -> RehearsedRank:
     """Rehearse one rank; what would end its run is noted as a problem."""
     noted = RehearsedRank(rank, nodes * nproc)
@@ -140,8 +140,8 @@ def _rehearsed(
 
 
 def _fit(
-    values: Mapping[str, Any],
-    given: Mapping[str, Any],
+    values: Mapping[str, object],
+    given: Mapping[str, object],
     strategy: RehearsedStrategy,
     noted: RehearsedRank,
     size: tuple[int, int],
@@ -178,7 +178,7 @@ def _in_words(error: Exception, doing: str, values: Mapping[str, Any]) -> str:
     return "\n".join([f"In {doing}: {kind}{text}", *getattr(error, "__notes__", ())])
 
 
-def as_json(noted: Sequence[RehearsedRank]) -> dict[str, Any]:
+def as_json(noted: Sequence[RehearsedRank]) -> dict[str, object]:
     """Return the findings as JSON values; sizes are in bytes, times in seconds."""
     ranks = []
     for one in noted:
