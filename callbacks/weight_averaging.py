@@ -121,6 +121,10 @@ class WeightAveraging(Callback):
 
     def on_train_batch_end(self, trainer: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Average if this micro-batch has completed a step and `should_update` says so."""
+        self._follow(trainer)
+
+    def _follow(self, trainer: Run) -> None:
+        """Average after a step; also in the hooks that come next, for ranks that had no batch in it."""
         step = trainer.global_step
         if step > self._latest_step:
             self._latest_step = step
@@ -129,10 +133,12 @@ class WeightAveraging(Callback):
 
     def on_train_epoch_end(self, trainer: Run, module: nn.Module) -> None:
         """Note that the epoch has ended; if it is cut short, no `on_train_step_end` follows."""
+        self._follow(trainer)
         self._has_epoch_ended = True
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
         """Average if an epoch has ended and `should_update` says so; before any checkpoint of this step."""
+        self._follow(trainer)
         if self._has_epoch_ended:
             self._has_epoch_ended = False
             if self.should_update(epoch_idx=trainer.current_epoch):
@@ -140,6 +146,7 @@ class WeightAveraging(Callback):
 
     def on_validation_start(self, trainer: Run, module: nn.Module) -> None:
         """Give the module the average. Collective: every rank calls it."""
+        self._follow(trainer)
         self._is_swapped = self._swap_in(trainer)
 
     def on_validation_end(self, trainer: Run, module: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, Final
 
 from torch import Tensor
@@ -81,6 +81,24 @@ def taken_over(optimizer: Optimizer, here: Sequence[Group], saved: Sequence[Grou
             _check_setting(settings[name], group[name], f"{name} of group {index} in the optimizer state")
         groups.append({**group, **settings})
     return groups
+
+
+def settings_of(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """Return the settings of parameter groups that are values, such as learning rates."""
+    kinds = (int, float, str, tuple, Tensor, type(None))
+    settings = ({k: v for k, v in group.items() if k not in _NO_SETTINGS} for group in groups)
+    return [{k: v for k, v in each.items() if isinstance(v, kinds)} for each in settings]
+
+
+def set_settings(groups: Sequence[MutableMapping[str, Any]], settings: Sequence[Group]) -> None:
+    """Give parameter groups other settings; a tensor stays the same one, which a captured step may read."""
+    for group, given in zip(groups, settings, strict=True):
+        for name, value in given.items():
+            own = group.get(name)
+            if isinstance(own, Tensor):
+                own.fill_(value)
+            elif value is not own:
+                group[name] = value
 
 
 def _check_kind(optimizer: Optimizer, saved: Group, here: Group) -> None:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ...common.errors import ModuleError
 from ...strategies.module.traces import Traceless
+from ...strategies.placed.watched_shards import WatchedShards
+from ...strategies.state.optimizer_groups import set_settings, settings_of
 from ..data.micro_batch import MicroBatch, Window
 from ..data.sample_checks import gather_numbers, last_batch_of_any
 from ..module.loss import loss_of, mean_of
@@ -27,6 +29,7 @@ class SharedStep(Step):
 
     __slots__ = (
         "_from_others", "_has_come", "_has_spare", "_is_collective", "_manual_weight", "_spare_batch", "_unit",
+        "_watched",
     )  # fmt: skip
 
     def __init__(self, session: Session) -> None:
@@ -41,6 +44,8 @@ class SharedStep(Step):
         """The factor of this window's losses in manual optimization."""
         self._has_come = False
         """Whether all micro-batches of this rank came in a step that ended early."""
+        self._watched: WatchedShards | None = None
+        """The weights in a step for which a rank has no micro-batch."""
         self._from_others = 0, 0
         """Micro-batches and samples of a step that ended early which other ranks had, and this one had not."""
 
@@ -51,8 +56,10 @@ class SharedStep(Step):
         self.has_gradients, self.left, self.first_batch_idx = False, None, self.state.batches_in_epoch
         self.metrics.position = self.state.global_step + 1
         self._has_come = False
+        self._watched = WatchedShards(self.module) if window.fewest == 0 else None
         if not self._begin_first(window):
             return False
+        self.share_settings(window)
         if self.passes_closure and not window.is_even:  # the first collective of a window is inside on all ranks
             self.left = partial(self._run_whole, window)
             return True
@@ -144,7 +151,30 @@ class SharedStep(Step):
     def complete(self, window: Window) -> None:
         if self.passes_closure and not window.is_even:  # likewise, inside the closure
             self.session.streams.restart(self.state.global_step, 0)
+        if self.is_automatic:
+            self.share_settings(window)
+            self._refuse_writes()
         super().complete(window)
+
+    def share_settings(self, window: Window) -> None:
+        """Give all ranks what hooks of the batch or the step have set on those with the most micro-batches.
+
+        That is the settings of the optimizers, such as learning rates, and which weights train: other ranks have called
+        fewer hooks, or none. Collective unless all ranks have as many.
+        """
+        if window.is_even:
+            return
+        parameters, groups = list(self.module.parameters()), [optimizer.param_groups for optimizer in self.optimizers]
+        has_all = len(window) == window.length
+        own = ([settings_of(each) for each in groups], [one.requires_grad for one in parameters]) if has_all else None
+        shared = next((found for found in self.strategy.ranks.data.exchange(own) if found is not None), None)
+        if has_all or shared is None:  # None in the rehearsal of a rank with fewer
+            return
+        for each, settings in zip(groups, shared[0], strict=True):
+            set_settings(each, settings)
+        for parameter, trains in zip(parameters, shared[1], strict=True):
+            if parameter.requires_grad != trains:
+                parameter.requires_grad_(trains)
 
     def finish(self, window: Window, *, goes_on: bool) -> int:
         if goes_on:  # count as all ranks do, before the hooks of the last micro-batch
@@ -155,9 +185,36 @@ class SharedStep(Step):
             self.state.count(*self._from_others)
             self._from_others = 0, 0
         super().finish(window, goes_on=goes_on)
+        self._refuse_writes()
         if not window.is_even:
             self.session.streams.restart(self.state.global_step, 1)
         return window.length if goes_on else 0
+
+    def begin(self, micro_batch: MicroBatch) -> bool:
+        if self._watched is None:
+            return super().begin(micro_batch)
+        with self._watched.during("on_train_batch_start"):
+            return super().begin(micro_batch)
+
+    def end(self, micro_batch: MicroBatch) -> None:
+        with nullcontext() if self._watched is None else self._watched.during("on_train_batch_end"):
+            super().end(micro_batch)
+
+    def _refuse_writes(self) -> None:
+        """Refuse what hooks of a batch have written to shards of the weights, if a rank has none. Collective then.
+
+        Raises:
+            ModuleError: on every rank.
+        """
+        if self._watched is None:
+            return
+        hooks = [name for found in self.strategy.ranks.all.exchange(self._watched.writers) for name in found]
+        if hooks:
+            raise ModuleError(
+                f"{hooks[0]} has changed weights in global_step {self.state.global_step}, in which not every rank has "
+                "a batch: the shards of ranks without one stay as they are. Change weights in on_train_step_end or "
+                "on_before_zero_grad, which every rank calls, or leave out what is left of an epoch (drop_last=True)."
+            )
 
     # --- a hook that ends the epoch ----------------------------------------------------------------------------------
 

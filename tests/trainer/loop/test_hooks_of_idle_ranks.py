@@ -1,0 +1,155 @@
+"""What hooks do for a batch counts on ranks that have none in the last step of an epoch."""
+
+import functools
+import re
+
+import pytest
+import torch
+from as_rank import attempt, calm_down, double_trainer
+from residual import PLAN, Block
+from small import samples
+from torch import nn
+from torch.utils.data import DataLoader
+
+from echelon import EMAWeightAveraging, ParallelStrategy, StochasticWeightAveraging, TrainModule, seed_everything
+from echelon.testing import run_ranks
+from echelon.trainer.checkpoint import load
+
+LAYOUTS = {
+    "single": (1, "single"),
+    "ddp": (2, "ddp"),
+    "zero": (2, "zero"),
+    "fsdp": (2, "fsdp"),
+    "ps": (2, "ps"),
+    "pp x fsdp": (4, functools.partial(ParallelStrategy, pp=2, dp_shard=2)),
+}
+NUM_SAMPLES = 9
+"""With global batches of 4, the last step of an epoch has one sample, and one rank of two has none."""
+
+
+class Net(TrainModule):
+    """A small network whose rates a scheduler steps, too."""
+
+    tp_plan = PLAN
+
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+        self.embed, self.blocks, self.head = nn.Linear(2, 4), nn.ModuleList(Block() for _ in range(2)), nn.Linear(4, 1)
+
+    def set_rates(self):
+        step = self.trainer.global_step
+        for group in self.optimizers().param_groups:
+            group["lr"], group["betas"] = 0.01 * (1 + step % 3), (0.5 + 0.02 * step, 0.99)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if self.where == "on_train_batch_start":
+            self.set_rates()
+        if self.where == "requires_grad_":
+            self.embed.requires_grad_(self.trainer.global_step % 3 != 2)
+
+    def loss(self, batch):
+        x = self.embed(batch[0])
+        for block in self.blocks:
+            x = block(x)
+        return (self.head(x) - batch[1]).square().mean()
+
+    def training_step(self, batch, batch_idx):
+        if self.where == "training_step":
+            self.set_rates()
+        return self.loss(batch)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("loss", self.loss(batch))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), 0.01)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+AVERAGES = {
+    "average of epochs": functools.partial(StochasticWeightAveraging, 0.05, swa_epoch_start=1),
+    "average of steps": functools.partial(EMAWeightAveraging, decay=0.7),
+}
+WHERES = ("on_train_batch_start", "training_step", "requires_grad_", *AVERAGES)
+
+
+def train(folder, strategy):
+    """Train with each change, and save the weights; return the last validation of each."""
+    calm_down()
+    losses = {}
+    for where in WHERES:
+        seed_everything(3, verbose=False)
+        trainer = double_trainer(
+            strategy=strategy if isinstance(strategy, str) else strategy(),
+            max_epochs=2,
+            global_batch_size=4,
+            callbacks=AVERAGES[where]() if where in AVERAGES else None,
+        )
+        trainer.fit(Net(where), DataLoader(samples(NUM_SAMPLES), 1), DataLoader(samples(4), 2))
+        losses[where] = trainer.callback_metrics["loss"].item()
+        trainer.save_checkpoint(folder / where, weights_only=True)
+    return losses
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory):
+    """Return a function for the weights and the last validation of a layout, by the place of its changes."""
+
+    @functools.cache
+    def of(layout):
+        folder = tmp_path_factory.mktemp("run")
+        number, strategy = LAYOUTS[layout]
+        losses = train(folder, strategy) if number == 1 else run_ranks(train, number, folder, strategy, timeout=200)[0]
+        return {where: (load(folder / where)["model"], losses[where]) for where in WHERES}
+
+    return of
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "single"])
+@pytest.mark.parametrize("where", WHERES)
+def test_what_hooks_do_for_a_batch_holds_on_ranks_without_one(ends, layout, where):
+    (weights, loss), (found, found_loss) = ends("single")[where], ends(layout)[where]
+    assert max((found[name] - value).abs().max().item() for name, value in weights.items()) < 1e-12
+    assert found_loss == pytest.approx(loss, abs=1e-12)
+
+
+class Writes(Net):
+    """Changes its weights in a hook of a batch."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.write("on_train_batch_start")
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.write("on_train_batch_end")
+
+    @torch.no_grad()
+    def write(self, where):
+        if where == self.where:
+            for parameter in self.parameters():
+                parameter.mul_(0.9)
+
+
+def writing(where, num_samples):
+    """Return the error of a run whose module writes to its weights for each batch, and the steps that it trained."""
+    calm_down()
+    trainer = double_trainer(strategy="fsdp", max_epochs=1, global_batch_size=4)
+    error = attempt(trainer.fit, Writes(where), DataLoader(samples(num_samples), 1))
+    return error, trainer.global_step
+
+
+def write_in_each_place():
+    return {where: writing(where, NUM_SAMPLES) for where in PLACES}, writing("on_train_batch_end", 8)
+
+
+PLACES = ("on_train_batch_start", "on_train_batch_end")
+
+
+def test_weights_that_are_written_for_a_batch_are_refused_where_shards_have_none():
+    for rank, (ends, whole) in enumerate(run_ranks(write_in_each_place, 2, timeout=200)):
+        assert whole == (None, 2), rank
+        for where, (error, steps) in ends.items():
+            assert steps in (2, 3), where
+            assert re.search(f"ModuleError: {where} has changed weights in global_step {steps}", error), where
+            assert "Change weights in on_train_step_end" in error
