@@ -67,6 +67,21 @@ class FitLoop:
         return self._trainer.num_training_batches  # type: ignore[no-any-return]
 
     @property
+    def done(self) -> bool:
+        """Whether the fit is over: a limit is reached, or training was told to stop and may."""
+        trainer, counters = self._trainer, self._trainer.counters
+        steps, max_steps, max_epochs = trainer.global_step, trainer.max_steps, trainer.max_epochs
+        # at the end of an epoch, whose hooks read this, its batches are done
+        is_epoch_done = counters.is_epoch_over or counters.batches_in_epoch >= self.max_batches
+        epochs = counters.epoch + is_epoch_done
+        is_full = (max_steps != -1 and steps >= max_steps) or (max_epochs not in (None, -1) and epochs >= max_epochs)
+        may_stop = epochs >= (trainer.min_epochs or 0) and steps >= (trainer.min_steps or 0)
+        return bool(self.max_batches == 0 or is_full or (trainer.should_stop and may_stop))
+
+    def setup_data(self) -> None:
+        """Do nothing: a run has its loaders before its hooks, which read them as ``trainer.train_dataloader``."""
+
+    @property
     def batch_idx(self) -> int:
         """The index of the current or last batch in its epoch; -1 before the first fit."""
         return self.epoch_loop.batch_idx

@@ -45,8 +45,14 @@ _ELSEWHERE: Final[Mapping[str, str]] = {
     "AdvancedProfiler": "lightning.profiler:FunctionProfiler",
     "Tqdm": "lightning.tqdm_bar:Tqdm",
     "ExperimentWriter": "trainer.loggers:CSVLogger",
+    **{
+        name: f"lightning.extras.loggers:{name}"
+        for name in ("CSVLogger", "TensorBoardLogger", "WandbLogger", "MLFlowLogger", "Logger")
+    },
     "TQDMProgressBar": "lightning.tqdm_bar:KeptProgressBar",
     "Checkpoint": "callbacks:ModelCheckpoint",
+    "ModelCheckpoint": "lightning.extras.saved_callbacks:ModelCheckpoint",
+    "EarlyStopping": "lightning.extras.saved_callbacks:EarlyStopping",
     "LRSchedulerConfig": "trainer.module.optimizers:LRSchedulerConfig",
     "LightningOptimizer": "trainer.module.optimizers:ManagedOptimizer",
     "AttributeDict": "trainer.module.hparams:AttributeDict",

@@ -1,30 +1,218 @@
-"""The loggers of a trainer that is given none, or a name: in ``lightning_logs``, where programs look for files."""
+"""Loggers for Lightning: Echelon's in ``lightning_logs``, where programs look, and the base of a program's own."""
 
 from __future__ import annotations
 
-from functools import partial
+from abc import ABC, abstractmethod
+from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, ClassVar, Final
 
-from ...callbacks.run import Logger
-from ...trainer.loggers import CSVLogger, LoggersByName, MLFlowLogger, TensorBoardLogger, WandbLogger
+from torch import nn
+
+from ...callbacks.run import Logger as AnyLogger
+from ...trainer.loggers import CSVLogger as CSVLoggerOfEchelon
+from ...trainer.loggers import LoggersByName
+from ...trainer.loggers import MLFlowLogger as MLFlowLoggerOfEchelon
+from ...trainer.loggers import TensorBoardLogger as TensorBoardLoggerOfEchelon
+from ...trainer.loggers import WandbLogger as WandbLoggerOfEchelon
 
 NAME: Final = "lightning_logs"
+_SEPARATOR: Final = "/"
 
 
-def _wandb(save_dir: str | Path) -> Logger:
-    from wandb import env
+class LoggerBase(ABC):
+    """Base of loggers: a subclass defines `name`, `version`, `log_metrics` and `log_hyperparams`.
 
-    return WandbLogger(save_dir=save_dir, project=env.get_project(NAME))
+    Any object with these methods is an instance of it.
+    """
+
+    @classmethod
+    def __subclasshook__(cls, other: type) -> Any:
+        """Return whether a class has what a logger needs."""
+        is_asked = cls is LoggerBase
+        return True if is_asked and all(hasattr(other, name) for name in _NEEDED) else NotImplemented
+
+    @property
+    @abstractmethod
+    def name(self) -> str | None:
+        """The name, under which all versions are grouped."""
+
+    @property
+    @abstractmethod
+    def version(self) -> int | str | None:
+        """The run among those of the same name."""
+
+    @property
+    def save_dir(self) -> str | None:
+        """The folder of the files of all runs; None for the trainer's ``default_root_dir``."""
+        return None
+
+    @property
+    def root_dir(self) -> str | None:
+        """The folder of all versions."""
+        return None
+
+    @property
+    def log_dir(self) -> str | None:
+        """The folder of this run."""
+        return None
+
+    @property
+    def group_separator(self) -> str:
+        """What stands between the name of a group of metrics and that of one of them."""
+        return _SEPARATOR
+
+    @abstractmethod
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Write numbers."""
+
+    @abstractmethod
+    def log_hyperparams(self, params: Mapping[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """Write hyper-parameters."""
+
+    def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
+        """Write the graph of a module; override it."""
+
+    def save(self) -> None:
+        """Write everything to disk; override it."""
+
+    def finalize(self, status: str) -> None:
+        """End the run."""
+        self.save()
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        """Learn of a checkpoint; override it."""
 
 
-def _mlflow(save_dir: str | Path) -> Logger:
-    return MLFlowLogger(NAME, save_dir=Path(save_dir) / "mlruns")
+_NEEDED: Final = ("name", "version", "log_metrics", "log_hyperparams")
+
+
+class _Named:
+    """The constants of a logger that programs read."""
+
+    LOGGER_JOIN_CHAR: ClassVar[str] = "-"
+
+    @property
+    def group_separator(self) -> str:
+        """What stands between the name of a group of metrics and that of one of them."""
+        return _SEPARATOR
+
+
+class LightningCSVLogger(_Named, CSVLoggerOfEchelon):
+    """A `CSVLogger` whose runs are in ``lightning_logs``."""
+
+    def __init__(
+        self,
+        save_dir: str | Path,
+        name: str | None = NAME,
+        version: int | str | None = None,
+        prefix: str = "",
+        flush_logs_every_n_steps: int = 100,
+    ) -> None:
+        super().__init__(save_dir, name, version, prefix, flush_logs_every_n_steps)
+
+
+class LightningTensorBoardLogger(_Named, TensorBoardLoggerOfEchelon):
+    """A `TensorBoardLogger` whose runs are in ``lightning_logs``; further arguments are those of ``SummaryWriter``."""
+
+    def __init__(
+        self,
+        save_dir: str | Path,
+        name: str | None = NAME,
+        version: int | str | None = None,
+        log_graph: bool = False,
+        default_hp_metric: bool = True,
+        prefix: str = "",
+        *,
+        sub_dir: str | Path | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(save_dir, name, version, log_graph, default_hp_metric, prefix, sub_dir=sub_dir)
+        self._writer_options.update(kwargs)
+
+    @property
+    def hparams(self) -> dict[str, Any]:
+        """The hyper-parameters that were logged."""
+        return dict(self._hparams)
+
+
+class LightningWandbLogger(_Named, WandbLoggerOfEchelon):
+    """A `WandbLogger` whose project is ``lightning_logs``, unless ``WANDB_PROJECT`` names another."""
+
+    def __init__(
+        self,
+        name: str | None = None,
+        save_dir: str | Path = ".",
+        version: str | None = None,
+        offline: bool = False,
+        dir: str | Path | None = None,
+        id: str | None = None,
+        *,
+        project: str | None = None,
+        anonymous: bool | None = None,
+        experiment: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if anonymous:
+            kwargs["anonymous"] = "allow"
+        if project is None and experiment is None:
+            project = _project()
+        super().__init__(name, save_dir, version, offline, dir, id, project=project, experiment=experiment, **kwargs)
+
+
+class LightningMLFlowLogger(_Named, MLFlowLoggerOfEchelon):
+    """An `MLFlowLogger` whose experiment is ``lightning_logs``."""
+
+    def __init__(
+        self,
+        experiment_name: str = NAME,
+        run_name: str | None = None,
+        tracking_uri: str | None = None,
+        tags: Mapping[str, Any] | None = None,
+        save_dir: str | Path = "./mlruns",
+        log_model: Any = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(experiment_name, run_name, tracking_uri, tags, save_dir, log_model, **kwargs)
+
+
+def _project() -> str | None:
+    try:
+        from wandb import env
+    except ImportError:  # which the logger says
+        return None
+    return str(env.get_project(NAME))
+
+
+CSVLogger, TensorBoardLogger = LightningCSVLogger, LightningTensorBoardLogger
+WandbLogger, MLFlowLogger, Logger = LightningWandbLogger, LightningMLFlowLogger, LoggerBase
+for _name, _kind in {
+    "CSVLogger": CSVLogger,
+    "TensorBoardLogger": TensorBoardLogger,
+    "WandbLogger": WandbLogger,
+    "MLFlowLogger": MLFlowLogger,
+    "Logger": Logger,
+}.items():
+    _kind.__name__ = _kind.__qualname__ = _name  # which checkpoints and programs know them by
+
+
+def _tensorboard(save_dir: str | Path) -> AnyLogger:
+    return LightningTensorBoardLogger(save_dir, default_hp_metric=False)  # no curve that nobody logged
+
+
+def _wandb(save_dir: str | Path) -> AnyLogger:
+    return LightningWandbLogger(save_dir=save_dir)
+
+
+def _mlflow(save_dir: str | Path) -> AnyLogger:
+    return LightningMLFlowLogger(save_dir=Path(save_dir) / "mlruns")
 
 
 BY_NAME: Final[LoggersByName] = {
-    "tensorboard": partial(TensorBoardLogger, name=NAME, default_hp_metric=False),  # no curve that nobody logged
-    "csv": partial(CSVLogger, name=NAME),
+    "tensorboard": _tensorboard,
+    "csv": LightningCSVLogger,
     "wandb": _wandb,
     "mlflow": _mlflow,
 }
+"""The loggers of a trainer that is given none, or a name."""
