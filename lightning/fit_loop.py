@@ -209,6 +209,32 @@ class EvaluationLoop:
         return SimpleNamespace(is_defined=lambda: self._trainer.val_dataloaders is not None)
 
 
+class PredictionLoop(EvaluationLoop):
+    """The counters of ``predict``, and what it returns.
+
+    Args:
+        trainer: the trainer.
+    """
+
+    def __init__(self, trainer: TrainerAttributes) -> None:
+        super().__init__(trainer, "predict")
+
+    @property
+    def current_batch_indices(self) -> list[int]:
+        """The data set indices of the samples in the current batch; empty if unknown."""
+        return list(self._trainer.batch_indices)
+
+    @property
+    def epoch_batch_indices(self) -> list[Any]:
+        """Those of each batch of each loader, of all ranks, from ``on_predict_epoch_end`` on."""
+        return list(self._trainer.prediction_indices)
+
+    @property
+    def predictions(self) -> list[Any]:
+        """The predictions of each batch, and for several loaders of each loader."""
+        return list(self._trainer.predictions)
+
+
 def _plain(progress: Any) -> dict[str, dict[str, int]]:
     return {name: dict(vars(counts)) for name, counts in vars(progress).items()}
 

@@ -18,7 +18,7 @@ from ..trainer.trainer import Trainer
 from .extras.loggers import BY_NAME
 from .extras.plugins import settings_of
 from .extras.saved_callbacks import SaverRead
-from .fit_loop import EvaluationLoop, FitLoop
+from .fit_loop import EvaluationLoop, FitLoop, PredictionLoop
 from .parts import (
     Accelerator,
     AsyncCheckpointIO,
@@ -58,7 +58,8 @@ def _stage(stage: RunningStage) -> property:
 
     def assign(trainer: LightningTrainer, value: bool) -> None:
         if value or read(trainer):
-            trainer.state.stage = stage if value else None  # type: ignore[misc]
+            state = trainer.state
+            trainer.state = TrainerState(state.status, state.fn, stage if value else None)  # type: ignore[arg-type]
 
     return property(read, assign, doc=f"Whether the stage {stage.value!r} is running.")
 
@@ -153,9 +154,9 @@ class LightningTrainer(Trainer):
         return EvaluationLoop(self, "test")
 
     @property
-    def predict_loop(self) -> EvaluationLoop:
-        """The counters of ``predict``."""
-        return EvaluationLoop(self, "predict")
+    def predict_loop(self) -> PredictionLoop:
+        """The counters of ``predict``, and what it returns."""
+        return PredictionLoop(self)
 
     @property
     def state(self) -> TrainerState:

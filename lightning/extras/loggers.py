@@ -16,12 +16,14 @@ from ...trainer.loggers import LoggersByName
 from ...trainer.loggers import MLFlowLogger as MLFlowLoggerOfEchelon
 from ...trainer.loggers import TensorBoardLogger as TensorBoardLoggerOfEchelon
 from ...trainer.loggers import WandbLogger as WandbLoggerOfEchelon
+from .utilities import known_as
 
 NAME: Final = "lightning_logs"
 _SEPARATOR: Final = "/"
 
 
-class LoggerBase(ABC):
+@known_as("Logger")
+class LoggerBase(AnyLogger, ABC):
     """Base of loggers: a subclass defines `name`, `version`, `log_metrics` and `log_hyperparams`.
 
     Any object with these methods is an instance of it.
@@ -99,6 +101,7 @@ class _Named:
         return _SEPARATOR
 
 
+@known_as("CSVLogger")
 class LightningCSVLogger(_Named, CSVLoggerOfEchelon):
     """A `CSVLogger` whose runs are in ``lightning_logs``."""
 
@@ -113,6 +116,7 @@ class LightningCSVLogger(_Named, CSVLoggerOfEchelon):
         super().__init__(save_dir, name, version, prefix, flush_logs_every_n_steps)
 
 
+@known_as("TensorBoardLogger")
 class LightningTensorBoardLogger(_Named, TensorBoardLoggerOfEchelon):
     """A `TensorBoardLogger` whose runs are in ``lightning_logs``; further arguments are those of ``SummaryWriter``."""
 
@@ -137,6 +141,7 @@ class LightningTensorBoardLogger(_Named, TensorBoardLoggerOfEchelon):
         return dict(self._hparams)
 
 
+@known_as("WandbLogger")
 class LightningWandbLogger(_Named, WandbLoggerOfEchelon):
     """A `WandbLogger` whose project is ``lightning_logs``, unless ``WANDB_PROJECT`` names another."""
 
@@ -161,6 +166,7 @@ class LightningWandbLogger(_Named, WandbLoggerOfEchelon):
         super().__init__(name, save_dir, version, offline, dir, id, project=project, experiment=experiment, **kwargs)
 
 
+@known_as("MLFlowLogger")
 class LightningMLFlowLogger(_Named, MLFlowLoggerOfEchelon):
     """An `MLFlowLogger` whose experiment is ``lightning_logs``."""
 
@@ -183,18 +189,6 @@ def _project() -> str | None:
     except ImportError:  # which the logger says
         return None
     return str(env.get_project(NAME))
-
-
-CSVLogger, TensorBoardLogger = LightningCSVLogger, LightningTensorBoardLogger
-WandbLogger, MLFlowLogger, Logger = LightningWandbLogger, LightningMLFlowLogger, LoggerBase
-for _name, _kind in {
-    "CSVLogger": CSVLogger,
-    "TensorBoardLogger": TensorBoardLogger,
-    "WandbLogger": WandbLogger,
-    "MLFlowLogger": MLFlowLogger,
-    "Logger": Logger,
-}.items():
-    _kind.__name__ = _kind.__qualname__ = _name  # which checkpoints and programs know them by
 
 
 def _tensorboard(save_dir: str | Path) -> AnyLogger:

@@ -18,8 +18,10 @@ from ...callbacks.helpers.kept_checkpoints import STATE
 from ...callbacks.model_checkpoint import ModelCheckpoint as Saver
 from ...callbacks.run import Run
 from ...common.storage import any_path, as_path
+from .utilities import known_as
 
 
+@known_as("ModelCheckpoint")
 class SaverRead(Saver):
     """A `ModelCheckpoint` whose arguments can be read and assigned, and whose state has Lightning's names.
 
@@ -190,6 +192,7 @@ class SaverRead(Saver):
             self._chooses_dirpath = False
 
 
+@known_as("EarlyStopping")
 class StopperRead(Stopper):
     """An `EarlyStopping` whose check a subclass may call or override, and whose state has Lightning's names and types.
 
@@ -261,8 +264,3 @@ class StopperRead(Stopper):
         defaults = {"stopping_reason_message": None, "is_pending": False}
         best = None if best is None else float(best)
         super().load_state_dict({**defaults, **state_dict, "best_score": best, "stopping_reason": name})
-
-
-ModelCheckpoint, EarlyStopping = SaverRead, StopperRead
-SaverRead.__name__ = SaverRead.__qualname__ = "ModelCheckpoint"  # which programs compare, and keys begin with
-StopperRead.__name__ = StopperRead.__qualname__ = "EarlyStopping"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import re
+import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import Enum, StrEnum
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +82,20 @@ def is_available(flag: str) -> bool:
         raise AttributeError(flag)
     words = match[1].lower().split("_")
     return any(is_installed("_".join(words[:number])) for number in range(len(words), 0, -1))
+
+
+Kind = TypeVar("Kind", bound=type)
+
+
+def known_as(name: str) -> Callable[[Kind], Kind]:
+    """Decorate a class so that programs know it by this name, as they compare and print the names of classes."""
+
+    def rename(kind: Kind) -> Kind:
+        kind.__name__ = kind.__qualname__ = name
+        setattr(sys.modules[kind.__module__], name, kind)  # where pickle looks for it
+        return kind
+
+    return rename
 
 
 # --- random numbers ---
