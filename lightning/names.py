@@ -38,6 +38,7 @@ _ELSEWHERE: Final[Mapping[str, str]] = {
     "LightningModule": "lightning.module:LightningModule",
     "LightningDataModule": "lightning.module:LightningDataModule",
     "Trainer": "lightning.trainer:LightningTrainer",
+    "seed_everything": "lightning.extras.machine:seed_everything",
     "convert_inf": "lightning.tqdm_bar:convert_inf",
     "get_standard_metrics": "lightning.parts:get_standard_metrics",
     "CombinedLoader": "trainer.data.combined_loader:CombinedLoader",
