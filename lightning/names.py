@@ -39,6 +39,7 @@ _ELSEWHERE: Final[Mapping[str, str]] = {
     "LightningDataModule": "lightning.module:LightningDataModule",
     "Trainer": "lightning.trainer:LightningTrainer",
     "seed_everything": "lightning.extras.machine:seed_everything",
+    "_IS_WINDOWS": "lightning.extras.utilities:_IS_WINDOWS",
     "convert_inf": "lightning.tqdm_bar:convert_inf",
     "get_standard_metrics": "lightning.parts:get_standard_metrics",
     "CombinedLoader": "trainer.data.combined_loader:CombinedLoader",
@@ -230,6 +231,8 @@ def find(name: str, module: str = "") -> Any:
         return refusal(name)
     if name.endswith("_AVAILABLE"):
         return _at("lightning.extras.utilities:is_available")(name)
+    if "_GREATER_EQUAL_" in name:
+        return _at("lightning.extras.utilities:is_at_least")(name)
     raise AttributeError(f"{name!r} is not known.{_suggestion(name)}")
 
 

@@ -16,7 +16,7 @@ from ..trainer.module.data_module import DataModule
 from ..trainer.session.train_state import TrainerState
 from ..trainer.trainer import Trainer
 from .extras.loggers import BY_NAME
-from .extras.plugins import settings_of
+from .extras.plugins import PrecisionPlugin, precision_plugin, settings_of
 from .extras.saved_callbacks import SaverRead
 from .fit_loop import EvaluationLoop, FitLoop, PredictionLoop
 from .parts import (
@@ -121,6 +121,11 @@ class LightningTrainer(Trainer):
         return SimpleNamespace(
             _parallel_devices=devices, _accelerator_flag=hardware.device_type, is_distributed=is_distributed
         )
+
+    @property
+    def precision_plugin(self) -> PrecisionPlugin:
+        """The precision as a plugin, for reading."""
+        return precision_plugin(self.precision, self._runner.hardware.device_type)
 
     @property
     def num_sanity_val_steps(self) -> int | float:

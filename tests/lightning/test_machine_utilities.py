@@ -188,3 +188,24 @@ def test_averages_are_saved_under_the_name_of_their_class(tmp_path):
     average = pl.callbacks.WeightAveraging()
     assert average.state_key == type(average).__name__ == "WeightAveraging"
     assert pl.profilers.SimpleProfiler.__name__ == "SimpleProfiler"
+
+
+def test_flags_of_versions_and_precisions():
+    flags = pl.utilities.imports
+    assert flags._TORCH_GREATER_EQUAL_2_4 and not flags._TORCH_GREATER_EQUAL_99_0
+    assert fabric.utilities.imports._PYTHON_GREATER_EQUAL_3_10_0 and not flags._PYTHON_GREATER_EQUAL_4_0
+    assert flags._TORCHMETRICS_GREATER_EQUAL_1_0_0 and not flags._XLA_GREATER_EQUAL_2_1
+    assert flags._IS_WINDOWS is (os.name == "nt")
+    with pytest.raises(AttributeError, match="_TORCH_GREATER_EQUAL_x"):
+        flags._TORCH_GREATER_EQUAL_x  # noqa: B018
+    for precision, kind in (("bf16-mixed", "MixedPrecision"), ("bf16-true", "HalfPrecision"), ("64-true", "Double")):
+        plugin = L.Trainer(**QUIET, precision=precision).precision_plugin
+        assert plugin.precision == precision and type(plugin).__name__.startswith(kind)
+    assert L.Trainer(**QUIET, precision="bf16-mixed").precision_plugin.device == "cpu"
+    assert L.Trainer(**QUIET).precision_plugin.precision == "32-true"
+
+
+def test_enums_are_written_by_name(tmp_path):
+    fn = pl.trainer.states.TrainerFn
+    pl.core.saving.save_hparams_to_yaml(tmp_path / "a.yaml", {"fn": fn.FITTING})
+    assert pl.core.saving.load_hparams_from_yaml(tmp_path / "a.yaml")["fn"] == "FITTING"
