@@ -89,7 +89,7 @@ def is_available(flag: str) -> bool:
 
 
 def is_at_least(flag: str) -> bool:
-    """Return the value of a flag such as ``_TORCH_GREATER_EQUAL_2_4``: whether the package has this version or a later one.
+    """Return the value of a flag such as ``_TORCH_GREATER_EQUAL_2_4``: whether the package has at least this version.
 
     Raises:
         AttributeError: for a name of another form.
