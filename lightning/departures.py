@@ -225,6 +225,8 @@ UNSEEN: Final = frozenset(
         "Gradients of the last step",
         "Random order",
         "Workers of a loader",
+        "A data module's state in a checkpoint",
+        "A stream that gives no batch in an epoch",
         "sync_dist",
         "The module's argument in Callback's own hooks",
         "log_dict(MetricCollection)",
