@@ -49,7 +49,7 @@ class AssignableState(TrainerState):
         self.__dict__["_assigned"] = assigned
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._assigned[name] = self.__dict__[name] = value
+        self.__dict__["_assigned"][name] = self.__dict__[name] = value
 
 
 def _stage(stage: RunningStage) -> property:
@@ -181,11 +181,11 @@ class LightningTrainer(Trainer):
         fields = {"status": value.status, "fn": value.fn, "stage": value.stage}
         self._assigned_after, self._assigned_state = self._runner.current, fields
 
-    training = _stage(RunningStage.TRAINING)  # type: ignore[assignment]
-    validating = _stage(RunningStage.VALIDATING)  # type: ignore[assignment]
-    testing = _stage(RunningStage.TESTING)  # type: ignore[assignment]
-    predicting = _stage(RunningStage.PREDICTING)  # type: ignore[assignment]
-    sanity_checking = _stage(RunningStage.SANITY_CHECKING)  # type: ignore[assignment]
+    training = _stage(RunningStage.TRAINING)
+    validating = _stage(RunningStage.VALIDATING)
+    testing = _stage(RunningStage.TESTING)
+    predicting = _stage(RunningStage.PREDICTING)
+    sanity_checking = _stage(RunningStage.SANITY_CHECKING)
 
     @property
     def progress_bar_callback(self) -> Any:
