@@ -225,6 +225,8 @@ UNSEEN: Final = frozenset(
         "Gradients of the last step",
         "Random order",
         "Workers of a loader",
+        "The folder of a ModelCheckpoint without dirpath in a second fit",
+        "patience of an EarlyStopping that resumes",
         "A data module's state in a checkpoint",
         "A stream that gives no batch in an epoch",
         "sync_dist",

@@ -172,9 +172,20 @@ def test_a_check_can_be_made_at_another_moment(tmp_path):
         def on_train_end(self, trainer, pl_module):
             self._run_early_stopping_check(trainer)
 
-    stopping = AtTheEnd("loss", stopping_threshold=10.0)
+    stopping = AtTheEnd("loss", stopping_threshold=10.0, check_on_train_epoch_end=False)
     assert trained(tmp_path, stopping).current_epoch == 2
     assert stopping.stopping_reason.name == "STOPPING_THRESHOLD"
+
+
+def test_a_check_after_one_validation_an_epoch_is_made_when_the_epoch_ends(tmp_path):
+    class Later(pl.callbacks.EarlyStopping):
+        def on_train_epoch_end(self, trainer, pl_module):
+            if trainer.current_epoch >= 1:
+                super().on_train_epoch_end(trainer, pl_module)
+
+    assert trained(tmp_path, Later("loss", stopping_threshold=10.0), max_epochs=4).current_epoch == 2
+    often = Later("loss", stopping_threshold=10.0)
+    assert trained(tmp_path, often, max_epochs=4, val_check_interval=1 / 3).current_epoch == 1
 
 
 def test_a_check_can_be_left_out_at_first(tmp_path):
