@@ -101,6 +101,15 @@ class _Named:
         return _SEPARATOR
 
 
+def _write_hparams(logger: Any) -> None:
+    """Write ``hparams.yaml`` even for a module that keeps no hyper-parameters, as programs read it."""
+    name = logger.NAME_HPARAMS_FILE
+    is_known = logger._hparams or name in logger._texts or (logger._folder.path / name).exists()  # noqa: SLF001
+    if not logger._is_silent and not is_known:  # noqa: SLF001 - it is called by the logger itself
+        logger._texts[name] = "{}\n"  # noqa: SLF001
+        logger.write_texts()
+
+
 @known_as("CSVLogger")
 class LightningCSVLogger(_Named, CSVLoggerOfEchelon):
     """A `CSVLogger` whose runs are in ``lightning_logs``."""
@@ -114,6 +123,11 @@ class LightningCSVLogger(_Named, CSVLoggerOfEchelon):
         flush_logs_every_n_steps: int = 100,
     ) -> None:
         super().__init__(save_dir, name, version, prefix, flush_logs_every_n_steps)
+
+    def save(self) -> None:
+        """Write the rows that are still in memory, and the hyper-parameters."""
+        super().save()
+        _write_hparams(self)
 
 
 @known_as("TensorBoardLogger")
@@ -134,6 +148,11 @@ class LightningTensorBoardLogger(_Named, TensorBoardLoggerOfEchelon):
     ) -> None:
         super().__init__(save_dir, name, version, log_graph, default_hp_metric, prefix, sub_dir=sub_dir)
         self._writer_options.update(kwargs)
+
+    def save(self) -> None:
+        """Write everything logged so far to disk."""
+        super().save()
+        _write_hparams(self)
 
     @property
     def hparams(self) -> dict[str, Any]:

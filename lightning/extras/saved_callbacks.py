@@ -220,9 +220,9 @@ class StopperRead(Stopper):
     def setup(self, trainer: Run, module: nn.Module, stage: str) -> None:
         """Forget the previous fit; check when an epoch ends if each one has one validation, at its end."""
         super().setup(trainer, module, stage)
-        interval = getattr(trainer, "val_check_interval", None)
-        if self._check_on_train_epoch_end is None and interval == 1.0:
-            self._check_on_train_epoch_end = trainer.check_val_every_n_epoch == 1
+        settings: Any = trainer
+        if self._check_on_train_epoch_end is None and settings.val_check_interval == 1.0:
+            self._check_on_train_epoch_end = settings.check_val_every_n_epoch == 1
 
     def _check(self, trainer: Run) -> None:
         self._run_early_stopping_check(trainer)

@@ -36,6 +36,8 @@ def test_loggers_made_by_hand_write_where_programs_look(tmp_path, monkeypatch):
     assert list((tmp_path / "b" / "lightning_logs" / "version_0").glob("events.out.tfevents.*"))
     assert loggers[1].experiment.file_writer.event_writer._async_writer._worker._flush_secs == 3
     assert loggers[1].hparams == {} and loggers[1].group_separator == "/"
+    for place in ("a", "b"):  # also of a module without any
+        assert (tmp_path / place / "lightning_logs" / "version_0" / "hparams.yaml").read_text() == "{}\n"
     assert [type(one).__name__ for one in loggers] == ["CSVLogger", "TensorBoardLogger"]
     assert L.fabric.loggers.CSVLogger(tmp_path).name == "lightning_logs"
     assert all(isinstance(one, pl.loggers.Logger) for one in loggers)
