@@ -71,13 +71,14 @@ def module_state(module: TrainModule, weights: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def _arguments_of(datamodule: DataModule) -> dict[str, Any]:
-    """Return what is needed to build a data module again."""
+def _arguments_of(datamodule: DataModule | None) -> dict[str, Any]:
+    """Return what is needed to build a data module again, if there is one."""
+    hparams = {} if datamodule is None else datamodule.hparams
     return {
-        "datamodule_hyper_parameters": jsonable(saved_hparams(datamodule))[0],
-        "datamodule_hyper_parameters_argument": datamodule.hparams_argument,
-        "datamodule_hyper_parameters_type": "omegaconf" if is_omegaconf(datamodule.hparams) else None,
-        "datamodule_hyper_parameters_containers": containers_in(datamodule.hparams),
+        "datamodule_hyper_parameters": {} if datamodule is None else jsonable(saved_hparams(datamodule))[0],
+        "datamodule_hyper_parameters_argument": None if datamodule is None else datamodule.hparams_argument,
+        "datamodule_hyper_parameters_type": "omegaconf" if is_omegaconf(hparams) else None,
+        "datamodule_hyper_parameters_containers": containers_in(hparams),
     }
 
 
@@ -113,7 +114,7 @@ def training_state(session: Session) -> dict[str, Any]:
         "loop": session.state.state_dict(),
         "data": list(data),
         "datamodule": datamodule.state_dict() if datamodule is not None else {},
-        **({} if datamodule is None else _arguments_of(datamodule)),
+        **_arguments_of(datamodule),
         "metrics": session.metrics.state_dict(),
         "callbacks": callback_states(session.callbacks),
         "loggers": [*tracker_runs(session.loggers), *folder_runs(session.loggers[1:])],
