@@ -16,6 +16,7 @@ from ...trainer.loggers import LoggersByName
 from ...trainer.loggers import MLFlowLogger as MLFlowLoggerOfEchelon
 from ...trainer.loggers import TensorBoardLogger as TensorBoardLoggerOfEchelon
 from ...trainer.loggers import WandbLogger as WandbLoggerOfEchelon
+from ...trainer.loggers.base import FolderLogger
 from .utilities import known_as
 
 NAME: Final = "lightning_logs"
@@ -101,17 +102,21 @@ class _Named:
         return _SEPARATOR
 
 
-def _write_hparams(logger: Any) -> None:
-    """Write ``hparams.yaml`` even for a module that keeps no hyper-parameters, as programs read it."""
-    name = logger.NAME_HPARAMS_FILE
-    is_known = logger._hparams or name in logger._texts or (logger._folder.path / name).exists()  # noqa: SLF001
-    if not logger._is_silent and not is_known:  # noqa: SLF001 - it is called by the logger itself
-        logger._texts[name] = "{}\n"  # noqa: SLF001
-        logger.write_texts()
+class _WithHparamsFile(_Named, FolderLogger):
+    """A logger that writes ``hparams.yaml`` even for a module that keeps no hyper-parameters, as programs read it."""
+
+    NAME_HPARAMS_FILE: ClassVar[str] = "hparams.yaml"
+
+    def _write_hparams(self) -> None:
+        name = self.NAME_HPARAMS_FILE
+        is_known = self._hparams or name in self._texts or (self._folder.path / name).exists()
+        if not self._is_silent and not is_known:
+            self._texts[name] = "{}\n"
+            self.write_texts()
 
 
 @known_as("CSVLogger")
-class LightningCSVLogger(_Named, CSVLoggerOfEchelon):
+class LightningCSVLogger(_WithHparamsFile, CSVLoggerOfEchelon):
     """A `CSVLogger` whose runs are in ``lightning_logs``."""
 
     def __init__(
@@ -127,11 +132,11 @@ class LightningCSVLogger(_Named, CSVLoggerOfEchelon):
     def save(self) -> None:
         """Write the rows that are still in memory, and the hyper-parameters."""
         super().save()
-        _write_hparams(self)
+        self._write_hparams()
 
 
 @known_as("TensorBoardLogger")
-class LightningTensorBoardLogger(_Named, TensorBoardLoggerOfEchelon):
+class LightningTensorBoardLogger(_WithHparamsFile, TensorBoardLoggerOfEchelon):
     """A `TensorBoardLogger` whose runs are in ``lightning_logs``; further arguments are those of ``SummaryWriter``."""
 
     def __init__(
@@ -152,7 +157,7 @@ class LightningTensorBoardLogger(_Named, TensorBoardLoggerOfEchelon):
     def save(self) -> None:
         """Write everything logged so far to disk."""
         super().save()
-        _write_hparams(self)
+        self._write_hparams()
 
     @property
     def hparams(self) -> dict[str, Any]:
