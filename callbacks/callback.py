@@ -76,6 +76,15 @@ class Callback:
         """The key under which this callback's state is saved; two callbacks with state need different keys."""
         return type(self).__qualname__
 
+    @property
+    def earlier_state_keys(self) -> tuple[str, ...]:
+        """Keys under which earlier versions of this callback have saved its state, to load it from there as well."""
+        return ()
+
+    def _generate_state_key(self, **arguments: Any) -> str:
+        """Return a key of the class and the arguments that distinguish several in one run, for `state_key`."""
+        return f"{type(self).__qualname__}{arguments!r}"
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run or the caller needs afterwards, as JSON values and tensors.
 

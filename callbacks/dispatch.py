@@ -16,6 +16,7 @@ from .run import Run
 _NOT_HOOKS: Final = {
     "path_attributes",
     "state_key",
+    "earlier_state_keys",
     "state_dict",
     "load_state_dict",
     "check_strategy",
@@ -143,7 +144,8 @@ def load_callback_states(callbacks: Iterable[Callback], states: Mapping[str, Map
     """
     remaining = dict(states)
     for callback in callbacks:
-        state = remaining.pop(callback.state_key, None)
+        keys = [key for key in (callback.state_key, *callback.earlier_state_keys) if key in remaining]
+        state = remaining.pop(keys[0]) if keys else None
         if state is None:
             continue
         try:

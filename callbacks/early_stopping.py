@@ -162,6 +162,12 @@ class EarlyStopping(Callback):
         if not (self._is_due or (self._metric.is_pending and self._metric.is_worth_asking(trainer))):
             return
         self._is_due = False
+        self._check(trainer)
+
+    # --- the check ---------------------------------------------------------------------------------------------------
+
+    def _check(self, trainer: Run) -> None:
+        """Check rank 0's value, or note that the check is pending. Collective: every rank calls it."""
         value = self._metric.read(trainer, strict=self.strict)
         if value is None:
             return
@@ -179,8 +185,6 @@ class EarlyStopping(Callback):
             _log.log(
                 level, "%s%s", f"[rank {trainer.strategy.rank}] " if trainer.strategy.world_size > 1 else "", message
             )
-
-    # --- the check ---------------------------------------------------------------------------------------------------
 
     def _has_patience_again(self) -> bool:
         is_exhausted = self.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED

@@ -18,7 +18,7 @@ from ..common.storage import any_path, as_path, home_of
 from ..strategies import Strategy
 from ..strategies.state.schema import check
 from .callback import Callback
-from .helpers.checkpoint_name import EXTENSION, CheckpointName, free_name
+from .helpers.checkpoint_name import EXTENSION, CheckpointName, NameStyle, free_name
 from .helpers.folder_lock import FolderLock
 from .helpers.kept_checkpoints import STATE, KeptCheckpoints, check_kept, is_own_checkpoint, is_there, own_names
 from .helpers.loggers import tell
@@ -28,7 +28,6 @@ from .on_exception_checkpoint import refuse_several
 from .run import Run
 
 _log = logging.getLogger(__name__)
-
 _PAUSE: Final = timedelta(seconds=1)
 """Least time between saves that replace each other, if no schedule is given; a save takes 20 ms of disk time."""
 
@@ -112,8 +111,7 @@ class ModelCheckpoint(Callback):
         self._saves_last = save_last is True or (save_last == "link" and save_top_k == 0)
         self.is_dirpath_given, self._is_dirpath_chosen = dirpath is not None, False
         self._default_name = f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
-        self._name = CheckpointName(filename or self._default_name, auto_insert_metric_name)
-        self._last = self.CHECKPOINT_NAME_LAST + self.FILE_EXTENSION
+        self._name = CheckpointName(filename or self._default_name, auto_insert_metric_name, self._style)
         self.schedule = SaveSchedule(
             every_n_train_steps, train_time_interval, every_n_epochs, at_epoch_end=save_on_train_epoch_end
         )
@@ -124,8 +122,7 @@ class ModelCheckpoint(Callback):
         # without a metric the step is the score: the newest is the best
         self._metric = MonitoredMetric("ModelCheckpoint", monitor or "step", mode if monitor else "max")
         self._kept = KeptCheckpoints()
-        self._saved_best = ""
-        self._assigned_best = ""
+        self._saved_best = self._assigned_best = ""
         self._replaced: list[str] = []
         self._was_pending = self._is_due = False
         self._is_training = self._has_epoch_ended = self._has_saved = self._is_postponed = False
@@ -139,12 +136,11 @@ class ModelCheckpoint(Callback):
     @property
     def state_key(self) -> str:
         """The class with the arguments that distinguish several in one run."""
-        schedule = self.schedule
-        return (
-            f"{type(self).__qualname__}(monitor={self.monitor!r}, mode={self.mode!r}, "
-            f"every_n_train_steps={schedule.every_n_steps}, train_time_interval={schedule.interval}, "
-            f"every_n_epochs={schedule.every_n_epochs})"
-        )
+        return f"{type(self).__qualname__}(monitor={self.monitor!r}, mode={self.mode!r}, {self.schedule.arguments})"
+
+    @property
+    def _style(self) -> NameStyle:
+        return NameStyle(self.FILE_EXTENSION, last=self.CHECKPOINT_NAME_LAST)
 
     @property
     def best_model_path(self) -> str:
@@ -175,7 +171,7 @@ class ModelCheckpoint(Callback):
     def kth_best_model_path(self) -> str:
         """The worst of the top k, which is the next to be deleted; empty while there are fewer than k."""
         ranked = self._kept.ranked(self._metric)
-        return self._path(ranked[-1]) if ranked and len(ranked) == self.save_top_k else ""
+        return self._path(ranked[-1]) if ranked and self.save_top_k in (-1, len(ranked)) else ""
 
     @property
     def best_k_models(self) -> dict[str, Tensor]:
@@ -197,7 +193,7 @@ class ModelCheckpoint(Callback):
     @property
     def last_model_path(self) -> str:
         """The path of ``last.ckpt``; empty before the first save."""
-        return self._path(self._last) if self.save_last and self._kept.newest else ""
+        return self._path(self._style.link) if self.save_last and self._kept.newest else ""
 
     @property
     def kept_paths(self) -> list[str]:
@@ -225,9 +221,10 @@ class ModelCheckpoint(Callback):
         check(state_dict, STATE, "The saved state of ModelCheckpoint")
         if not (self.is_dirpath_given or self._is_dirpath_chosen):
             self.dirpath = state_dict["dirpath"]
-        self._kept = KeptCheckpoints.loaded(state_dict["scores"], state_dict["newest"])
+        self._kept = KeptCheckpoints.loaded(state_dict["scores"], state_dict["newest"], self.FILE_EXTENSION)
         self._saved_best = str(as_path(state_dict["dirpath"]) / state_dict["best"]) if state_dict["best"] else ""
-        self._was_pending, self._replaced = state_dict["is_pending"], own_names(state_dict["replaced"])
+        self._was_pending = state_dict["is_pending"]
+        self._replaced = own_names(state_dict["replaced"], self.FILE_EXTENSION)
 
     def check_strategy(self, strategy: Strategy, world_size: int, num_devices: int) -> None:
         """Refuse `save_on_exception` with several processes."""
@@ -255,7 +252,7 @@ class ModelCheckpoint(Callback):
         self._kept, self._saved_best = trainer.strategy.ranks.all.broadcast((kept, best))
         # a kill may have come between a save and its link, or before the save deleted what it replaces
         if self.save_last and self._kept.newest:
-            trainer.point_to_checkpoint(self._path(self._last), self._path(self._kept.newest))
+            trainer.point_to_checkpoint(self._path(self._style.link), self._path(self._kept.newest))
         self._remove_replaced(trainer)
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
@@ -353,10 +350,10 @@ class ModelCheckpoint(Callback):
         if not is_in_top_k and not force:
             return
         is_named = is_in_top_k or wait  # also after an exception, as Lightning names it
-        template = self._name if is_named else CheckpointName(self._default_name)
+        template = self._name if is_named else CheckpointName(self._default_name, style=self._style)
         savers = [one for one in trainer.callbacks if isinstance(one, ModelCheckpoint)]
         # another callback's save of this step may not be on disk yet
-        taken = {self._path(self._last)}.union(*(one.kept_paths for one in savers))
+        taken = {self._path(self._style.link)}.union(*(one.kept_paths for one in savers))
         name = free_name(trainer, template, self.dirpath, taken)
         scores = dict(self._kept.scores) if scores is None or score is None else {**scores, name: score}
         self._commit(trainer, name, KeptCheckpoints(scores, name if self.save_last or force else ""), wait)
@@ -375,13 +372,13 @@ class ModelCheckpoint(Callback):
         before, self._kept, self._assigned_best = self._kept, kept, ""
         self._replaced = [replaced for replaced in before.names if replaced not in kept.names]
         try:
-            trainer.save_checkpoint(self._path(name), self.save_weights_only, wait=wait, single_file=self.single_file)
+            self._write(trainer, self._path(name), wait)
         except BaseException:
             self._kept = before
             raise
         self._unconfirmed = (name, before)
         if self.save_last:
-            trainer.point_to_checkpoint(self._path(self._last), self._path(kept.newest))
+            trainer.point_to_checkpoint(self._path(self._style.link), self._path(kept.newest))
         tell(trainer.loggers if trainer.is_global_zero else (), "after_save_checkpoint", self)
         self._remove_replaced(trainer)
         self.saved_at, self._has_saved, self._is_postponed = trainer.global_step, True, False
@@ -390,6 +387,9 @@ class ModelCheckpoint(Callback):
         if self.verbose and trainer.is_global_zero:
             score = f" ({self.monitor}={kept.scores[name]:.6g})" if self.monitor and name in kept.scores else ""
             _log.info("Saved %s%s; the best is %s.", self._path(name), score, self.best_model_path or "yet to come")
+
+    def _write(self, trainer: Run, path: str, wait: bool) -> None:
+        trainer.save_checkpoint(path, self.save_weights_only, wait=wait, single_file=self.single_file)
 
     def _remove_replaced(self, trainer: Run) -> None:
         named = trainer.named_checkpoint

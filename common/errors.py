@@ -65,6 +65,10 @@ class CheckpointError(EchelonError, RuntimeError):
     """A checkpoint is missing, damaged, or from another program or module; or it cannot be written."""
 
 
+class MissingCheckpointError(CheckpointError, FileNotFoundError):
+    """Nothing is at the path of a checkpoint; also a `FileNotFoundError`, as opening a missing file raises it."""
+
+
 class StoreError(EchelonError, OSError):
     """An object store does not answer, refuses, or keeps failing; also an `OSError`, as a disk would raise it."""
 

@@ -37,7 +37,7 @@ OF_LIGHTNING_1: Final[Mapping[str, str]] = {
     "flush_logs_every_n_steps": "CSVLogger(flush_logs_every_n_steps=)",
     "multiple_trainloader_mode": "CombinedLoader(loaders, mode=) for train_dataloaders",
     "truncated_bptt_steps": "manual optimization in training_step",
-    "prepare_data_per_node": "rank_zero_first(local=True) in setup",
+    "prepare_data_per_node": "prepare_data_per_node = False in the module or data module",
     "move_metrics_to_cpu": "nothing: metrics use no device memory",
 }
 """Arguments of Lightning 1's Trainer, and their replacements."""

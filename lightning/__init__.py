@@ -14,7 +14,7 @@ if __package__ == "lightning":  # and not echelon.lightning: Python searches the
     import_namesake()
 else:
     from ..callbacks import Callback
-    from ..trainer.data.seed import seed_everything
+    from .extras.machine import seed_everything
     from .module import LightningDataModule, LightningModule
     from .stand_in import module_of, stand_in
     from .trainer import LightningTrainer as Trainer

@@ -67,6 +67,21 @@ class FitLoop:
         return self._trainer.num_training_batches  # type: ignore[no-any-return]
 
     @property
+    def done(self) -> bool:
+        """Whether the fit is over: a limit is reached, or training was told to stop and may."""
+        trainer, counters = self._trainer, self._trainer.counters
+        steps, max_steps, max_epochs = trainer.global_step, trainer.max_steps, trainer.max_epochs
+        # at the end of an epoch, whose hooks read this, its batches are done
+        is_epoch_done = counters.is_epoch_over or counters.batches_in_epoch >= self.max_batches
+        epochs = counters.epoch + is_epoch_done
+        is_full = (max_steps != -1 and steps >= max_steps) or (max_epochs not in (None, -1) and epochs >= max_epochs)
+        may_stop = epochs >= (trainer.min_epochs or 0) and steps >= (trainer.min_steps or 0)
+        return bool(self.max_batches == 0 or is_full or (trainer.should_stop and may_stop))
+
+    def setup_data(self) -> None:
+        """Do nothing: a run has its loaders before its hooks, which read them as ``trainer.train_dataloader``."""
+
+    @property
     def batch_idx(self) -> int:
         """The index of the current or last batch in its epoch; -1 before the first fit."""
         return self.epoch_loop.batch_idx
@@ -192,6 +207,32 @@ class EvaluationLoop:
     def _data_source(self) -> object:
         """Whether there are loaders, as gluonts asks: ``val_loop._data_source.is_defined()``."""
         return SimpleNamespace(is_defined=lambda: self._trainer.val_dataloaders is not None)
+
+
+class PredictionLoop(EvaluationLoop):
+    """The counters of ``predict``, and what it returns.
+
+    Args:
+        trainer: the trainer.
+    """
+
+    def __init__(self, trainer: TrainerAttributes) -> None:
+        super().__init__(trainer, "predict")
+
+    @property
+    def current_batch_indices(self) -> list[int]:
+        """The data set indices of the samples in the current batch; empty if unknown."""
+        return list(self._trainer.batch_indices)
+
+    @property
+    def epoch_batch_indices(self) -> list[Any]:
+        """Those of each batch of each loader, of all ranks, from ``on_predict_epoch_end`` on."""
+        return list(self._trainer.prediction_indices)
+
+    @property
+    def predictions(self) -> list[Any]:
+        """The predictions of each batch, and for several loaders of each loader."""
+        return list(self._trainer.predictions)
 
 
 def _plain(progress: Any) -> dict[str, dict[str, int]]:

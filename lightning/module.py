@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,6 +20,7 @@ from ..trainer.module.load import (
     load_module,
     module_from,
 )
+from ..trainer.module.optimizers import ManagedOptimizer
 from ..trainer.module.train_module import TrainModule
 from .checkpoint_files import Source, hyper_parameters, is_own_path, read_checkpoint
 from .in_fabric import InFabric
@@ -55,6 +57,23 @@ class LightningModule(InFabric):
         """
         built: Self = load_from_checkpoint(cls, checkpoint_path, map_location, hparams_file, strict, **kwargs)
         return built
+
+    def attach_optimizers(self, optimizers: Sequence[ManagedOptimizer], backward: Callable[..., None]) -> None:
+        """Set what `optimizers` returns, each with ``toggle_model``, and what `manual_backward` calls."""
+        super().attach_optimizers(optimizers, backward)
+        for optimizer in optimizers:
+            optimizer.toggle_model = partial(self._toggled_model, optimizer)  # type: ignore[attr-defined]
+
+    @contextmanager
+    def _toggled_model(self, optimizer: ManagedOptimizer, sync_grad: bool = True) -> Iterator[None]:
+        """Let only the parameters of an optimizer require gradients, inside a ``with`` block.
+
+        Args:
+            optimizer: the optimizer.
+            sync_grad: accepted for Lightning; the average over ranks is the same either way.
+        """
+        with self.toggled_optimizer(optimizer):
+            yield
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add to a checkpoint, or change what is in it; objects that it cannot hold are left out afterwards."""

@@ -25,6 +25,7 @@ _SHELVES: Final = (
     "lightning.parts",
     "lightning.extras.utilities",
     "lightning.extras.parsing",
+    "lightning.extras.machine",
     "lightning.checkpoint_files",
     "lightning.extras.plugins",
     "lightning.demos.boring",
@@ -37,7 +38,10 @@ _ELSEWHERE: Final[Mapping[str, str]] = {
     "LightningModule": "lightning.module:LightningModule",
     "LightningDataModule": "lightning.module:LightningDataModule",
     "Trainer": "lightning.trainer:LightningTrainer",
-    "seed_everything": "trainer.data.seed:seed_everything",
+    "seed_everything": "lightning.extras.machine:seed_everything",
+    "_IS_WINDOWS": "lightning.extras.utilities:_IS_WINDOWS",
+    "convert_inf": "lightning.tqdm_bar:convert_inf",
+    "get_standard_metrics": "lightning.parts:get_standard_metrics",
     "CombinedLoader": "trainer.data.combined_loader:CombinedLoader",
     "rank_zero_only": "lightning.parts:rank_zero_only",
     "PyTorchProfiler": "lightning.profiler:TorchProfiler",
@@ -45,8 +49,14 @@ _ELSEWHERE: Final[Mapping[str, str]] = {
     "AdvancedProfiler": "lightning.profiler:FunctionProfiler",
     "Tqdm": "lightning.tqdm_bar:Tqdm",
     "ExperimentWriter": "trainer.loggers:CSVLogger",
+    **{
+        name: f"lightning.extras.loggers:{name}"
+        for name in ("CSVLogger", "TensorBoardLogger", "WandbLogger", "MLFlowLogger", "Logger")
+    },
     "TQDMProgressBar": "lightning.tqdm_bar:KeptProgressBar",
     "Checkpoint": "callbacks:ModelCheckpoint",
+    "ModelCheckpoint": "lightning.extras.saved_callbacks:ModelCheckpoint",
+    "EarlyStopping": "lightning.extras.saved_callbacks:EarlyStopping",
     "LRSchedulerConfig": "trainer.module.optimizers:LRSchedulerConfig",
     "LightningOptimizer": "trainer.module.optimizers:ManagedOptimizer",
     "AttributeDict": "trainer.module.hparams:AttributeDict",
@@ -70,6 +80,9 @@ _ELSEWHERE: Final[Mapping[str, str]] = {
     "ModelPruning": "lightning.extras.model_pruning:ModelPruning",
     "_LRFinder": "callbacks:LearningRateCurve",
     "_AcceleratorConnector": "lightning.parts:AcceleratorChoice",
+    "STRATEGY_REGISTRY": "lightning.parts:StrategyRegistry",
+    "ACCELERATOR_REGISTRY": "lightning.parts:AcceleratorRegistry",
+    "PositionalEncoding": "lightning.demos.text:PositionalEncoding",
     "ModelHooks": "trainer.module.hooks:ModuleHooks",
     "CheckpointHooks": "trainer.module.hooks:ModuleHooks",
     "DataHooks": "trainer.module.data_module:DataHooks",
@@ -137,6 +150,8 @@ _OF_OTHERS: Final[Mapping[str, str]] = {
     "SIGTERMException": "builtins:SystemExit",
     "Optimizable": "torch.optim:Optimizer",
     "LRScheduler": "torch.optim.lr_scheduler:LRScheduler",
+    "_distributed_is_initialized": "torch.distributed:is_initialized",
+    "DistributedDataParallel": "torch.nn.parallel:DistributedDataParallel",
 }
 """Names for which a class of Python, torch or tqdm does the same."""
 
@@ -170,9 +185,6 @@ WITHOUT_COUNTERPART: Final[Mapping[str, str]] = {
     "XLAProfiler": "SimpleProfiler",
     "ServableModule": "a server of your own; docs/what_echelon_does_not_do.md",
     "ServableModuleValidator": "a server of your own; docs/what_echelon_does_not_do.md",
-    "find_usable_cuda_devices": "devices=, a number",
-    "suggested_max_num_workers": "os.process_cpu_count or a number",
-    "disable_possible_user_warnings": "warnings.filterwarnings",
 }
 """Names that raise when they are used."""
 
@@ -219,6 +231,8 @@ def find(name: str, module: str = "") -> Any:
         return refusal(name)
     if name.endswith("_AVAILABLE"):
         return _at("lightning.extras.utilities:is_available")(name)
+    if "_GREATER_EQUAL_" in name:
+        return _at("lightning.extras.utilities:is_at_least")(name)
     raise AttributeError(f"{name!r} is not known.{_suggestion(name)}")
 
 

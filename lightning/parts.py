@@ -121,6 +121,13 @@ class ProgressBar(Callback, ABC):
         if not trainer.is_global_zero:
             self.disable()
 
+    # what stands before a bar, for a subclass that makes or overrides it
+    sanity_check_description: Any = "Sanity Checking"
+    train_description: Any = "Training"
+    validation_description: Any = "Validation"
+    test_description: Any = "Testing"
+    predict_description: Any = "Predicting"
+
     def disable(self) -> None:
         """Show nothing; override it."""
 
@@ -133,9 +140,7 @@ class ProgressBar(Callback, ABC):
 
     def get_metrics(self, trainer: Run, module: Any) -> dict[str, Any]:
         """Return the numbers behind the bar: those logged with ``prog_bar=True``, and the logger's version."""
-        version = trainer.loggers[0].version if trainer.loggers else None
-        own = {} if version is None else {"v_num": version[-4:] if isinstance(version, str) else version}
-        return {**own, **trainer.progress_bar_metrics}
+        return {**get_standard_metrics(trainer), **trainer.progress_bar_metrics}
 
     @property
     def total_train_batches(self) -> int | float:
@@ -172,6 +177,12 @@ class ProgressBar(Callback, ABC):
         """Return whether the loader has changed since the last call."""
         before, self._current_eval_dataloader_idx = self._current_eval_dataloader_idx, dataloader_idx
         return before != dataloader_idx
+
+
+def get_standard_metrics(trainer: Run) -> dict[str, Any]:
+    """Return what a bar shows beside the logged numbers: the logger's version."""
+    version = trainer.loggers[0].version if trainer.loggers else None
+    return {} if version is None else {"v_num": version[-4:] if isinstance(version, str) else version}
 
 
 ProgressBar.register(ProgressDisplay)  # type: ignore[type-abstract]

@@ -13,11 +13,14 @@ from typing import Any, Final
 import torch
 
 from ..common.errors import ConfigError, did_you_mean
-from ..trainer.session.detailed_profilers import AdvancedProfiler, PyTorchProfiler
-from ..trainer.session.profiler import SimpleProfiler
+from ..trainer.session.detailed_profilers import AdvancedProfiler as Advanced
+from ..trainer.session.detailed_profilers import PyTorchProfiler as OfTorch
+from ..trainer.session.profiler import SimpleProfiler as Simple
+from .extras.utilities import known_as
 
 
-class RecordingProfiler(SimpleProfiler):
+@known_as("SimpleProfiler")
+class RecordingProfiler(Simple):
     """`SimpleProfiler` that keeps each duration: a number for each call, which a long run pays for in memory."""
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None, extended: bool = True) -> None:
@@ -26,10 +29,12 @@ class RecordingProfiler(SimpleProfiler):
         self.current_actions: dict[str, float] = {}
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
+        """Begin a new table, without the durations of the last."""
         super().setup(stage, local_rank, log_dir)
         self.recorded_durations, self.current_actions = {}, {}
 
     def profile(self, action_name: str) -> AbstractContextManager[object]:
+        """Measure an action inside a ``with`` block."""
         return self._started_and_stopped(action_name)
 
     def start(self, action_name: str) -> None:
@@ -44,12 +49,14 @@ class RecordingProfiler(SimpleProfiler):
         super().start(action_name)
 
     def stop(self, action_name: str) -> None:
+        """Stop the timer of the action, and keep its duration."""
         super().stop(action_name)
         duration = perf_counter() - self.current_actions.pop(action_name)
         self.recorded_durations.setdefault(action_name, []).append(duration)
 
 
-class FunctionProfiler(AdvancedProfiler):
+@known_as("AdvancedProfiler")
+class FunctionProfiler(Advanced):
     """`AdvancedProfiler`, with its profiles under the name that Lightning's have."""
 
     @property
@@ -58,7 +65,8 @@ class FunctionProfiler(AdvancedProfiler):
         return self._profiles
 
 
-class TorchProfiler(PyTorchProfiler):
+@known_as("PyTorchProfiler")
+class TorchProfiler(OfTorch):
     """Records operators of some steps; without a `schedule`, as the base does by default.
 
     Args:

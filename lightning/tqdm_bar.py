@@ -9,10 +9,11 @@ from typing import Any, Final
 import tqdm.auto
 
 from ..callbacks.helpers.bars import Bar, LineBar, Postfix, TqdmBar
-from ..callbacks.progress import TQDMProgressBar
+from ..callbacks.progress import TQDMProgressBar as ProgressBarOfEchelon
 from ..callbacks.progress_display import Kind
 from ..callbacks.run import Run
 from ..common.console import Console
+from .extras.utilities import known_as
 from .parts import ProgressBar
 
 _WIDTH: Final = 5
@@ -43,7 +44,13 @@ class Tqdm(tqdm.auto.tqdm):  # type: ignore[type-arg]  # generic in its stubs al
         return text.ljust(_WIDTH, "0")
 
 
-class KeptProgressBar(TQDMProgressBar):
+def convert_inf(x: float | str | None) -> float | str | None:
+    """Return a total as tqdm takes it: None if it is infinite."""
+    return None if x is None or math.isinf(float(x)) else x
+
+
+@known_as("TQDMProgressBar")
+class KeptProgressBar(ProgressBarOfEchelon):
     """Show the epoch, the batches and metrics; its bars can be read after they were shown.
 
     Args:
@@ -59,6 +66,12 @@ class KeptProgressBar(TQDMProgressBar):
         self._process_position = process_position
         self._shown: dict[str, object] = {}
 
+    BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
+    sanity_check_description = ProgressBar.sanity_check_description
+    train_description = ProgressBar.train_description
+    validation_description = ProgressBar.validation_description
+    test_description = ProgressBar.test_description
+    predict_description = ProgressBar.predict_description
     trainer = ProgressBar.trainer
     setup = ProgressBar.setup
     has_dataloader_changed = ProgressBar.has_dataloader_changed

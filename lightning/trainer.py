@@ -10,14 +10,15 @@ from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from ..callbacks import Callback, ProgressDisplay, Timer
+from ..callbacks import Callback, ModelCheckpoint, ProgressDisplay, Timer
 from ..trainer.loggers import LoggersByName
 from ..trainer.module.data_module import DataModule
 from ..trainer.session.train_state import TrainerState
 from ..trainer.trainer import Trainer
 from .extras.loggers import BY_NAME
-from .extras.plugins import settings_of
-from .fit_loop import EvaluationLoop, FitLoop
+from .extras.plugins import PrecisionPlugin, precision_plugin, settings_of
+from .extras.saved_callbacks import SaverRead
+from .fit_loop import EvaluationLoop, FitLoop, PredictionLoop
 from .parts import (
     Accelerator,
     AsyncCheckpointIO,
@@ -33,6 +34,34 @@ from .profiler import PROFILERS
 from .tqdm_bar import KeptProgressBar
 
 _log = logging.getLogger("echelon.lightning")
+
+
+class AssignableState(TrainerState):
+    """A trainer's state whose fields may be assigned.
+
+    Args:
+        assigned: where that is noted.
+        fields: the values.
+    """
+
+    def __init__(self, assigned: dict[str, Any], fields: Mapping[str, Any]) -> None:
+        super().__init__(**fields)
+        self.__dict__["_assigned"] = assigned
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__dict__["_assigned"][name] = self.__dict__[name] = value
+
+
+def _stage(stage: RunningStage) -> property:
+    def read(trainer: LightningTrainer) -> bool:
+        return trainer.state.stage == stage
+
+    def assign(trainer: LightningTrainer, value: bool) -> None:
+        if value or read(trainer):
+            state = trainer.state
+            trainer.state = TrainerState(state.status, state.fn, stage if value else None)  # type: ignore[arg-type]
+
+    return property(read, assign, doc=f"Whether the stage {stage.value!r} is running.")
 
 
 class LightningTrainer(Trainer):
@@ -64,17 +93,16 @@ class LightningTrainer(Trainer):
         settings.update(settings_of([plugin for plugin in plugins if plugin not in files], settings))
         if any(_is_foreign_bar(callback) for callback in _as_list(settings.get("callbacks"))):
             settings["enable_progress_bar"] = False  # the callback's bar is enough
-        elif not any(isinstance(callback, ProgressDisplay) for callback in _as_list(settings.get("callbacks"))):
-            settings["callbacks"] = _with_kept_bar(settings)
+        settings["callbacks"] = _with_defaults(settings)
         profiler = settings.get("profiler")
         if isinstance(profiler, str) and profiler.lower() in PROFILERS:
             settings["profiler"] = PROFILERS[profiler.lower()]()
-        if settings.get("max_time") is not None:  # also seen by programs that look for it among the callbacks
-            settings["callbacks"] = [*_as_list(settings.get("callbacks")), Timer(settings["max_time"], verbose=False)]
         _tell_of_limits(settings)
         given = settings.get("accelerator")
         if isinstance(given, Accelerator):
             settings["accelerator"] = given.name()
+        self._assigned_after: Any = None
+        self._assigned_state: dict[str, Any] = {}
         super().__init__(**settings)
         # not used to read or write: libraries only look at it
         self.strategy.checkpoint_io = files[0] if files else TorchCheckpointIO()  # type: ignore[attr-defined]
@@ -93,6 +121,11 @@ class LightningTrainer(Trainer):
         return SimpleNamespace(
             _parallel_devices=devices, _accelerator_flag=hardware.device_type, is_distributed=is_distributed
         )
+
+    @property
+    def precision_plugin(self) -> PrecisionPlugin:
+        """The precision as a plugin, for reading."""
+        return precision_plugin(self.precision, self._runner.hardware.device_type)
 
     @property
     def num_sanity_val_steps(self) -> int | float:
@@ -126,19 +159,33 @@ class LightningTrainer(Trainer):
         return EvaluationLoop(self, "test")
 
     @property
-    def predict_loop(self) -> EvaluationLoop:
-        """The counters of ``predict``."""
-        return EvaluationLoop(self, "predict")
+    def predict_loop(self) -> PredictionLoop:
+        """The counters of ``predict``, and what it returns."""
+        return PredictionLoop(self)
 
     @property
     def state(self) -> TrainerState:
-        """The current or last method, what is running in it, and how it ended, as Lightning's enums."""
-        state = super().state
-        return TrainerState(
-            TrainerStatus(state.status),  # type: ignore[arg-type]
-            None if state.fn is None else TrainerFn(state.fn),  # type: ignore[arg-type]
-            None if state.stage is None else RunningStage(state.stage),  # type: ignore[arg-type]
-        )
+        """The current or last method, what is running in it, and how it ended, as Lightning's enums.
+
+        What is assigned, to it or to one of its fields, is read until the next run begins.
+        """
+        runner = self._runner
+        if runner.is_running or runner.current is not self._assigned_after:
+            self._assigned_after, self._assigned_state = runner.current, {}
+        fields = {**vars(super().state), **self._assigned_state}
+        kinds = {"status": TrainerStatus, "fn": TrainerFn, "stage": RunningStage}
+        return AssignableState(self._assigned_state, {n: None if v is None else kinds[n](v) for n, v in fields.items()})
+
+    @state.setter
+    def state(self, value: TrainerState) -> None:
+        fields = {"status": value.status, "fn": value.fn, "stage": value.stage}
+        self._assigned_after, self._assigned_state = self._runner.current, fields
+
+    training = _stage(RunningStage.TRAINING)
+    validating = _stage(RunningStage.VALIDATING)
+    testing = _stage(RunningStage.TESTING)
+    predicting = _stage(RunningStage.PREDICTING)
+    sanity_checking = _stage(RunningStage.SANITY_CHECKING)
 
     @property
     def progress_bar_callback(self) -> Any:
@@ -146,13 +193,23 @@ class LightningTrainer(Trainer):
         return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
 
 
-def _with_kept_bar(settings: dict[str, object]) -> object:
-    """Return the callbacks with a bar that can be read after a run, unless the settings switch it off."""
+def _with_defaults(settings: dict[str, Any]) -> object:
+    """Return the callbacks, with those that the settings ask for where programs look for Lightning's."""
     given = settings.get("callbacks")
-    is_off = settings.get("enable_progress_bar") is False or settings.get("barebones")
-    if is_off or not all(isinstance(callback, Callback) for callback in _as_list(given)):
-        return given
-    return [KeptProgressBar(), *_as_list(given)]
+    mine = _as_list(given)
+    if not all(isinstance(callback, Callback) for callback in mine):
+        return given  # an error of the trainer's
+
+    def asks_for(setting: str, kind: type[Callback]) -> bool:
+        is_off = settings.get(setting) is False or settings.get("barebones")
+        return not is_off and not any(isinstance(callback, kind) for callback in mine)
+
+    bar = [KeptProgressBar()] if asks_for("enable_progress_bar", ProgressDisplay) else []
+    has_timer = any(isinstance(callback, Timer) for callback in mine)
+    is_timed = settings.get("max_time") is not None and not has_timer
+    timer = [Timer(settings["max_time"], verbose=False)] if is_timed else []
+    saver = [SaverRead()] if asks_for("enable_checkpointing", ModelCheckpoint) else []
+    return [*bar, *mine, *timer, *saver]
 
 
 def _is_foreign_bar(callback: object) -> bool:

@@ -23,6 +23,7 @@ from ..callbacks.progress import TQDMProgressBar
 from ..callbacks.progress_display import ProgressDisplay
 from ..callbacks.run import Logger
 from ..common.errors import ConfigError, ModuleError
+from ..strategies import Strategy
 from ..strategies.devices.streams import pins_memory
 from ..strategies.module.activation_checkpointing import ActivationCheckpointing
 from ..strategies.module.blocks import repeated_blocks
@@ -321,13 +322,17 @@ def warn_of_late_parameters(session: Session, known: set[nn.Parameter]) -> None:
         )
 
 
+def _prepares(strategy: Strategy, owner: DataHooks) -> bool:
+    return strategy.local_rank == 0 if owner.prepare_data_per_node else strategy.rank == 0
+
+
 def set_up(session: Session) -> None:
     """Call the hooks that prepare the data and build the module."""
     datamodule, module, stage = session.datamodule, session.module, session.task
     mirror_folders(session)
     forget_placed(module)
     for owner in (datamodule, module):
-        if owner is not None and session.strategy.local_rank == 0:
+        if owner is not None and _prepares(session.strategy, owner):
             owner.prepare_data()
     session.strategy.ranks.all.barrier()
     if datamodule is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from ...common.errors import ConfigError, did_you_mean
@@ -15,6 +16,24 @@ _FIELD: Final = re.compile(r"\{([^{}:]*)(:[^{}]*)?\}")
 EXTENSION: Final = ".ckpt"
 
 
+@dataclass(frozen=True)
+class NameStyle:
+    """How the names of a callback's checkpoints are written."""
+
+    extension: str = EXTENSION
+    equals: str = "="
+    """What stands between the name of a metric and its number."""
+    first_version: int | None = 1
+    """The number that a name gets if it is taken; None: what has the name is replaced."""
+    last: str = "last"
+    """The name of the link to the newest checkpoint, without the extension."""
+
+    @property
+    def link(self) -> str:
+        """The name of the link to the newest checkpoint."""
+        return self.last + self.extension
+
+
 class CheckpointName:
     """A template such as ``{epoch}-{val_loss:.2f}``: ``epoch=3-val_loss=0.25.ckpt``.
 
@@ -23,18 +42,20 @@ class CheckpointName:
     Args:
         template: the name without ``.ckpt``; a ``/`` outside of fields creates a folder.
         insert_metric_name: write ``epoch=3`` instead of ``3``; a ``/`` in the inserted name becomes ``_``.
+        style: the extension, and what else may differ.
 
     Raises:
         ConfigError: for a template that is empty, or in which a brace does not begin or end a field.
     """
 
-    def __init__(self, template: str, insert_metric_name: bool = True) -> None:
+    def __init__(self, template: str, insert_metric_name: bool = True, style: NameStyle | None = None) -> None:
         leftover = _FIELD.sub("", template)
         if not template or "{" in leftover or "}" in leftover or any(not name for name, _ in _FIELD.findall(template)):
             raise ConfigError(
                 f"filename={template!r} is not a valid template; write fields as {{name}} or {{name:.2f}}, such as "
                 "'{epoch}-{val_loss:.2f}'."
             )
+        self.style = style or NameStyle()
         self._template = template
         self._insert_metric_name = insert_metric_name
         self._has_warned = False
@@ -50,7 +71,7 @@ class CheckpointName:
         Raises:
             ConfigError: if a number does not fit its format, such as ``{val_loss:d}``.
         """
-        return _FIELD.sub(lambda match: self._field(match, metrics), self._template) + EXTENSION
+        return _FIELD.sub(lambda match: self._field(match, metrics), self._template) + self.style.extension
 
     def warn_of_unlogged(self, logged: Collection[str]) -> None:
         """Warn, once, of fields that no metric has given a number when a checkpoint is saved."""
@@ -75,13 +96,13 @@ class CheckpointName:
                 f"filename={self._template!r}: {name}={value!r} cannot be written as {match[0]!r} ({error}); "
                 f"give it another format, such as '{{{name}:.2f}}'."
             ) from None
-        return f"{name.replace('/', '_')}={text}" if self._insert_metric_name else text
+        return f"{name.replace('/', '_')}{self.style.equals}{text}" if self._insert_metric_name else text
 
 
 def free_name(trainer: Run, template: CheckpointName, folder: str, taken: Collection[str]) -> str:
     """Return a filled template, numbered (``-v1``) if that name is on rank 0's disk or one of the `taken` paths.
 
-    Collective: every rank calls it.
+    If its style says that such a checkpoint is replaced, it gets no number. Collective: every rank calls it.
     """
     values: dict[str, float] = {"epoch": trainer.current_epoch, "step": trainer.global_step}
     if not values.keys() >= set(template.fields):
@@ -91,11 +112,10 @@ def free_name(trainer: Run, template: CheckpointName, folder: str, taken: Collec
     if trainer.is_global_zero:
         template.warn_of_unlogged({*values, *metrics})
     name = filled = template.fill(values)
-    version = 0
-    base = as_path(folder)
-    while str(base / name) in taken or (trainer.is_global_zero and _exists(base / name)):
+    version, base = template.style.first_version, as_path(folder)
+    while version is not None and (str(base / name) in taken or (trainer.is_global_zero and _exists(base / name))):
+        name = numbered(filled, version, template.style.extension)
         version += 1
-        name = numbered(filled, version)
     free: str = trainer.strategy.ranks.all.broadcast(name)
     return free
 
@@ -107,6 +127,6 @@ def _exists(path: AnyPath) -> bool:
         return False
 
 
-def numbered(name: str, version: int) -> str:
+def numbered(name: str, version: int, extension: str = EXTENSION) -> str:
     """Return this name with a version, for a checkpoint whose name is taken: ``epoch=3-v1.ckpt``."""
-    return f"{name.removesuffix(EXTENSION)}-v{version}{EXTENSION}"
+    return f"{name.removesuffix(extension)}-v{version}{extension}"

@@ -35,11 +35,11 @@ class KeptCheckpoints:
     """The checkpoint that ``last.ckpt`` links to: one of the top k, or one that is kept only for this."""
 
     @classmethod
-    def loaded(cls, scores: Mapping[str, float | None], newest: str) -> Self:
+    def loaded(cls, scores: Mapping[str, float | None], newest: str, extension: str = EXTENSION) -> Self:
         """Return what was saved (None: a score that is not finite), without names that point outside the folder."""
-        own = {name: scores[name] for name in own_names(scores)}
+        own = {name: scores[name] for name in own_names(scores, extension)}
         finite = {name: float("nan") if score is None else float(score) for name, score in own.items()}
-        return cls(finite, newest if own_names([newest]) else "")
+        return cls(finite, newest if own_names([newest], extension) else "")
 
     def of_this_run(self, trainer: Run, folder: str) -> Self:
         """Return those in the folder that this run, or one that it resumes, has written."""
@@ -102,13 +102,13 @@ def is_own_checkpoint(trainer: Run, folder: str, name: str) -> bool:
     return root in (inside, *inside.parents) and trainer.wrote_checkpoint(path)
 
 
-def own_names(names: Iterable[str]) -> list[str]:
+def own_names(names: Iterable[str], extension: str = EXTENSION) -> list[str]:
     """Return the loaded names that a callback could have saved: those of checkpoints inside its folder."""
     paths = {name: PurePath(name) for name in names}
     return [
         name
         for name, path in paths.items()
-        if path.suffix == EXTENSION and not path.is_absolute() and ".." not in path.parts
+        if path.name.endswith(extension) and not path.is_absolute() and ".." not in path.parts
     ]
 
 

@@ -63,6 +63,12 @@ class SaveSchedule:
         self._at_epoch_end = at_epoch_end
         self._clock = IntervalClock(train_time_interval if isinstance(train_time_interval, timedelta) else None)
 
+    @property
+    def arguments(self) -> str:
+        """The schedule as the arguments of a call."""
+        steps, epochs = self.every_n_steps, self.every_n_epochs
+        return f"every_n_train_steps={steps}, train_time_interval={self.interval}, every_n_epochs={epochs}"
+
     def start(self, trainer: Run) -> None:
         """Start measuring time and amounts, when training starts."""
         self._clock.start(trainer.global_step)

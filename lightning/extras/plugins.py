@@ -160,6 +160,7 @@ class MixedPrecision(PrecisionPlugin):
         self, precision: Literal["16-mixed", "bf16-mixed"] = "bf16-mixed", device: str = "auto", scaler: Any = None
     ) -> None:
         super().__init__(_one_of(type(self), precision, ("16-mixed", "bf16-mixed")))
+        self.device = device
         if scaler is not None:
             raise ConfigError(
                 f"MixedPrecision needs scaler=None, got {type(scaler).__name__}: with 16-mixed the strategy has one of "
@@ -206,6 +207,15 @@ class FSDPPrecision(PrecisionPlugin):
                 f"FSDPPrecision needs scaler=None, got {type(scaler).__name__}: the strategy has one of its own; leave "
                 "it out."
             )
+
+
+def precision_plugin(precision: str, device_type: str) -> PrecisionPlugin:
+    """Return the plugin that stands for a precision."""
+    if precision.endswith("-mixed"):
+        return MixedPrecision(precision, device_type)  # type: ignore[arg-type]
+    if precision in ("16-true", "bf16-true"):
+        return HalfPrecision(precision)  # type: ignore[arg-type]
+    return DoublePrecision() if precision == "64-true" else PrecisionPlugin(precision)
 
 
 class LayerSync:

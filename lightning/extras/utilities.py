@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import inspect
 import re
+import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import Enum, StrEnum
 from pathlib import Path
@@ -51,6 +53,9 @@ UNKNOWN_SIZE: Final = "?"
 """What a summary shows for a size that it does not know."""
 
 _FLAG: Final = re.compile(r"_([A-Z0-9_]+)_AVAILABLE")
+_AT_LEAST: Final = re.compile(r"_([A-Z0-9]+)_GREATER_EQUAL_(\d+(?:_\d+)*)")
+_PACKAGES: Final = {"xla": "torch-xla"}
+_IS_WINDOWS: Final = sys.platform == "win32"
 
 
 class GradClipAlgorithmType(StrEnum):
@@ -83,6 +88,39 @@ def is_available(flag: str) -> bool:
         raise AttributeError(flag)
     words = match[1].lower().split("_")
     return any(is_installed("_".join(words[:number])) for number in range(len(words), 0, -1))
+
+
+def is_at_least(flag: str) -> bool:
+    """Return the value of a flag such as ``_TORCH_GREATER_EQUAL_2_4``: whether the package has at least this version.
+
+    Raises:
+        AttributeError: for a name of another form.
+    """
+    match = _AT_LEAST.fullmatch(flag)
+    if match is None:
+        raise AttributeError(flag)
+    package, wanted = match[1].lower(), tuple(map(int, match[2].split("_")))
+    if package == "python":
+        return sys.version_info[:3] >= wanted
+    try:
+        found = torch.__version__ if package == "torch" else importlib.metadata.version(_PACKAGES.get(package, package))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return tuple(map(int, re.findall(r"\d+", found.partition("+")[0])[:3])) >= wanted
+
+
+Kind = TypeVar("Kind", bound=type)
+
+
+def known_as(name: str) -> Callable[[Kind], Kind]:
+    """Decorate a class so that programs know it by this name, as they compare and print the names of classes."""
+
+    def rename(kind: Kind) -> Kind:
+        kind.__name__ = kind.__qualname__ = name
+        setattr(sys.modules[kind.__module__], name, kind)  # where pickle looks for it
+        return kind
+
+    return rename
 
 
 # --- random numbers ---
@@ -183,7 +221,7 @@ def save_hparams_to_yaml(config_yaml: str | Path, hparams: Any, use_omegaconf: b
         raise TypeError(f"hparams must be a mapping or a Namespace, got {hparams!r:.80}")
     kept = {}
     for name, value in named.items():
-        plain = value.value if isinstance(value, Enum) else value
+        plain = value.name if isinstance(value, Enum) else value
         try:
             yaml.safe_dump({name: plain})
         except yaml.YAMLError:

@@ -9,14 +9,22 @@ from torch import Tensor, nn
 
 from ...callbacks.helpers.averaged_weights import AveragedWeights
 from ...callbacks.run import Run
-from ...callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
+from ...callbacks.weight_averaging import EMAWeightAveraging as ExponentialAverage
+from ...callbacks.weight_averaging import WeightAveraging as Average
+from .utilities import known_as
 
 
-class AverageShown(WeightAveraging):
+@known_as("WeightAveraging")
+class AverageShown(Average):
     """`WeightAveraging` that keeps its average after a fit, and swaps it in by methods that a subclass may wrap."""
 
     _average_model: AverageRead | None = None
     """The average, under the name that programs read; None before the first fit."""
+
+    @property
+    def earlier_state_keys(self) -> tuple[str, ...]:
+        """The keys under which 0.2.0 saved it with these names."""
+        return ("AverageShown", "ExponentialAverageShown")
 
     def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
         """Begin an average, or continue that of the checkpoint."""
@@ -63,7 +71,8 @@ class AverageShown(WeightAveraging):
         return {**self.__dict__, "_average_model": None, "_average": None, "_trainer": None}
 
 
-class ExponentialAverageShown(AverageShown, EMAWeightAveraging):
+@known_as("EMAWeightAveraging")
+class ExponentialAverageShown(AverageShown, ExponentialAverage):
     """`EMAWeightAveraging` with the same."""
 
 

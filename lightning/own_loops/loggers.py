@@ -13,7 +13,7 @@ class FabricCSVLogger(CSVLogger):
     def __init__(
         self,
         root_dir: str | Path,
-        name: str | None = "echelon_logs",
+        name: str | None = "lightning_logs",
         version: int | str | None = None,
         prefix: str = "",
         flush_logs_every_n_steps: int = 100,
@@ -27,7 +27,7 @@ class FabricTensorBoardLogger(TensorBoardLogger):
     def __init__(
         self,
         root_dir: str | Path,
-        name: str | None = "echelon_logs",
+        name: str | None = "lightning_logs",
         version: int | str | None = None,
         default_hp_metric: bool = True,
         prefix: str = "",

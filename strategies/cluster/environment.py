@@ -115,6 +115,11 @@ def set_defaults(variables: Mapping[str, str]) -> None:
         os.environ.setdefault(name, value)
 
 
+def set_all(variables: Mapping[str, str]) -> None:
+    """Set environment variables for libraries and child processes, including those that the user has set."""
+    os.environ.update(variables)
+
+
 def hide_gpus() -> None:
     """Let this process, which has asked for none yet, and its children find no GPU."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -284,7 +284,7 @@ def test_functions_of_utilities(tmp_path):
     assert compiled.from_compiled(torch.compile(model)) is compiled.to_uncompiled(model) is model
     way = module("utilities.enums").GradClipAlgorithmType.NORM
     saving.save_hparams_to_yaml(tmp_path / "e.yaml", {"way": way})
-    assert saving.load_hparams_from_yaml(tmp_path / "e.yaml", use_omegaconf=False) == {"way": "norm"}
+    assert saving.load_hparams_from_yaml(tmp_path / "e.yaml", use_omegaconf=False) == {"way": "NORM"}
     saving.save_hparams_to_yaml(tmp_path / "h.yaml", {"a": 1, "b": {"c": [2.5]}})
     assert saving.load_hparams_from_yaml(tmp_path / "h.yaml", use_omegaconf=False) == {"a": 1, "b": {"c": [2.5]}}
     torch.manual_seed(1)

@@ -213,7 +213,7 @@ def test_the_names_at_the_root_are_there():
 
 def issubclass_or_same(name):
     own, found = getattr(echelon, name), find(name)
-    return inspect.unwrap(found) is own or issubclass(found, own)
+    return inspect.unwrap(found) is own or own in getattr(found, "__mro__", ())
 
 
 def rows_of(heading):

@@ -170,7 +170,7 @@ def test_a_callback_of_a_function_saves_its_state_into_one_file(tmp_path):
 
     trainer = trained(tmp_path, callbacks=Local(), limit_train_batches=1, limit_val_batches=0)
     state = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=True)
-    assert list(state["callbacks"].values()) == [{"seen": 3}]
+    assert {"seen": 3} in state["callbacks"].values()
 
 
 def test_sizes_that_are_tried_are_logged(tmp_path, caplog):

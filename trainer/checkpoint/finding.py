@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
-from ...common.errors import CheckpointError
+from ...common.errors import CheckpointError, MissingCheckpointError
 from ...common.storage import AnyPath, StorePath, as_path
 from ...common.storage.store import in_parallel
 from ...strategies.state.schema import time_text
@@ -137,13 +137,16 @@ def resolve(
     the same command starts and restarts a run.
 
     Raises:
-        CheckpointError: if the path is missing, cannot be read or is not a checkpoint; the message says what is there.
+        MissingCheckpointError: if nothing is at the path.
+        CheckpointError: if it cannot be read or is not a checkpoint; the message says what is there.
     """
     if ckpt_path == "last":
         return newest_valid(*folders, part=part, takes_parts=takes_parts)
     path = as_path(ckpt_path)
     try:
         return _in_store_at(path) if isinstance(path, StorePath) else _checkpoint_at(path)
+    except MissingCheckpointError:
+        raise
     except OSError as error:
         raise CheckpointError(f"ckpt_path={str(path)!r} cannot be read: {explain(error)}.") from error
 
@@ -151,7 +154,7 @@ def resolve(
 def _in_store_at(path: StorePath) -> StorePath:
     target = link_target(path)
     if target is not None and not is_checkpoint(target):
-        raise CheckpointError(
+        raise MissingCheckpointError(
             f"ckpt_path={str(path)!r} is a link to {target}, which no longer exists; give another path."
         )
     if target is not None or is_checkpoint(path) or path.is_file():
@@ -159,7 +162,7 @@ def _in_store_at(path: StorePath) -> StorePath:
     if not path.is_dir():
         if path.parent == path:
             raise CheckpointError(f"ckpt_path={str(path)!r} has no objects; give the path of a checkpoint.")
-        raise CheckpointError(f"ckpt_path={str(path)!r} does not exist; give another path.{_nearest(path)}")
+        raise MissingCheckpointError(f"ckpt_path={str(path)!r} does not exist; give another path.{_nearest(path)}")
     inside = [checkpoint.path.name for checkpoint in list_checkpoints(path)]
     hint = f"a folder of checkpoints; give one of them: {', '.join(inside)}" if inside else "no complete checkpoint"
     raise CheckpointError(
@@ -171,7 +174,7 @@ def _checkpoint_at(path: Path) -> Path:
     if is_checkpoint(path):
         return path.absolute()  # a hook may change directory before it is read
     if path.is_symlink() and not path.exists():
-        raise CheckpointError(
+        raise MissingCheckpointError(
             f"ckpt_path={str(path)!r} is a link to {path.readlink()}, which no longer exists; give another path."
         )
     if path.is_file():
@@ -181,7 +184,7 @@ def _checkpoint_at(path: Path) -> Path:
             "call echelon.load_weights."
         )
     if not path.exists():
-        raise CheckpointError(f"ckpt_path={str(path)!r} does not exist; give another path.{_nearest(path)}")
+        raise MissingCheckpointError(f"ckpt_path={str(path)!r} does not exist; give another path.{_nearest(path)}")
     inside = [checkpoint.path.name for checkpoint in list_checkpoints(path)]
     if inside:
         raise CheckpointError(

@@ -52,10 +52,13 @@ _OPTIONAL: Final = {
     "hyper_parameters": {TEXT: object},
     "hyper_parameters_argument": (TEXT, None),
     "hyper_parameters_type": ("omegaconf", None),
+    "hyper_parameters_containers": [TEXT],
     "omitted_hyper_parameters": ([TEXT], None),
     OMITTED: OMITTED_SCHEMA,
     "datamodule_hyper_parameters": {TEXT: object},
     "datamodule_hyper_parameters_argument": (TEXT, None),
+    "datamodule_hyper_parameters_type": ("omegaconf", None),
+    "datamodule_hyper_parameters_containers": [TEXT],
     "datamodule": dict,
     "loggers": [{"type": TEXT, "name": TEXT, "version": TEXT}],
 }

@@ -79,6 +79,8 @@ class TensorBoardLogger(FolderLogger):
         self.wants_graph = log_graph
         self._default_hp_metric = default_hp_metric
         self._writer: SummaryWriter | None = None
+        # with the default queue of 10, the loop would wait for the writing thread
+        self._writer_options: dict[str, Any] = {"max_queue": 1000, "flush_secs": 10}
         self._rows: list[tuple[float, int, dict[str, float]]] = []
         self._sent: list[tuple[float, int, dict[str, float]]] = []
         """The rows given to the writer that may not be on disk yet."""
@@ -287,8 +289,7 @@ class TensorBoardLogger(FolderLogger):
         purge_step, self._purge_step = self._purge_step, None
         if purge_step is not None:
             _await_a_later_name(folder)
-        # with the default queue of 10, the loop would wait for the writing thread
-        writer = SummaryWriter(str(folder), purge_step=purge_step, max_queue=1000, flush_secs=10)
+        writer = SummaryWriter(str(folder), purge_step=purge_step, **self._writer_options)
         if purge_step is not None:
             # TensorBoard takes the first START mark that it sees as the beginning, and purges at the second
             mark = SessionLog(status=SessionLog.START)

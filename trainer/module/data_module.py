@@ -25,6 +25,9 @@ _TITLES: Final = {"train": "Train", "val": "Validation", "test": "Test", "predic
 class DataHooks:
     """Loaders, and hooks for moving a batch to the device, which a module and a data module can both define."""
 
+    prepare_data_per_node: bool = True
+    """Whether `prepare_data` is called on each node; set it to False if nodes share the folder."""
+
     def prepare_data(self) -> None:
         """Download or unpack data: called once per node, before ``setup``. Do not set attributes on ``self``."""
 

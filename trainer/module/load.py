@@ -237,6 +237,10 @@ def _build(
         from omegaconf import OmegaConf
 
         saved = OmegaConf.create(escaped(saved))
+    elif containers := [name for name in state.get(f"{key}_containers") or () if name in saved]:
+        from omegaconf import OmegaConf
+
+        saved.update({name: OmegaConf.create(escaped(saved[name])) for name in containers})
     arguments = init_arguments(cls, saved, state.get(f"{key}_argument"), given)
     _point_out_misspelt(cls, given)
     omitted = [*(state.get(f"omitted_{key}") or ()), *unknown]

@@ -39,6 +39,13 @@ def marked_container(container: object) -> Any:
     return FromEnvironment.mark(value, unresolved(raw, value))
 
 
+def containers_in(hparams: Mapping[str, object]) -> list[str]:
+    """Return the names of hyper-parameters that are OmegaConf containers; none if they all are in one."""
+    if type(hparams).__module__.startswith("omegaconf."):
+        return []
+    return [str(name) for name, value in hparams.items() if type(value).__module__.startswith("omegaconf.")]
+
+
 def is_from_environment(value: object) -> bool:
     """Return whether a hyper-parameter contains a string from the environment."""
     if isinstance(value, Mapping):

@@ -23,11 +23,13 @@ from ..data.seed import derive, restore_rng, seed_devices, seed_generators
 from ..loggers.base import folder_runs
 from ..loggers.tracker import tracker_runs
 from ..loop.schedule import num_steps
+from ..module.data_module import DataModule
 from ..module.hparams import is_omegaconf, saved_hparams
 from ..module.hparams_json import jsonable
 from ..module.load import as_hooks_see
 from ..module.optimizers import LRSchedulerConfig
 from ..module.train_module import TrainModule
+from ..module.unresolved import containers_in
 from ..session.session import Session
 from ..session.train_state import TrainState
 from .changed_settings import Winner, load_groups, load_scheduler
@@ -65,6 +67,18 @@ def module_state(module: TrainModule, weights: dict[str, object]) -> dict[str, o
         "hyper_parameters_argument": module.hparams_argument,
         "omitted_hyper_parameters": omitted,
         "hyper_parameters_type": "omegaconf" if is_omegaconf(module.hparams) else None,
+        "hyper_parameters_containers": containers_in(module.hparams),
+    }
+
+
+def _arguments_of(datamodule: DataModule | None) -> dict[str, Any]:
+    """Return what is needed to build a data module again, if there is one."""
+    hparams = {} if datamodule is None else datamodule.hparams
+    return {
+        "datamodule_hyper_parameters": {} if datamodule is None else jsonable(saved_hparams(datamodule))[0],
+        "datamodule_hyper_parameters_argument": None if datamodule is None else datamodule.hparams_argument,
+        "datamodule_hyper_parameters_type": "omegaconf" if is_omegaconf(hparams) else None,
+        "datamodule_hyper_parameters_containers": containers_in(hparams),
     }
 
 
@@ -100,8 +114,7 @@ def training_state(session: Session) -> dict[str, object]:
         "loop": session.state.state_dict(),
         "data": list(data),
         "datamodule": datamodule.state_dict() if datamodule is not None else {},
-        "datamodule_hyper_parameters": jsonable(saved_hparams(datamodule))[0] if datamodule is not None else {},
-        "datamodule_hyper_parameters_argument": datamodule.hparams_argument if datamodule is not None else None,
+        **_arguments_of(datamodule),
         "metrics": session.metrics.state_dict(),
         "callbacks": callback_states(session.callbacks),
         "loggers": [*tracker_runs(session.loggers), *folder_runs(session.loggers[1:])],

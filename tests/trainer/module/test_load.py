@@ -146,6 +146,47 @@ def test_a_container_of_omegaconf_stays_one(tmp_path):
     assert loaded.hparams == {"width": 3, "net": {"width": 3}, "name": "b"}
 
 
+class Nested(TrainModule):
+    """Takes containers of OmegaConf as arguments beside others, and reads them as such."""
+
+    def __init__(self, config, sizes, lr=0.1):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Linear(2, config.net.width)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.config.net.lr)
+
+
+class NestedData(DataModule):
+    def __init__(self, sizes_of_data, whole=False):
+        super().__init__()
+        self.save_hyperparameters(*[sizes_of_data] if whole else [])
+        self.batch_size = sizes_of_data.batch_size
+
+    def train_dataloader(self):
+        return loader(self.batch_size, 2)
+
+
+@pytest.mark.parametrize("is_one_file", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_arguments_that_are_containers_of_omegaconf_stay_such(tmp_path, is_one_file, whole):
+    config = OmegaConf.create({"width": 3, "net": {"width": "${width}", "lr": 0.1}})
+    data = NestedData(OmegaConf.create({"batch_size": 2}), whole)
+    trainer = quiet(tmp_path, max_epochs=1)
+    trainer.fit(Nested(config, OmegaConf.create([1, 2])), datamodule=data)
+    trainer.save_checkpoint(tmp_path / "a.ckpt", single_file=is_one_file)
+    loaded = Nested.load_from_checkpoint(tmp_path / "a.ckpt")
+    assert OmegaConf.is_dict(loaded.hparams.config) and OmegaConf.is_list(loaded.hparams.sizes)
+    assert loaded.hparams.config.net.width == 3 and loaded.hparams.lr == 0.1
+    loaded_data = NestedData.load_from_checkpoint(tmp_path / "a.ckpt", **({"whole": True} if whole else {}))
+    assert loaded_data.batch_size == 2
+    assert OmegaConf.is_dict(loaded_data.hparams if whole else loaded_data.hparams.sizes_of_data)
+
+
 class Wider(Net):
     def __init__(self, width=2, lr=0.1):
         super().__init__(width, lr)
