@@ -14,6 +14,7 @@ from .cluster.hardware import Hardware
 from .module.precision import Precision
 from .placed.placed import Placed
 from .placed.slices import PlacedSlices
+from .state.sendable import check_shapes
 from .strategy import Strategy
 from .torch_tensors import compiled_call_of
 
@@ -78,6 +79,7 @@ def _check_replicable(module: nn.Module, num_devices: int, is_manual: bool) -> N
             "automatic_optimization=False: each slice of a batch would make an update of its own; use strategy='ddp', "
             "or return the loss."
         )
+    check_shapes(module)
     compiled = [type(m).__name__ for m in module.modules() if compiled_call_of(m) is not None]
     if compiled:
         raise ConfigError(

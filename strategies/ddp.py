@@ -14,7 +14,7 @@ from .parallel.replica import DDPOptions, Replica
 from .parallel.replica_check import ReplicaCheck
 from .placed.placed import Placed
 from .placed.replica import PlacedReplica
-from .state.sendable import check_sendable
+from .state.sendable import check_sendable, check_shapes
 from .strategy import Strategy
 
 
@@ -48,7 +48,8 @@ class ReplicaStrategy(Strategy):
 
     def _convert(self, module: nn.Module) -> None:
         if self.ranks.group is not None:
-            check_sendable(module, self.name)  # with what configure_model has built
+            check_shapes(module)  # with what configure_model has built
+            check_sendable(module, self.name)
         self.precision.convert_module(module, self.device)
 
     def _replicate(

@@ -21,7 +21,7 @@ from .placed.placed import Placed
 from .placed.shards import PlacedShards, Sharding
 from .pretrained.plain_builds import recording
 from .state.dtensor import is_dtensor
-from .state.sendable import check_sendable, check_shardable, check_wrapped
+from .state.sendable import check_sendable, check_shapes, check_shardable, check_wrapped
 from .state.shared_memory import check_unshared
 from .strategy import Strategy
 
@@ -112,7 +112,8 @@ class ShardedStrategy(Strategy):
                 f"{type(module).__name__} is sharded already, by a strategy other than this {type(self).__name__}; "
                 "use the trainer that sharded it, or build a new module and load a checkpoint."
             )
-        self._check_dimensions(module)  # with what configure_model has built
+        check_shapes(module)  # with what configure_model has built
+        self._check_dimensions(module)
         check_sendable(module, self.name)
         check_shardable(module, self.name, self.device.type)
         check_unshared(module, self.name, with_buffers=True)

@@ -15,6 +15,7 @@ from ...common.errors import ConfigError, ModuleError
 from ..module.blocks import CONTAINERS, Predicate, as_predicate, repeated_blocks
 from ..module.precision import Precision
 from ..state.dtensor import bytes_of, is_wrapper
+from ..state.sendable import check_shapes
 from ..torch_internals import BatchNorm
 from ..units.whole_parameters import is_kept_whole
 from .mesh import Degrees
@@ -236,12 +237,7 @@ def check_parameters(module: nn.Module) -> None:
     Raises:
         ModuleError: naming those that do not.
     """
-    lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
-    if lazy:
-        raise ModuleError(
-            f"{', '.join(lazy[:5])} of {type(module).__name__} has no shape yet and cannot be sharded; call the module "
-            "once before fit, or give its lazy layers their sizes."
-        )
+    check_shapes(module)
     check_gradients(module)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ...common.errors import ConfigError, RunError
@@ -283,4 +284,4 @@ def check_served(
     choices.check_number(num_servers, len(named))
     for name, _ in sparse_layers(module) if tables is None else ():
         raise sparse_gradient(f"{name}.weight" if name else "weight")
-    return {name: parameter.numel() * parameter.element_size() for name, parameter in named.items()}
+    return {name: 0 if is_lazy(p) else p.numel() * p.element_size() for name, p in named.items()}

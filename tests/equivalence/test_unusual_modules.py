@@ -15,6 +15,7 @@ AT_ONCE = {title for title in BY_TITLE if title not in ("dp x 2", "device_map")}
 REFUSED = {
     **{(title, "ties by storage"): "two tensors in the same memory" for title in AT_ONCE - {"ddp x 2"}},
     **{(title, "outside parameters"): "are not the module's" for title in AT_ONCE},
+    **{(title, "a lazy layer"): "has no shape yet" for title in {*AT_ONCE, "dp x 2"}},
     **{(title, "a penalty on weights"): "A sharded parameter was used" for title in SHARDED},
     **{(title, "auxiliary losses in attributes"): "blocks.0.auxiliary" for title in IN_STAGES},
     **{(title, "forward hooks"): "Not passed between stages: collected" for title in IN_STAGES},

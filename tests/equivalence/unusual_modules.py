@@ -404,6 +404,17 @@ class Normalized(Plain):
         return self.normalized(super().hidden(x, task))
 
 
+class Lazy(Plain):
+    """Has a layer that learns the size of its input in its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lazy = nn.LazyLinear(4)
+
+    def hidden(self, x: torch.Tensor, task: int) -> torch.Tensor:
+        return self.lazy(super().hidden(x, task))
+
+
 class TargetNetwork(Plain):
     """Has a frozen copy of a layer that follows it after each step."""
 
@@ -457,6 +468,7 @@ MODULES: dict[str, type[Plain]] = {
     "a penalty on weights": WeightPenalty,
     "clamped weights": Clamped,
     "weight norm": Normalized,
+    "a lazy layer": Lazy,
     "target network": TargetNetwork,
     "target tokens": TargetTokens,
 }
