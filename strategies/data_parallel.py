@@ -12,6 +12,7 @@ from torch import nn
 from ..common.errors import ConfigError
 from .cluster.hardware import Hardware
 from .module.precision import Precision
+from .parallel.sharding_policy import check_lookups
 from .placed.placed import Placed
 from .placed.slices import PlacedSlices
 from .state.sendable import check_shapes
@@ -47,6 +48,10 @@ class DataParallelStrategy(Strategy):
                 "num_nodes=1, or use strategy='ddp'."
             )
         super().validate(hardware, precision)
+
+    def validate_module(self, module: nn.Module, *, trains: bool = True) -> None:
+        if trains and len(self.hardware.devices) > 1:
+            check_lookups(module, self.name)
 
     def connect(self, hardware: Hardware, precision: Precision) -> None:
         super().connect(hardware, precision)

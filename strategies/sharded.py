@@ -15,7 +15,7 @@ from .distributed.process_group import ProcessSettings
 from .module.deferred_init import DeferredInit
 from .module.precision import Precision
 from .parallel.mesh import Degrees, make_mesh
-from .parallel.sharding_policy import ShardingOptions, check_dimensions, check_gradients
+from .parallel.sharding_policy import ShardingOptions, check_dimensions, check_gradients, check_lookups
 from .placed.cuts import Cuts
 from .placed.placed import Placed
 from .placed.shards import PlacedShards, Sharding
@@ -66,7 +66,10 @@ class ShardedStrategy(Strategy):
         self.options.validate(self.degrees)
 
     def validate_module(self, module: nn.Module, *, trains: bool = True) -> None:
-        if self.degrees.world_size > 1:
+        degrees = self.degrees
+        if trains and degrees.dp_replicate * degrees.dp_shard * degrees.cp > 1:
+            check_lookups(module, self.name)
+        if degrees.world_size > 1:
             self._check_dimensions(module)
             check_gradients(module)
             check_sendable(module, self.name)

@@ -14,7 +14,7 @@ from ...common.errors import ConfigError, RunError
 from ..module.memory_estimate import MemoryShare
 from ..parallel.optimizer_probe import OptimizerProbe, attribute_with_parameters, check_can_be_dealt
 from ..parallel.replica import DDPOptions, Replica, copy_from_first
-from ..parallel.sharding_policy import sparse_layers
+from ..parallel.sharding_policy import check_lookups, sparse_layers
 from ..servers.choices import ServerChoices
 from ..servers.connection import Connection, Timeouts
 from ..servers.flat_layout import deal
@@ -75,6 +75,8 @@ class PlacedOnServers(PlacedReplica):
 
     def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         self.served = {}
+        if self.ranks.group is not None:
+            check_lookups(self.module, self.site.name)  # with what configure_model has built
         holders = self._deal(optimizers)
         choices = self._choices
         connection = self.connection = Connection(

@@ -404,6 +404,26 @@ class Normalized(Plain):
         return self.normalized(super().hidden(x, task))
 
 
+class RescaledRows(Plain):
+    """Has an embedding that rescales the rows that it looks up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(12, 4, max_norm=0.5)
+
+    def hidden(self, x: torch.Tensor, task: int) -> torch.Tensor:
+        return super().hidden(x, task) + self.table((x.sum(2) * 100).long() % 12)
+
+
+class FunctionalCall(Plain):
+    """Calls a block with other weights than its own."""
+
+    def hidden(self, x: torch.Tensor, task: int) -> torch.Tensor:
+        x = self.blocks[0](self.embed(x))
+        others = {name: 1.5 * weight for name, weight in self.blocks[1].named_parameters()}
+        return torch.func.functional_call(self.blocks[1], others, (x,))
+
+
 class Lazy(Plain):
     """Has a layer that learns the size of its input in its first forward."""
 
@@ -468,6 +488,8 @@ MODULES: dict[str, type[Plain]] = {
     "a penalty on weights": WeightPenalty,
     "clamped weights": Clamped,
     "weight norm": Normalized,
+    "an embedding with max_norm": RescaledRows,
+    "functional_call of a block": FunctionalCall,
     "a lazy layer": Lazy,
     "target network": TargetNetwork,
     "target tokens": TargetTokens,
