@@ -289,6 +289,18 @@ class ForwardHooks(Plain):
         return super().loss(x, y, task) + 0.1 * torch.stack(self.collected).sum()
 
 
+class ChangingHooks(Plain):
+    """Has hooks of modules that replace inputs, outputs and gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for part in (*self.blocks, self.head):
+            part.register_forward_pre_hook(lambda _, inputs: (1.1 * inputs[0],))
+            part.register_forward_hook(lambda _, inputs, output: 0.9 * output)
+            part.register_full_backward_pre_hook(lambda _, gradients: (0.8 * gradients[0],))
+            part.register_full_backward_hook(lambda _, inputs, outputs: (0.7 * inputs[0],))
+
+
 class Filter(nn.Module):
     """A layer with a complex parameter and a complex buffer, as Fourier layers have them."""
 
@@ -480,6 +492,7 @@ MODULES: dict[str, type[Plain]] = {
     "gradient penalty": GradientPenalty,
     "auxiliary losses in attributes": AuxiliaryLosses,
     "forward hooks": ForwardHooks,
+    "hooks that change values": ChangingHooks,
     "complex": Complex,
     "mixed dtypes": MixedDtypes,
     "eval mode": EvalMode,
