@@ -31,6 +31,7 @@ REFUSED = {
     ("pp x 2", "a penalty on weights"): "A parameter of another stage has no values here",
     ("pp x 2", "early exit"): "blocks.1 of stage 1 was not called in the step",
     ("pp x 2", "gradient penalty"): "cannot compute a derivative",
+    ("cp x 2", "packed sequences"): "This step ran on a part of the batch",
     ("cp x 2", "gradient penalty"): "computes derivatives inside of its step",
 }
 """What the errors say for modules that a layout does not train."""

@@ -436,6 +436,31 @@ class FunctionalCall(Plain):
         return torch.func.functional_call(self.blocks[1], others, (x,))
 
 
+class Packed(Plain):
+    """Packs sequences of several lengths for a recurrent layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(4, 4, batch_first=True)
+
+    def hidden(self, x: torch.Tensor, task: int) -> torch.Tensor:
+        lengths = (x[:, 0, 0] > 0).cpu() + 3
+        packed = nn.utils.rnn.pack_padded_sequence(
+            super().hidden(x, task), lengths, batch_first=True, enforce_sorted=False
+        )
+        output, _ = self.recurrent(packed)
+        return nn.utils.rnn.pad_packed_sequence(output, batch_first=True, total_length=4)[0]
+
+
+class Jacobian(Plain):
+    """Penalizes the Jacobian of its head, which functions of ``torch.func`` compute."""
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor, task: int) -> torch.Tensor:
+        hidden = self.hidden(x, task)
+        slopes = torch.func.vmap(torch.func.jacrev(lambda one: self.head(one).tanh()))(hidden.flatten(0, 1))
+        return (self.head(hidden) - y).square().mean() + slopes.square().mean()
+
+
 class Lazy(Plain):
     """Has a layer that learns the size of its input in its first forward."""
 
@@ -503,6 +528,8 @@ MODULES: dict[str, type[Plain]] = {
     "weight norm": Normalized,
     "an embedding with max_norm": RescaledRows,
     "functional_call of a block": FunctionalCall,
+    "packed sequences": Packed,
+    "a Jacobian": Jacobian,
     "a lazy layer": Lazy,
     "target network": TargetNetwork,
     "target tokens": TargetTokens,
