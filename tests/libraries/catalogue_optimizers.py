@@ -18,12 +18,12 @@ Make = Callable[[list[torch.nn.Parameter]], Any]
 """Returns what `configure_optimizers` returns for these parameters."""
 NOT_HERE = ("fused", "bnb", "adahessian")
 """What optimizers of timm are named that need CUDA, or a second derivative."""
-BY_KIND = ("adago", "adamuon", "distributedmuon", "muon", "muonclip", "normuon")
+BY_KIND = ("adago", "adamuon", "muon", "muonclip", "normuon")
 """The optimizers of pytorch_optimizer whose groups say whether Muon updates them."""
 ALSO_NOT_HERE = (
     *("adahessian", "sophiah", "alig", "bsam"),  # a second derivative, or a closure
     *("adalomo", "adammini", "lomo"),  # a model instead of parameters
-    *("demo", "fadam", "spectralsphere"),  # einops, float32, matrices only
+    *("demo", "fadam", "spectralsphere", "distributedmuon"),  # einops, float32, matrices only, a process group
 )
 """Those that need something else than parameters and their gradients."""
 
