@@ -111,10 +111,6 @@ def scaled(layer: Any, x: Tensor) -> Tensor:
     return x * layer["scale"] + layer["shift"]
 
 
-def adaptive(layer: Any, x: Tensor) -> Tensor:
-    return x + layer(x.flatten(0, 1), tokens(x).flatten()).output.view(len(x), 4, 1)
-
-
 def folded(layer: Any, x: Tensor) -> Tensor:
     return F.fold(F.unfold(layer(x)[:, None], 2), 4, 2)[:, 0]
 
@@ -155,7 +151,6 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Tensor], Tensor]
     "Embedding, sparse": (lambda: nn.Embedding(12, 4, sparse=True), on_tokens),
     "EmbeddingBag": (lambda: nn.EmbeddingBag(12, 4, mode="max"), on_tokens),
     "EmbeddingBag, weighted": (lambda: nn.EmbeddingBag(12, 4, mode="sum", include_last_offset=True), weighted_bags),
-    "AdaptiveLogSoftmaxWithLoss": (lambda: nn.AdaptiveLogSoftmaxWithLoss(4, 12, [3, 6], div_value=2), adaptive),
     "Bilinear": (lambda: nn.Bilinear(4, 4, 4), twice),
     "Conv1d": (lambda: nn.Conv1d(4, 4, 3, padding=1, padding_mode="circular"), on_channels),
     "ConvTranspose1d": (lambda: nn.ConvTranspose1d(4, 4, 3, padding=1, groups=2), on_channels),
