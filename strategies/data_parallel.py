@@ -12,8 +12,10 @@ from torch import nn
 from ..common.errors import ConfigError
 from .cluster.hardware import Hardware
 from .module.precision import Precision
+from .parallel.sharding_policy import check_lookups
 from .placed.placed import Placed
 from .placed.slices import PlacedSlices
+from .state.sendable import check_shapes
 from .strategy import Strategy
 from .torch_tensors import compiled_call_of
 
@@ -47,6 +49,10 @@ class DataParallelStrategy(Strategy):
             )
         super().validate(hardware, precision)
 
+    def validate_module(self, module: nn.Module, *, trains: bool = True) -> None:
+        if trains and len(self.hardware.devices) > 1:
+            check_lookups(module, self.name)
+
     def connect(self, hardware: Hardware, precision: Precision) -> None:
         super().connect(hardware, precision)
         self._devices = [hardware.device(index) for index in range(len(hardware.devices))]
@@ -78,6 +84,7 @@ def _check_replicable(module: nn.Module, num_devices: int, is_manual: bool) -> N
             "automatic_optimization=False: each slice of a batch would make an update of its own; use strategy='ddp', "
             "or return the loss."
         )
+    check_shapes(module)
     compiled = [type(m).__name__ for m in module.modules() if compiled_call_of(m) is not None]
     if compiled:
         raise ConfigError(

@@ -12,9 +12,10 @@ from .module.precision import Precision
 from .parallel.compression import CommHook, Compression
 from .parallel.replica import DDPOptions, Replica
 from .parallel.replica_check import ReplicaCheck
+from .parallel.sharding_policy import check_lookups
 from .placed.placed import Placed
 from .placed.replica import PlacedReplica
-from .state.sendable import check_sendable
+from .state.sendable import check_sendable, check_shapes
 from .strategy import Strategy
 
 
@@ -41,6 +42,8 @@ class ReplicaStrategy(Strategy):
     def validate_module(self, module: nn.Module, *, trains: bool = True) -> None:
         if self.environment.world_size > 1:
             check_sendable(module, self.name)
+            if trains:
+                check_lookups(module, self.name)
 
     def make_placed(self, module: nn.Module, *, is_manual: bool = False) -> Placed:
         self._convert(module)
@@ -48,7 +51,8 @@ class ReplicaStrategy(Strategy):
 
     def _convert(self, module: nn.Module) -> None:
         if self.ranks.group is not None:
-            check_sendable(module, self.name)  # with what configure_model has built
+            check_shapes(module)  # with what configure_model has built
+            check_sendable(module, self.name)
         self.precision.convert_module(module, self.device)
 
     def _replicate(

@@ -16,6 +16,7 @@ from .distributed.process_group import ProcessSettings
 from .module.precision import Precision
 from .parallel.equal_ranks import overrides
 from .parallel.replica import DDPOptions
+from .parallel.sharding_policy import check_lookups
 from .placed.on_servers import PlacedOnServers, check_served
 from .servers.choices import ServerChoices
 from .servers.connection import Connection, Timeouts
@@ -82,6 +83,8 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
     def validate_module(self, module: nn.Module, *, trains: bool = True) -> None:
         if not trains:  # without servers
             return
+        if self.environment.world_size > 1:
+            check_lookups(module, self.name)
         if not getattr(module, "automatic_optimization", True):
             raise ConfigError(
                 "strategy='ps' needs automatic optimization, because its servers update the parameters, got a module "

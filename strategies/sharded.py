@@ -15,13 +15,13 @@ from .distributed.process_group import ProcessSettings
 from .module.deferred_init import DeferredInit
 from .module.precision import Precision
 from .parallel.mesh import Degrees, make_mesh
-from .parallel.sharding_policy import ShardingOptions, check_dimensions, check_gradients
+from .parallel.sharding_policy import ShardingOptions, check_dimensions, check_gradients, check_lookups
 from .placed.cuts import Cuts
 from .placed.placed import Placed
 from .placed.shards import PlacedShards, Sharding
 from .pretrained.plain_builds import recording
 from .state.dtensor import is_dtensor
-from .state.sendable import check_sendable, check_shardable, check_wrapped
+from .state.sendable import check_sendable, check_shapes, check_shardable, check_wrapped
 from .state.shared_memory import check_unshared
 from .strategy import Strategy
 
@@ -69,7 +69,10 @@ class ShardedStrategy(Strategy):
         self.options.validate(self.degrees)
 
     def validate_module(self, module: nn.Module, *, trains: bool = True) -> None:
-        if self.degrees.world_size > 1:
+        degrees = self.degrees
+        if trains and degrees.dp_replicate * degrees.dp_shard * degrees.cp > 1:
+            check_lookups(module, self.name)
+        if degrees.world_size > 1:
             self._check_dimensions(module)
             check_gradients(module)
             check_sendable(module, self.name)
@@ -115,7 +118,8 @@ class ShardedStrategy(Strategy):
                 f"{type(module).__name__} is sharded already, by a strategy other than this {type(self).__name__}; "
                 "use the trainer that sharded it, or build a new module and load a checkpoint."
             )
-        self._check_dimensions(module)  # with what configure_model has built
+        check_shapes(module)  # with what configure_model has built
+        self._check_dimensions(module)
         check_sendable(module, self.name)
         check_shardable(module, self.name, self.device.type)
         check_unshared(module, self.name, with_buffers=True)

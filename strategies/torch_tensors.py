@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound=Tensor)
 M = TypeVar("M", bound=nn.Module)
+_PACKAGE: Final = __name__.partition(".")[0]
 _MEAN: Final = 1
 """The number of ``reduction="mean"`` in torch's C++ (`torch.nn._reduction`)."""
 
@@ -185,8 +186,12 @@ _STEP: Final = ("step", "_step_supports_amp_scaling")
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer has hooks of its own (`_optimizer_step_pre_hooks`, `_optimizer_step_post_hooks`)."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)  # noqa: SLF001
+    """Return whether a user has given an optimizer hooks (`_optimizer_step_pre_hooks`, `_optimizer_step_post_hooks`).
+
+    Those of this package take times on some ranks, and read no parameters.
+    """
+    hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())  # noqa: SLF001
+    return any(getattr(hook, "__module__", "").partition(".")[0] != _PACKAGE for hook in hooks)
 
 
 def step_hooks(optimizer: Optimizer) -> list[object]:

@@ -40,6 +40,6 @@ class ZeroStrategy(ReplicaStrategy):
             check_unshared(module, self.name, with_buffers=False)
 
     def make_placed(self, module: nn.Module, *, is_manual: bool = False) -> PlacedZero:
-        self.validate_module(module)  # with what configure_model has built
+        self.validate_module(module, trains=False)  # with what configure_model has built
         self._convert(module)
         return PlacedZero(self.site, module, *self._replicate(module, is_manual=is_manual))

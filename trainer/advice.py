@@ -128,6 +128,17 @@ _ADVICE: Final = {
     r"must be Tensor, not \w*(ReLU|ELU|LU|Sigmoid|Tanh|Softmax|Dropout|Flatten|Identity|Norm|Swish|Mish)\d?d?$": (
         "The class of a layer was called with a tensor, which makes a layer: make it once, as nn.ReLU(), and call that."
     ),
+    "FSDP does not support deepcopy": (
+        "Sharded layers cannot be copied: make the copy, or the AveragedModel, in __init__ or configure_model, "
+        "or let the callback EMAWeightAveraging keep the average."
+    ),
+    "mark a variable ready only once": (
+        "DDP met the gradient of a parameter twice: give torch.utils.checkpoint use_reentrant=False, or set "
+        "DDPStrategy(static_graph=True) if every step uses the same parameters."
+    ),
+    "SyncBatchNorm (layers only work with|expected input tensor to be on) GPU": (
+        "On CPUs use GroupNorm, or plain BatchNorm layers, which Trainer(sync_batchnorm=True) converts on GPUs."
+    ),
     "modified by an inplace operation": (
         "A tensor was modified before backward could use it: clone() it, or find the operation with "
         "Trainer(detect_anomaly=True)."

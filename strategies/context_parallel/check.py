@@ -16,6 +16,7 @@ from ..distributed.nested import iterate_tensors
 from ..module.untouched import trying_steps
 from ..targets.noted_means import NotedMeans
 from ..targets.shares import unclear_share
+from ..torch_internals import is_wrapped
 from .context import ContextParallel
 from .counted import Counted, log_difference, metric_difference, names_by_tokens
 from .sequence import SequenceLayout
@@ -187,8 +188,10 @@ def _observe(
     outputs: list[_Output] = []
 
     def observe(name: str, output: object) -> None:
-        # a number over all tokens, such as a model's own loss, is that of the part; what is made of it is compared
-        tensors = [x.detach() for x in iterate_tensors(output) if x.is_floating_point() and x.ndim]
+        # a number over all tokens, such as a model's own loss, is that of the part; what is made of it is compared.
+        # Inside of a transformation of torch.func, values are not known
+        own = (tensor for tensor in iterate_tensors(output) if not is_wrapped(tensor))
+        tensors = [x.detach() for x in own if x.is_floating_point() and x.ndim]
         if tensors and cut is not None:
             shapes = parts[len(outputs)].shapes if len(outputs) < len(parts) else ()
             tensors = [_cut_like(t, s, *cut) for t, s in zip(tensors, shapes, strict=False)]

@@ -29,7 +29,9 @@ def map_tensors(function: Callable[[Tensor], Tensor], data: Any, other: Callable
         return [map_tensors(function, value, other) for value in data]
     if isinstance(data, tuple):
         values = [map_tensors(function, value, other) for value in data]
-        return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
+        kind: Any = type(data)
+        # not the constructor, which may ask its arguments for what only tensors have, as PackedSequence's does
+        return kind._make(values) if hasattr(data, "_fields") else kind(values)
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         fields = [field.name for field in dataclasses.fields(data) if field.init]
         return dataclasses.replace(data, **{name: map_tensors(function, getattr(data, name), other) for name in fields})

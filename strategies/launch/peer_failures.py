@@ -38,6 +38,7 @@ def blame_peer(group: ProcessGroup | None, error: BaseException) -> ProcessError
     failed, reason = _culprits(ranks, errors)
     if not failed:
         return None
+    reason = reason.removesuffix(".")
     message = f"Rank {group.rank} of {group.world_size} lost the others: {reason}. See the output there."
     return ProcessError.of_ranks(message, *map(int, failed))
 

@@ -83,7 +83,8 @@ class OptimizerProbe:
     def differs_if_sharded(self, collectives: Collectives) -> bool:
         """Return whether a rank updates DTensors otherwise than whole parameters, or not at all. Collective.
 
-        Even shards come first: an optimizer that fails on an empty shard fails on some ranks while the others wait.
+        Even shards come first, and then uneven ones as plain tensors: an optimizer that fails on an empty shard fails
+        on some ranks, while others wait for them where it communicates.
         """
 
         def differs(chosen: Sequence[tuple[int, object]]) -> bool:
@@ -93,7 +94,9 @@ class OptimizerProbe:
         even = [(index, with_even_shards(parameter)) for index, parameter in self._chosen]
         is_uneven = any(one[1].shape != other[1].shape for one, other in zip(even, self._chosen, strict=True))
         is_uneven = bool(collectives.all_reduce(float(is_uneven), "max"))  # stages have different parameters
-        return (is_uneven and differs(even)) or differs(self._chosen)
+        if is_uneven and (differs(even) or collectives.all_reduce(float(self.fails_on_plain_shards()), "max")):
+            return True
+        return differs(self._chosen)
 
     def is_elementwise(self) -> bool:
         """Return whether each element is updated by itself, so that shards can be updated as plain tensors."""

@@ -45,16 +45,19 @@ class ShardedOptimizer:
         return remake(type(self._optimizer), attributes_of(self._optimizer), groups)
 
     def owns(self, parameter: Tensor) -> bool:
-        """Return whether this rank keeps the state of a parameter."""
+        """Return whether this rank keeps the state of a parameter; each rank keeps what is of no parameter."""
         if parameter not in owners_of(self._zero):
-            self._follow()  # a group was added since, as a resumed run does for layers that were unfrozen
-        return bool(owners_of(self._zero)[parameter] == self._zero.rank)
+            self._add_groups()  # as a resumed run does for layers that were unfrozen
+        return bool(owners_of(self._zero).get(parameter, self._zero.rank) == self._zero.rank)
+
+    def _add_groups(self) -> None:
+        for group in self._optimizer.param_groups[len(self._zero.param_groups) :]:
+            self._zero.add_param_group(group)
 
     def _follow(self) -> None:
         """Take over groups added to the user's optimizer, and state loaded into it."""
+        self._add_groups()
         optimizer, zero = self._optimizer, self._zero
-        for group in optimizer.param_groups[len(zero.param_groups) :]:
-            zero.add_param_group(group)
         zero.param_groups = list(optimizer.param_groups)
         if zero.optim.state is not optimizer.state:
             for parameter in [parameter for parameter in optimizer.state if not self.owns(parameter)]:

@@ -15,6 +15,7 @@ from ...common.errors import ConfigError, ModuleError
 from ..module.blocks import CONTAINERS, Predicate, as_predicate, repeated_blocks
 from ..module.precision import Precision
 from ..state.dtensor import bytes_of, is_wrapper
+from ..state.sendable import check_shapes
 from ..torch_internals import BatchNorm
 from ..units.whole_parameters import is_kept_whole
 from .mesh import Degrees
@@ -236,12 +237,7 @@ def check_parameters(module: nn.Module) -> None:
     Raises:
         ModuleError: naming those that do not.
     """
-    lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
-    if lazy:
-        raise ModuleError(
-            f"{', '.join(lazy[:5])} of {type(module).__name__} has no shape yet and cannot be sharded; call the module "
-            "once before fit, or give its lazy layers their sizes."
-        )
+    check_shapes(module)
     check_gradients(module)
 
 
@@ -278,6 +274,22 @@ def check_gradients(module: nn.Module) -> None:
             f"{', '.join(sparse[:5])} of {type(module).__name__} must have dense gradients to shard them, got "
             "sparse=True; set sparse=False, or use strategy='ddp' or a RemoteEmbedding with strategy='ps'."
         )
+
+
+def check_lookups(module: nn.Module, strategy: str) -> None:
+    """Check that no embedding rescales the rows that it looks up, which differ where ranks have other samples.
+
+    Raises:
+        ModuleError: naming one that does.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
+            raise ModuleError(
+                f"{name or 'the module'} ({type(layer).__name__}) of {type(module).__name__} has "
+                f"max_norm={layer.max_norm}, by which its forward writes the rows that it looks up; with "
+                f"strategy={strategy!r} each rank or device would write those of its own samples. Leave max_norm out "
+                "and limit the norm of what the layer returns, or use strategy='single'."
+            )
 
 
 def _predicate(policy: Policy) -> Predicate:

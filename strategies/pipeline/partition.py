@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ...common.errors import ConfigError, ModuleError
 from ..module.blocks import has_forward, repeated_blocks
@@ -183,7 +184,7 @@ def _dots(name: str) -> list[int]:
 
 def _part(name: str, submodule: nn.Module, *, is_block: bool) -> Part:
     tables = {layer.weight for layer in submodule.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag)}
-    parameters = list(submodule.parameters())
+    parameters = [parameter for parameter in submodule.parameters() if not is_lazy(parameter)]
     return Part(
         name,
         type(submodule).__name__,

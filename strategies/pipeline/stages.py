@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from ...common.errors import ModuleError
 from ..distributed.nested import iterate_tensors, map_tensors, named_leaves
 from ..state.dtensor import local_shard
-from ..torch_internals import StopRecomputation
+from ..torch_internals import StopRecomputation, is_wrapped
 from ..torch_tensors import call_uncompiled, compiled_call_of, set_compiled_call
 from .absent import AbsentAttributes, stand_in
 from .counting import CountedOnce, Observed
@@ -363,8 +363,12 @@ class StagedModule:
 
 
 def has_nan(data: object) -> bool:
-    """Return whether a tensor of a structure, or this rank's shard of it, has a NaN element."""
-    numbers = [tensor for tensor in iterate_tensors(data) if tensor.is_floating_point() or tensor.is_complex()]
+    """Return whether a tensor of a structure, or this rank's shard of it, has a NaN element.
+
+    Those inside of a transformation of ``torch.func`` do not tell their values.
+    """
+    tensors = (tensor for tensor in iterate_tensors(data) if not is_wrapped(tensor))
+    numbers = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
     return any(bool(local_shard(tensor).isnan().any()) for tensor in numbers)
 
 

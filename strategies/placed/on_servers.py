@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ...common.errors import ConfigError, RunError
 from ..module.memory_estimate import MemoryShare
 from ..parallel.optimizer_probe import OptimizerProbe, attribute_with_parameters, check_can_be_dealt
 from ..parallel.replica import DDPOptions, Replica, copy_from_first
-from ..parallel.sharding_policy import sparse_layers
+from ..parallel.sharding_policy import check_lookups, sparse_layers
 from ..servers.choices import ServerChoices
 from ..servers.connection import Connection, Timeouts
 from ..servers.flat_layout import deal
@@ -73,6 +74,8 @@ class PlacedOnServers(PlacedReplica):
 
     def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         self.served = {}
+        if self.ranks.group is not None:
+            check_lookups(self.module, self.site.name)  # with what configure_model has built
         holders = self._deal(optimizers)
         choices = self._choices
         connection = self.connection = Connection(
@@ -282,4 +285,4 @@ def check_served(
     choices.check_number(num_servers, len(named))
     for name, _ in sparse_layers(module) if tables is None else ():
         raise sparse_gradient(f"{name}.weight" if name else "weight")
-    return {name: parameter.numel() * parameter.element_size() for name, parameter in named.items()}
+    return {name: 0 if is_lazy(p) else p.numel() * p.element_size() for name, p in named.items()}

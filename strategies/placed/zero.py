@@ -13,6 +13,7 @@ from ..parallel.optimizer_probe import OptimizerProbe, check_can_be_dealt
 from ..parallel.replica import Replica
 from ..parallel.replica_check import ReplicaCheck
 from ..parallel.sharded_optimizer import ShardedOptimizer
+from ..parallel.sharding_policy import check_lookups
 from ..state.optimizer_state import Sharded, parameter_names
 from .placed import Site
 from .replica import PlacedReplica
@@ -33,6 +34,7 @@ class PlacedZero(PlacedReplica):
         self._sharded = {}
         if self.ranks.group is None:
             return
+        check_lookups(self.module, self.site.name)  # with what configure_model has built
         for optimizer in optimizers:
             check_can_be_dealt(OptimizerProbe(optimizer), self.site.name, self.ranks.all)
         self._sharded = {optimizer: ShardedOptimizer(optimizer) for optimizer in optimizers}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
+from enum import Enum
 from typing import Any, Final
 
 from torch import Tensor
@@ -122,5 +123,5 @@ def _check_setting(saved: Any, here: object, place: str) -> None:
             # None stands for a value that the optimizer computes: one run may give it, and another may not
             if item is not None and own is not None:
                 _check_setting(item, own, f"{place}[{index}]")
-    elif isinstance(here, int | float | Tensor) and not isinstance(here, bool):
+    elif isinstance(here, int | float | Tensor) and not isinstance(here, bool | Enum):
         check(saved, (NUMBER, Tensor), place)

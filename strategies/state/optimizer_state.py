@@ -6,6 +6,7 @@ import inspect
 from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Final
 
 import torch
@@ -26,7 +27,8 @@ _DTYPES: Final = {TEXT: torch.dtype}
 def state_by_name(optimizer: Optimizer, module: nn.Module) -> dict[str, object]:
     """Return ``optimizer.state_dict()`` with each parameter's position replaced by its name in `module`.
 
-    ``dtypes`` has the dtypes of the parameters, and ``shared`` the state that belongs to no parameter, if there is any.
+    ``dtypes`` has the dtypes of the parameters, ``shared`` the state that belongs to no parameter, and ``others`` what
+    the optimizer's class returns beside ``state`` and ``param_groups``, if there is any.
 
     Raises:
         CheckpointError: for parameters that do not belong to the module, whose values no checkpoint would hold.
@@ -39,15 +41,22 @@ def state_by_name(optimizer: Optimizer, module: nn.Module) -> dict[str, object]:
             f"{foreign[:3]}, and a checkpoint does not hold them; make them, or the module that has them, attributes "
             "of self, in a ModuleList or ParameterList instead of a list."
         )
-    shared = {key: value for key, value in state["state"].items() if type(key) is not int}
+    entries, groups = state.get("state", {}), state.get("param_groups", _groups_by_position(optimizer))
+    shared = {key: value for key, value in entries.items() if type(key) is not int}
+    others = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
     return {
-        "state": {names[position]: value for position, value in state["state"].items() if position not in shared},
-        "param_groups": [
-            {**group, "params": [names[position] for position in group["params"]]} for group in state["param_groups"]
-        ],
+        "state": {names[position]: value for position, value in entries.items() if position not in shared},
+        "param_groups": [{**group, "params": [names[position] for position in group["params"]]} for group in groups],
         "dtypes": {name: p.dtype for name, p in zip(names, optimizer_parameters(optimizer), strict=True)},
         **({"shared": shared} if shared else {}),
+        **({"others": others} if others else {}),
     }
+
+
+def _groups_by_position(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the groups of an optimizer with positions of parameters, and without settings."""
+    positions = count()
+    return [{"params": [next(positions) for _ in group["params"]]} for group in optimizer.param_groups]
 
 
 def load_by_name(optimizer: Optimizer, module: nn.Module, state: Mapping[str, Any]) -> None:
@@ -98,6 +107,7 @@ def _state_by_position(optimizer: Optimizer, module: nn.Module, state: Mapping[s
     check(state, _SCHEMA, "The optimizer state")
     check(state.get("dtypes", {}), _DTYPES, "dtypes of the optimizer state")
     check(state.get("shared", {}), dict, "The optimizer state's shared part")
+    check(state.get("others", {}), dict, "The optimizer state's other parts")
     names = parameter_names(optimizer, module)
     saved_names = {name for group in state["param_groups"] for name in group["params"]}
     if saved_names != set(names):
@@ -107,7 +117,11 @@ def _state_by_position(optimizer: Optimizer, module: nn.Module, state: Mapping[s
             f"{unexpected[:5]}; load the weights only (echelon.load_weights), or configure the optimizer as it was "
             "saved."
         )
-    here, saved = optimizer.state_dict()["param_groups"], state["param_groups"]
+    others = map_tensors(own_copy_of, dict(state.get("others", {})))
+    own = optimizer.state_dict()
+    if "param_groups" not in own:  # as of a class that wraps another optimizer
+        return {"state": {}, "param_groups": [], **others}
+    here, saved = own["param_groups"], state["param_groups"]
     groups = taken_over(optimizer, here, saved, group_sources(optimizer, module, state))
     _check_entries(state["state"], names)
     position = {name: index for index, name in enumerate(names)}
@@ -116,6 +130,7 @@ def _state_by_position(optimizer: Optimizer, module: nn.Module, state: Mapping[s
         # cloned, since tensors of a checkpoint may be views of its file
         "state": map_tensors(own_copy_of, entries),
         "param_groups": groups,
+        **others,
     }
 
 

@@ -46,6 +46,22 @@ def check_sendable(module: nn.Module, strategy: str) -> None:
             )
 
 
+def check_shapes(module: nn.Module) -> None:
+    """Check that all parameters and buffers have a shape, which lazy layers give them in their first forward.
+
+    Raises:
+        ModuleError: naming those that have none.
+    """
+    named = chain(module.named_parameters(), module.named_buffers())
+    lazy = [name for name, tensor in named if is_lazy(tensor)]
+    if lazy:
+        raise ModuleError(
+            f"{', '.join(lazy[:5])} of {type(module).__name__} has no shape yet, so that several ranks or devices "
+            "cannot start with the same values of it; call the module once before fit, or give its lazy layers their "
+            "sizes."
+        )
+
+
 def check_shardable(module: nn.Module, strategy: str, device_type: str) -> None:
     """Check that modules can be told apart, and that parameters have dtypes of which shards can be gathered.
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...common.errors import ModuleError
 from .torch_units import keeping_version, parameter_groups
 
 
@@ -117,8 +118,31 @@ class GatheredUnit:
         self._versions: list[int] = []
         for name in ("_to_sharded", "_to_sharded_post_forward"):
             setattr(group, name, _after(self.look, getattr(group, name)))
+        group._to_unsharded = _after(self._check_given, group._to_unsharded)
         for parameter in group.fsdp_params:
             parameter.init_unsharded_param = _first_gather(parameter, self)
+
+    def _check_given(self) -> None:
+        """Check that the unit has its own parameters when they are gathered: torch then puts these into its layers.
+
+        Raises:
+            ModuleError: naming one in whose place there is another tensor.
+        """
+        if self._group.is_unsharded:
+            return
+        for parameter in self._group.fsdp_params:
+            info = parameter._module_info
+            held = info.module._parameters.get(info.param_name)
+            own = parameter.sharded_param, getattr(parameter, "_sharded_post_forward_param", None)
+            if not any(held is one for one in own):
+                name = (parameter._param_fqn or info.param_name).removeprefix("module.")
+                raise ModuleError(
+                    f"{name} was given another tensor of shape "
+                    f"{list(held.shape) if isinstance(held, Tensor) else held}, as by torch.func.functional_call, but "
+                    "its layer is in a unit that gathers its own parameters when it is called, and would compute with "
+                    "those. Call a part that is in no unit (print strategy.plan(module)), compute with the tensors "
+                    "yourself, or use strategy='ddp' or 'zero'."
+                )
 
     def look(self) -> None:
         """Note the parameters that were written since the last look, if they are gathered."""

@@ -12,9 +12,18 @@ CELLS = [(layout.title, kind) for layout in LAYOUTS for kind in layout.kinds]
 SHARDED = ("fsdp x 2", "tp x 2", "cp x 2", "pp x 2", "hsdp 2 x 2", "tp 2 x fsdp 2", "pp 2 x fsdp 2")
 IN_STAGES = ("pp x 2", "pp 2 x fsdp 2")
 AT_ONCE = {title for title in BY_TITLE if title not in ("dp x 2", "device_map")}
+SAME_SAMPLES = ("device_map", "tp x 2", "pp x 2")
+"""The layouts whose ranks all read the same samples."""
 REFUSED = {
     **{(title, "ties by storage"): "two tensors in the same memory" for title in AT_ONCE - {"ddp x 2"}},
     **{(title, "outside parameters"): "are not the module's" for title in AT_ONCE},
+    **{(title, "a lazy layer"): "has no shape yet" for title in {*AT_ONCE, "dp x 2"}},
+    **{
+        (title, "functional_call of a block"): "as by torch.func.functional_call"
+        for title in SHARDED
+        if title != "pp x 2"
+    },
+    **{(title, "an embedding with max_norm"): "has max_norm=0.5" for title in BY_TITLE if title not in SAME_SAMPLES},
     **{(title, "a penalty on weights"): "A sharded parameter was used" for title in SHARDED},
     **{(title, "auxiliary losses in attributes"): "blocks.0.auxiliary" for title in IN_STAGES},
     **{(title, "forward hooks"): "Not passed between stages: collected" for title in IN_STAGES},
@@ -22,6 +31,7 @@ REFUSED = {
     ("pp x 2", "a penalty on weights"): "A parameter of another stage has no values here",
     ("pp x 2", "early exit"): "blocks.1 of stage 1 was not called in the step",
     ("pp x 2", "gradient penalty"): "cannot compute a derivative",
+    ("cp x 2", "packed sequences"): "This step ran on a part of the batch",
     ("cp x 2", "gradient penalty"): "computes derivatives inside of its step",
 }
 """What the errors say for modules that a layout does not train."""

@@ -289,6 +289,18 @@ class ForwardHooks(Plain):
         return super().loss(x, y, task) + 0.1 * torch.stack(self.collected).sum()
 
 
+class ChangingHooks(Plain):
+    """Has hooks of modules that replace inputs, outputs and gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for part in (*self.blocks, self.head):
+            part.register_forward_pre_hook(lambda _, inputs: (1.1 * inputs[0],))
+            part.register_forward_hook(lambda _, inputs, output: 0.9 * output)
+            part.register_full_backward_pre_hook(lambda _, gradients: (0.8 * gradients[0],))
+            part.register_full_backward_hook(lambda _, inputs, outputs: (0.7 * inputs[0],))
+
+
 class Filter(nn.Module):
     """A layer with a complex parameter and a complex buffer, as Fourier layers have them."""
 
@@ -404,6 +416,62 @@ class Normalized(Plain):
         return self.normalized(super().hidden(x, task))
 
 
+class RescaledRows(Plain):
+    """Has an embedding that rescales the rows that it looks up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(12, 4, max_norm=0.5)
+
+    def hidden(self, x: torch.Tensor, task: int) -> torch.Tensor:
+        return super().hidden(x, task) + self.table((x.sum(2) * 100).long() % 12)
+
+
+class FunctionalCall(Plain):
+    """Calls a block with other weights than its own."""
+
+    def hidden(self, x: torch.Tensor, task: int) -> torch.Tensor:
+        x = self.blocks[0](self.embed(x))
+        others = {name: 1.5 * weight for name, weight in self.blocks[1].named_parameters()}
+        return torch.func.functional_call(self.blocks[1], others, (x,))
+
+
+class Packed(Plain):
+    """Packs sequences of several lengths for a recurrent layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(4, 4, batch_first=True)
+
+    def hidden(self, x: torch.Tensor, task: int) -> torch.Tensor:
+        lengths = (x[:, 0, 0] > 0).cpu() + 3
+        packed = nn.utils.rnn.pack_padded_sequence(
+            super().hidden(x, task), lengths, batch_first=True, enforce_sorted=False
+        )
+        output, _ = self.recurrent(packed)
+        return nn.utils.rnn.pad_packed_sequence(output, batch_first=True, total_length=4)[0]
+
+
+class Jacobian(Plain):
+    """Penalizes the Jacobian of its head, which functions of ``torch.func`` compute."""
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor, task: int) -> torch.Tensor:
+        hidden = self.hidden(x, task)
+        slopes = torch.func.vmap(torch.func.jacrev(lambda one: self.head(one).tanh()))(hidden.flatten(0, 1))
+        return (self.head(hidden) - y).square().mean() + slopes.square().mean()
+
+
+class Lazy(Plain):
+    """Has a layer that learns the size of its input in its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lazy = nn.LazyLinear(4)
+
+    def hidden(self, x: torch.Tensor, task: int) -> torch.Tensor:
+        return self.lazy(super().hidden(x, task))
+
+
 class TargetNetwork(Plain):
     """Has a frozen copy of a layer that follows it after each step."""
 
@@ -449,6 +517,7 @@ MODULES: dict[str, type[Plain]] = {
     "gradient penalty": GradientPenalty,
     "auxiliary losses in attributes": AuxiliaryLosses,
     "forward hooks": ForwardHooks,
+    "hooks that change values": ChangingHooks,
     "complex": Complex,
     "mixed dtypes": MixedDtypes,
     "eval mode": EvalMode,
@@ -457,6 +526,11 @@ MODULES: dict[str, type[Plain]] = {
     "a penalty on weights": WeightPenalty,
     "clamped weights": Clamped,
     "weight norm": Normalized,
+    "an embedding with max_norm": RescaledRows,
+    "functional_call of a block": FunctionalCall,
+    "packed sequences": Packed,
+    "a Jacobian": Jacobian,
+    "a lazy layer": Lazy,
     "target network": TargetNetwork,
     "target tokens": TargetTokens,
 }

@@ -1,6 +1,6 @@
 """Write the tables of docs/libraries.md: what each layout trains of the catalogues.
 
-Usage: python tests/libraries/catalogue.py [optimizers] [modules], in an environment that has the libraries.
+Usage: python tests/libraries/catalogue.py [optimizers] [pytorch_optimizer] [modules], where the libraries are.
 """
 
 import argparse
@@ -17,21 +17,29 @@ sys.path.append(str(Path(__file__).parents[1] / "equivalence"))
 sys.path.append(str(Path(__file__).parents[1] / "helpers"))
 
 from catalogue_modules import modules
-from catalogue_optimizers import optimizers
+from catalogue_optimizers import optimizers, pytorch_optimizers
 from matrix import largest
 from unusual_modules import LAYOUTS, End, Layout, train, train_all
 
 from echelon.testing import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "libraries.md"
-ROWS: Mapping[str, Callable[[], Mapping[str, Callable[[], Any]]]] = {"optimizers": optimizers, "modules": modules}
+ROWS: Mapping[str, Callable[[], Mapping[str, Callable[[], Any]]]] = {
+    "optimizers": optimizers,
+    "pytorch_optimizer": pytorch_optimizers,
+    "modules": modules,
+}
 TITLES = {
     "optimizers": [layout.title for layout in LAYOUTS if layout.processes < 4],
+    "pytorch_optimizer": [layout.title for layout in LAYOUTS if layout.processes < 4],
     "modules": [layout.title for layout in LAYOUTS if layout.processes < 4 and not layout.title.startswith("pp")],
 }
 """The layouts of each table. A pipeline may fail on one stage alone, after which nothing else can run there."""
-BOUND = {"transformers: output_attentions": 1e-5}
-"""The largest difference of what computes a part in float32."""
+BOUND = {
+    "transformers: output_attentions": 1e-5,
+    **dict.fromkeys(("adago", "adamuon", "muon", "muonclip", "normuon", "scion", "scionlight"), 1e-3),
+}
+"""The largest difference of what computes a part in float32, or in bfloat16."""
 
 
 def built(make: Callable[[], Any]) -> Any:

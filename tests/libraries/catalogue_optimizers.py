@@ -1,5 +1,6 @@
-"""Optimizers of torch, timm, transformers, torchao and lion-pytorch, in a module that is trained on every layout."""
+"""Optimizers of torch and of libraries, in a module that is trained on every layout."""
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -17,6 +18,14 @@ Make = Callable[[list[torch.nn.Parameter]], Any]
 """Returns what `configure_optimizers` returns for these parameters."""
 NOT_HERE = ("fused", "bnb", "adahessian")
 """What optimizers of timm are named that need CUDA, or a second derivative."""
+BY_KIND = ("adago", "adamuon", "muon", "muonclip", "normuon")
+"""The optimizers of pytorch_optimizer whose groups say whether Muon updates them."""
+ALSO_NOT_HERE = (
+    *("adahessian", "sophiah", "alig", "bsam"),  # a second derivative, or a closure
+    *("adalomo", "adammini", "lomo"),  # a model instead of parameters
+    *("demo", "fadam", "spectralsphere", "distributedmuon"),  # einops, float32, matrices only, a process group
+)
+"""Those that need something else than parameters and their gradients."""
 
 
 class Optimized(Plain):
@@ -62,6 +71,26 @@ def of_timm() -> dict[str, Make]:
     }
 
 
+def of_pytorch_optimizer() -> dict[str, Make]:
+    """Return the optimizers of pytorch_optimizer by its names for them."""
+    from pytorch_optimizer import get_supported_optimizers, load_optimizer
+
+    def make(parameters: list[torch.nn.Parameter], kind: Any, *, by_kind: bool) -> Any:
+        matrices = [parameter for parameter in parameters if parameter.dim() == 2]
+        rest = [parameter for parameter in parameters if parameter.dim() != 2]
+        groups = [{"params": matrices, "use_muon": True}, {"params": rest, "use_muon": False}]
+        arguments = inspect.signature(kind).parameters
+        settings = {name: value for name, value in (("lr", 0.01), ("num_iterations", 8)) if name in arguments}
+        return kind(groups if by_kind else parameters, **settings)
+
+    names = [name for name in sorted(get_supported_optimizers()) if not name.startswith(("bnb", "torchao"))]
+    return {
+        name: functools.partial(make, kind=load_optimizer(name), by_kind=name in BY_KIND)
+        for name in names
+        if name not in ALSO_NOT_HERE
+    }
+
+
 def of_others() -> dict[str, Make]:
     """Return single optimizers of other libraries."""
     import torchao.optim
@@ -81,5 +110,13 @@ def of_others() -> dict[str, Make]:
 
 def optimizers() -> dict[str, Callable[[], Optimized]]:
     """Return all rows of the catalogue: each makes a module."""
-    rows = {**of_torch(), **of_timm(), **of_others()}
-    return {name: lambda make=make: Optimized(make) for name, make in rows.items()}
+    return _rows({**of_torch(), **of_timm(), **of_others()})
+
+
+def pytorch_optimizers() -> dict[str, Callable[[], Optimized]]:
+    """Return all rows of the catalogue of pytorch_optimizer."""
+    return _rows(of_pytorch_optimizer())
+
+
+def _rows(kinds: dict[str, Make]) -> dict[str, Callable[[], Optimized]]:
+    return {name: functools.partial(Optimized, make) for name, make in kinds.items()}

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 from catalogue import TITLES, cell, documented, found_on
 
-LIBRARIES = ("timm", "peft", "torchao", "transformers", "torchmetrics", "lion_pytorch")
+LIBRARIES = ("timm", "peft", "torchao", "transformers", "torchmetrics", "lion_pytorch", "pytorch_optimizer")
 MISSING = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{MISSING} are not installed; `make test-libraries` does it")
 

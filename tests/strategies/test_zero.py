@@ -29,11 +29,12 @@ NUM_STEPS = 8
 
 
 class Sign(torch.optim.Optimizer):
-    """Not of torch: its arguments are not the defaults of its groups, and it keeps more than groups and state."""
+    """Not of torch: its arguments are not its groups' defaults, and it keeps more than groups and parameters' state."""
 
     def __init__(self, params, *, speed, name):
         super().__init__(params, {"lr": speed, "beta": 0.9})
         self.title = {"name": name}
+        self.state["all"] = {}
 
     @torch.no_grad()
     def step(self, closure=None):

@@ -312,7 +312,7 @@ def _by_position(saved: Any) -> object:
         number = {name: position for position, name in enumerate(names)}
         groups = [{**group, "params": [number[name] for name in group["params"]]} for group in saved["param_groups"]]
         state = {number.get(name, name): value for name, value in saved["state"].items()}
-        return {"state": {**state, **saved.get("shared", {})}, "param_groups": groups}
+        return {**saved.get("others", {}), "state": {**state, **saved.get("shared", {})}, "param_groups": groups}
     return saved
 
 

@@ -10,6 +10,7 @@ from time import monotonic
 from typing import Final
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ...common.errors import DataError
 from ...strategies.torch_tensors import version_of
@@ -79,7 +80,7 @@ class Untrained:
 
 def _version_of(module: nn.Module) -> int:
     """Return a number that grows with each in-place change of a parameter, whichever optimizer makes it."""
-    return sum(map(version_of, module.parameters()))
+    return sum(version_of(parameter) for parameter in module.parameters() if not is_lazy(parameter))
 
 
 def tell_of_other_size(session: Session, saved_size: int | None) -> None:

@@ -28,7 +28,9 @@ class Skeleton:
         self._module = self._copy(module)
 
     def run(self, module: nn.Module, whole: Callable[[Tensor], Tensor], *args: object, **kwargs: object) -> Any:
-        """Run the copy with ``whole(parameter)`` for each parameter of the module now, and copies of its buffers.
+        """Run the copy's forward with ``whole(parameter)`` for each parameter of the module now, and copies of buffers.
+
+        Hooks of the module itself do not run, as around its own forward.
 
         Raises:
             ModuleError: if the module has exchanged its submodules since.
@@ -49,7 +51,7 @@ class Skeleton:
                 )
             parameters_by_name(mine).update({key: filled(p, whole) for key, p in parameters_by_name(submodule).items()})
             buffers_by_name(mine).update({key: filled(b, _clone) for key, b in buffers_by_name(submodule).items()})
-        return self._module(*args, **kwargs)
+        return self._module.forward(*args, **kwargs)
 
     def release(self) -> None:
         """Drop the tensors of the copy, whose modules may refer to each other and so live until garbage is collected.

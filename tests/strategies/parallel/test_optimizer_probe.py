@@ -144,6 +144,7 @@ REFUSED = [
     (SharesAStepSize, "zero", "otherwise if it has no others"),
     *((Lamb, strategy, "otherwise if it has no others") for strategy in ("zero", "pp", "ps")),
     (Draws, "zero", "draws random numbers when it updates them, which would be others on each rank"),
+    (SharesAStepSize, "fsdp", "fails on shards (RuntimeError: max(): Expected reduction dim"),
     (OfShards, "fsdp", "updates shards otherwise than whole parameters; use strategy='zero' or 'ddp'"),
     *((kind, "fsdp", "fails on shards (RuntimeError: aten.") for kind in (AdamP, SGDP, CAdamW, Kron)),
     (NovoGrad, "fsdp", "fails on shards (AssertionError); use strategy='zero' or 'ddp'"),

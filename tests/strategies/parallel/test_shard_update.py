@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from echelon.strategies.parallel.shard_update import step_on_shards
 from echelon.testing import run_ranks
+from echelon.trainer.savings.updates import Updates
 
 KINDS = {
     "ASGD": {},
@@ -125,13 +126,16 @@ def look_at_steps():
     watched = torch.optim.SGD(trained, lr=0.1)
     watched.register_step_pre_hook(lambda *_: None)
     look("hook", watched)
+    timed = torch.optim.SGD(trained, lr=0.1)
+    timed.register_step_pre_hook(Updates._before)
+    look("a hook that takes times", timed)
     return seen
 
 
 @pytest.mark.timeout(300)
 def test_only_what_is_known_to_go_by_element_gets_shards():
     seen = run_ranks(look_at_steps, 2, timeout=240)[0]
-    assert seen.pop("torch's") == {"Tensor"}
+    assert seen.pop("torch's") == seen.pop("a hook that takes times") == {"Tensor"}
     assert seen == {"another class": {"DTensor"}, "not by element": {"DTensor"}, "hook": {"DTensor"}}
 
 

@@ -1,6 +1,7 @@
 """A resumed optimizer goes on as it was: its state's dtypes, its groups' settings and its schedules, in any order."""
 
 from collections import deque
+from enum import IntEnum
 from itertools import product
 from pathlib import Path
 
@@ -196,17 +197,84 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
+class Warming(torch.optim.SGD):
+    """Keeps a number outside of its state, and says so in its own ``state_dict``."""
+
+    number = 0
+
+    def step(self, closure=None):
+        self.number += 1
+        for group in self.param_groups:
+            group["lr"] = 0.05 * self.number
+        return super().step(closure)
+
+    def state_dict(self):
+        return {**super().state_dict(), "warmup": {"number": self.number, 3: torch.tensor(1.5)}}
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        assert state_dict["warmup"][3] == 1.5
+        self.number = state_dict["warmup"]["number"]
+
+
+class Around(torch.optim.Optimizer):
+    """Steps another optimizer, whose state is all that it has."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+        self.param_groups = inner.param_groups
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+    def state_dict(self):
+        return {"inner": self.inner.state_dict()}
+
+    def load_state_dict(self, state_dict):
+        self.inner.load_state_dict(state_dict["inner"])
+        self.param_groups = self.inner.param_groups
+
+
+class Direction(IntEnum):
+    DOWN = -1
+
+
+class Directed(torch.optim.SGD):
+    """Has a setting that is a member of an enumeration."""
+
+    def __init__(self, params):
+        super().__init__([{"params": list(params), "direction": Direction.DOWN}], lr=0.1)
+
+    def step(self, closure=None):
+        assert all(group["direction"] is Direction.DOWN for group in self.param_groups)
+        return super().step(closure)
+
+
 @pytest.mark.parametrize(
     "make",
     [
         lambda module: torch.optim.Adafactor(module.parameters(), lr=0.1),
         lambda module: torch.optim.Adafactor(module.parameters(), lr=0.1, eps=(1e-30, 1e-3)),
         lambda module: Counting(module.parameters()),
+        lambda module: Warming(module.parameters(), lr=0.1),
+        lambda module: Around(torch.optim.Adam(module.parameters(), lr=0.1)),
+        lambda module: Directed(module.parameters()),
         lambda module: torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=2),
         lambda module: torch.optim.Rprop(module.parameters()),
         lambda module: torch.optim.AdamW(module.named_parameters(), lr=torch.tensor(0.1), fused=True),
     ],
-    ids=["adafactor", "adafactor with eps", "shared state", "lbfgs", "rprop", "named and fused"],
+    ids=[
+        "adafactor",
+        "adafactor with eps",
+        "shared state",
+        "own entries",
+        "around another",
+        "an enumeration",
+        "lbfgs",
+        "rprop",
+        "named and fused",
+    ],
 )
 def test_an_optimizer_with_unusual_settings_or_state_is_resumed(memory_path, make):
     assert difference(*whole_and_resumed(make, memory_path)) == 0

@@ -12,10 +12,12 @@ from small import Regression, loader, quiet, samples
 from torch import nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from tour import Mistake, Tour
 
-from echelon import TrainModule
+from echelon import DDPStrategy, FSDPStrategy, TrainModule
 
 tour = Tour()
 Loss = Callable[[nn.Module, Any], Any]
@@ -260,6 +262,37 @@ def manual_optimization_without_a_step() -> None:
         automatic_optimization = False
 
     fit(Manual())
+
+
+# --- several processes ---
+
+
+@tour.answered_by(AssertionError, "does not support deepcopy", "in __init__ or configure_model", "EMAWeightAveraging")
+def an_average_of_sharded_layers() -> None:
+    class Averaged(Regression):
+        def on_fit_start(self) -> None:
+            self.average = AveragedModel(self.net)
+
+    module = Averaged()
+    module.net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    fit(module, strategy=FSDPStrategy(policy=[nn.Sequential]), devices=2)
+
+
+@tour.answered_by(RuntimeError, "ready only once", "use_reentrant=False", "static_graph=True")
+def a_reentrant_checkpoint_beside_the_search_for_unused_parameters() -> None:
+    class Checkpointed(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            hidden = checkpoint(self.net, batch[0].requires_grad_(), use_reentrant=True)
+            return checkpoint(self.net, hidden.expand(-1, 2), use_reentrant=True).square().mean()
+
+    fit(Checkpointed(), strategy=DDPStrategy(find_unused_parameters=True), devices=2)
+
+
+@tour.answered_by(ValueError, "SyncBatchNorm", "GroupNorm", "sync_batchnorm=True")
+def synchronized_norms_on_cpus() -> None:
+    module = Regression()
+    module.net = nn.Sequential(nn.SyncBatchNorm(2), nn.Linear(2, 1))
+    fit(module, strategy="ddp", devices=2)
 
 
 def test_an_optimizer_that_steps_by_itself_counts_as_a_step(tmp_path: Path) -> None:
