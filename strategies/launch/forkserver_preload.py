@@ -17,7 +17,7 @@ import sys
 from .worker import CULPRITS, NOT_FOR_THE_FORK_SERVER, makes_devices_unusable, take_preload
 
 _OF_RANKS = (
-    *("callbacks.heartbeat", "callbacks.memory_snapshots"),
+    *("callbacks.heartbeat", "callbacks.memory_snapshots", "strategies.placed.watched_shards"),
     *("trainer.data.evaluation_data", "trainer.data.iterable_stream"),
     *("trainer.loop.pipeline_step", "trainer.planning.machine"),
 )

@@ -15,7 +15,6 @@ from ...common.errors import ModuleError
 from ...strategies import ActivationCheckpointing
 from ...strategies.devices.streams import numbers_on
 from ...strategies.pipeline.spec import signature_of
-from ...strategies.placed.watched_shards import WatchedShards
 from ..data.micro_batch import MicroBatch, Window
 from ..module.arguments import num_step_arguments
 from ..module.loss import loss_of, mean_of
@@ -61,7 +60,7 @@ class PipelineStep(SharedStep):
             window.total_size = window.size
         self.has_gradients, self.left, self.first_batch_idx = False, None, self.state.batches_in_epoch
         self.metrics.position = self.state.global_step + 1
-        self._watched = WatchedShards(self.module) if window.fewest == 0 else None
+        self.watch_shards(window)
         goes_on = self._begin_all(window)
         self.share_settings(window)
         number = len(self._batches)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ...common.errors import ModuleError
 from ...strategies.module.traces import Traceless
-from ...strategies.placed.watched_shards import WatchedShards
 from ...strategies.state.optimizer_groups import set_settings, settings_of
 from ..data.micro_batch import MicroBatch, Window
 from ..data.sample_checks import gather_numbers, last_batch_of_any
@@ -19,6 +19,9 @@ from ..module.loss import loss_of, mean_of
 from ..session.session import Session
 from .loss_weights import Unit, Weights
 from .step import Step
+
+if TYPE_CHECKING:
+    from ...strategies.placed.watched_shards import WatchedShards
 
 
 class SharedStep(Step):
@@ -56,7 +59,7 @@ class SharedStep(Step):
         self.has_gradients, self.left, self.first_batch_idx = False, None, self.state.batches_in_epoch
         self.metrics.position = self.state.global_step + 1
         self._has_come = False
-        self._watched = WatchedShards(self.module) if window.fewest == 0 else None
+        self.watch_shards(window)
         if not self._begin_first(window):
             return False
         self.share_settings(window)
@@ -199,6 +202,14 @@ class SharedStep(Step):
     def end(self, micro_batch: MicroBatch) -> None:
         with nullcontext() if self._watched is None else self._watched.during("on_train_batch_end"):
             super().end(micro_batch)
+
+    def watch_shards(self, window: Window) -> None:
+        """Watch what hooks of a batch write to shards of the weights, if a rank has none."""
+        self._watched = None
+        if window.fewest == 0:
+            from ...strategies.placed.watched_shards import WatchedShards
+
+            self._watched = WatchedShards(self.module)
 
     def _refuse_writes(self) -> None:
         """Refuse what hooks of a batch have written to shards of the weights, if a rank has none. Collective then.
