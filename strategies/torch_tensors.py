@@ -191,7 +191,7 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
     Those of this package take times on some ranks, and read no parameters.
     """
     hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())  # noqa: SLF001
-    return any(getattr(hook, "__module__", "").partition(".")[0] != _PACKAGE for hook in hooks)
+    return any(str(getattr(hook, "__module__", "")).partition(".")[0] != _PACKAGE for hook in hooks)
 
 
 def step_hooks(optimizer: Optimizer) -> list[object]:

@@ -1,0 +1,134 @@
+"""Train programs drawn at random in each layout, and print what does not end as in one process.
+
+Usage: python tests/equivalence/random_runs.py [--first SEED] [--number PROGRAMS] [layout ...]
+"""
+
+import argparse
+import math
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "helpers"))
+
+from random_programs import LAYOUTS, Program, run_all
+
+from echelon.testing import run_ranks
+
+
+def main():
+    """Compare the programs, print each difference with its program, and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("layouts", nargs="*", help=f"any of {', '.join(LAYOUTS)}; by default, all")
+    parser.add_argument("--first", type=int, default=0, help="the seed of the first program")
+    parser.add_argument("--number", type=int, default=100, help="how many programs")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    seeds = range(options.first, options.first + options.number)
+    layouts = {layout: seeds for layout in options.layouts or LAYOUTS if layout != "single"}
+    number = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for seed, layout, said in compare(seeds, layouts, Path(folder)):
+            number += 1
+            print(f"{Program.drawn(seed)}\n{layout}:", *said, sep="\n  ", flush=True)
+    print(f"{options.number} programs in {len(layouts)} layouts: {number} ends differ from one process")
+    return 1 if number else 0
+
+
+def compare(seeds, layouts, folder):
+    """Yield a seed, the layout of a run and what is not alike, for each run that does not end as in one process.
+
+    Each program also goes on from a checkpoint that it, or one process, has saved inside a run. Programs that a layout
+    refuses by name are left out.
+
+    Args:
+        seeds: those of the programs.
+        layouts: for each layout, the seeds of the programs that it trains.
+        folder: an empty folder.
+    """
+    ends = run_all([(seed, made(folder, seed, "single"), None) for seed in seeds], "single")
+    one = dict(zip(seeds, ends, strict=True))
+    yield from ((seed, "single", [end.error]) for seed, end in one.items() if end.error is not None)
+    for layout, chosen in {"single": seeds, **layouts}.items():
+        sound = [seed for seed in chosen if one[seed].error is None]
+        if layout != "single":
+            jobs = [(seed, made(folder, seed, layout), None) for seed in sound]
+            yield from _compared(one, layout, jobs, ends_on(layout, jobs))
+        jobs = [(seed, made(folder, seed, f"{layout}, resumed"), saved_by(folder, seed, layout)) for seed in sound]
+        jobs = [job for job in jobs if Program.drawn(job[0]).stop < one[job[0]].counters[0] and job[2].exists()]
+        yield from _compared(one, layout, jobs, ends_on(layout, jobs))
+
+
+def _compared(one, layout, jobs, ends):
+    for (seed, _, checkpoint), end in zip(jobs, ends, strict=True):
+        if end.error is not None and "echelon.common.errors.ConfigError" in end.error:
+            continue
+        expected, title = one[seed], layout
+        if checkpoint is not None:
+            stop = Program.drawn(seed).stop
+            expected, end, title = expected.after(stop), end.after(stop), f"{layout}, resumed from {checkpoint}"
+        if said := differences(expected, end):
+            yield seed, title, said
+
+
+def ends_on(layout, jobs, together=8):
+    """Return the ends of runs in a layout, on its first rank."""
+    number, ends = LAYOUTS[layout][0], []
+    if number == 1:
+        return run_all(jobs, layout)
+    for start in range(0, len(jobs), together):
+        ends += run_ranks(run_all, number, jobs[start : start + together], layout, timeout=300)[0]
+    return ends
+
+
+def made(folder, seed, title):
+    """Return a new folder for a run."""
+    path = folder / str(seed) / title
+    path.mkdir(parents=True)
+    return path
+
+
+def saved_by(folder, seed, layout):
+    """Return the checkpoint from which a run goes on: its layout's own or, for every second seed, one process's."""
+    return folder / str(seed) / (layout if seed % 2 else "single") / "stopped.ckpt"
+
+
+def differences(expected, found):
+    """Return what is not alike in two ends, in words."""
+    if found.error is not None:
+        return [found.error]
+    said = [
+        f"{name}: {one} and {other}"
+        for name in ("counters", "saved")
+        if (one := getattr(expected, name)) != (other := getattr(found, name))
+    ]
+    for name in ("weights", "metrics"):
+        one, other = getattr(expected, name), getattr(found, name)
+        if one.keys() != other.keys():
+            said.append(f"{name} in one place only: {one.keys() ^ other.keys()}")
+        elif far := [key for key, value in one.items() if not is_close(value, other[key])]:
+            said.append(f"{name}: {far}, such as {one[far[0]]} and {other[far[0]]}")
+    for name in ("rows", "rates"):
+        one, other = getattr(expected, name), getattr(found, name)
+        keys = [Counter(key for key, _ in values) for values in (one, other)]
+        if keys[0] != keys[1]:
+            said.append(f"{name} in one process only: {[*(keys[0] - keys[1])]}; here only: {[*(keys[1] - keys[0])]}")
+        elif far := [(a, b[1]) for a, b in zip(one, other, strict=True) if not is_close(a[1], b[1])]:
+            said.append(f"{name}: {far[:3]} of {len(far)}")
+    return said
+
+
+def is_close(one, other):
+    """Return whether numbers or tensors differ by rounding only."""
+    if isinstance(one, torch.Tensor):
+        return (one - other).abs().max().item() < 1e-10
+    return math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-10) or (math.isnan(one) and math.isnan(other))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
