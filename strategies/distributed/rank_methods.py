@@ -95,7 +95,7 @@ class RankMethods:
 
     barrier.__doc__ = Collectives.barrier.__doc__
 
-    def broadcast(self, data: Any, src: int = 0) -> Any:
+    def broadcast(self, data: object, src: int = 0) -> Any:
         """Return the data of the data rank `src` on every rank. Collective."""
         # Data without a gradient, which may exist on one rank only, goes to all ranks, not just to those that hold the
         # same part of the module. Data with a gradient exists on every rank of a replica: it stays among data ranks.

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..state.digest import digest_of_all
 from ..state.dtensor import is_dtensor, is_wrapper, local_shard
+from ..torch_internals import is_without_memory
 
 
 class WatchedShards:
@@ -35,4 +36,4 @@ class WatchedShards:
 
     def _digest(self) -> int:
         sharded = (each for each in self._module.parameters() if is_dtensor(each) and not is_wrapper(each))
-        return int(digest_of_all(map(local_shard, sharded)))
+        return int(digest_of_all(shard for shard in map(local_shard, sharded) if not is_without_memory(shard)))

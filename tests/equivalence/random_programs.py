@@ -42,6 +42,9 @@ LAYOUTS = {
     "ps": (2, "ps", "auto"),
     "ddp x 3": (3, "ddp", "auto"),
     "fsdp x 3": (3, "fsdp", "auto"),
+    "hsdp 2 x 2": (4, partial(ParallelStrategy, dp_replicate=2, dp_shard=2), "auto"),
+    "fsdp 2 x tp 2": (4, partial(ParallelStrategy, dp_shard=2, tp=2), "auto"),
+    "pp 2 x fsdp 2": (4, partial(ParallelStrategy, pp=2, dp_shard=2), "auto"),
 }
 """The number of processes, the strategy, and the number of devices of each layout."""
 
