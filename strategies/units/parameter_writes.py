@@ -79,6 +79,10 @@ class ParameterWrites:
         """Name the step that runs next."""
         self._step = step
 
+    def keep_whole(self, step: str) -> None:
+        """Keep what a run of a step writes for ranks without samples, if ranks compare it when the run ends."""
+        self.keeps_whole = step in self._compared
+
     def _note(self, parameter: ShardedParameter) -> None:
         """Keep what was written into a parameter that is still gathered."""
         if self.is_ignoring or self._collectives.is_rehearsed:

@@ -128,16 +128,16 @@ class UnitRuns:
 
     def beside_idle(self, step_name: str, busy: Sequence[bool], lent: object) -> AbstractContextManager[None]:
         """Return the context of a step of this rank while others `follow`; see `IdleRanks`. Collective."""
-        self.writes.keeps_whole = True
+        self.writes.keep_whole(step_name)
         return self._idle.beside(step_name, busy, lent)
 
     def follow(self, step_name: str, busy: Sequence[bool], run: Callable[[object], None]) -> None:
         """Take part in a step of the busy ranks without samples; see `IdleRanks`. Collective."""
-        self._idle.follow(step_name, busy, partial(self._run_lent, run), partial(self._join, step_name))
+        self._idle.follow(step_name, busy, partial(self._run_lent, step_name, run), partial(self._join, step_name))
 
-    def _run_lent(self, run: Callable[[object], None], lent: object) -> None:
+    def _run_lent(self, step_name: str, run: Callable[[object], None], lent: object) -> None:
         """Run the step as the busy ranks do."""
-        self.writes.keeps_whole = True
+        self.writes.keep_whole(step_name)
         run(lent)
 
     def _join(self, step_name: str, what: str, *numbers: int) -> None:

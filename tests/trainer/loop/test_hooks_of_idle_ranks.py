@@ -153,3 +153,16 @@ def test_weights_that_are_written_for_a_batch_are_refused_where_shards_have_none
             assert steps in (2, 3), where
             assert re.search(f"ModuleError: {where} has changed weights in global_step {steps}", error), where
             assert "Change weights in on_train_step_end" in error
+
+
+def validate_between_steps():
+    calm_down()
+    trainer = double_trainer(strategy=LAYOUTS["pp x fsdp"][1](), max_epochs=3, global_batch_size=4)
+    trainer.fit(Net(""), DataLoader(samples(8), 1), DataLoader(samples(3), 1))
+    return trainer.global_step, trainer.callback_metrics["loss"].item()
+
+
+def test_stages_train_on_after_a_validation_in_which_a_rank_has_fewer_samples():
+    steps = run_ranks(validate_between_steps, 4, timeout=100)
+    assert [number for number, _ in steps] == [6] * 4
+    assert len({loss for _, loss in steps}) == 1
