@@ -185,6 +185,12 @@ class Net(TrainModule):
         self.log("val", errors.mean())
         self.log("val_max", errors.max(), reduce_fx="max")
 
+    def test_step(self, batch, batch_idx):
+        self.log("test", self.errors(batch).sum(), reduce_fx="sum")
+
+    def predict_step(self, batch, batch_idx):
+        return self.errors(batch)
+
     def on_train_epoch_end(self):
         self.log("number", float(self.current_epoch))
 
@@ -271,6 +277,7 @@ class End:
     """Likewise, the rates after each step."""
     counters: tuple = ()
     metrics: dict = field(default_factory=dict)
+    """Those of training and validation, a test after the fit, and the predictions."""
     saved: tuple = ()
     """The names of the checkpoints that are left, and of the best."""
     error: str | None = None
@@ -308,13 +315,18 @@ def run(seed, layout, folder, checkpoint=None):
         **(program.validation or {}),
     )
     trainer.fit(module, train_loader(program), val_loaders(program), ckpt_path=checkpoint)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    samples = DataLoader(data(program.val_samples, 9), 2)
+    metrics |= {name: float(value) for name, value in trainer.test(module, samples, verbose=False)[0].items()}
+    predictions = torch.cat(trainer.predict(module, samples))
+    metrics |= {f"prediction {number}": value for number, value in enumerate(predictions.tolist())}
     saved = () if saver is None else (sorted(os.listdir(saver.dirpath)), Path(saver.best_model_path).name)
     return End(
         {name: value.clone() for name, value in whole_state(trainer, module).items()},
         sorted(((step, name), float(value)) for step, row in logger.records for name, value in row.items()),
         module.rates,
         (trainer.global_step, trainer.current_epoch),
-        {name: float(value) for name, value in trainer.callback_metrics.items()},
+        metrics,
         saved,
     )
 
