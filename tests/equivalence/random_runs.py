@@ -55,19 +55,20 @@ def compare(seeds, layouts, folder):
     one = dict(zip(seeds, ends, strict=True))
     yield from ((seed, "single", [end.error]) for seed, end in one.items() if end.error is not None)
     for layout, chosen in {"single": seeds, **layouts}.items():
-        sound = [seed for seed in chosen if one[seed].error is None]
-        if layout != "single":
-            jobs = [(seed, made(folder, seed, layout), None) for seed in sound]
-            yield from _compared(one, layout, jobs, ends_on(layout, jobs))
-        jobs = [(seed, made(folder, seed, f"{layout}, resumed"), saved_by(folder, seed, layout)) for seed in sound]
-        jobs = [job for job in jobs if Program.drawn(job[0]).stop < one[job[0]].counters[0] and job[2].exists()]
+        jobs = []
+        for seed in chosen:
+            if one[seed].error is None and layout != "single":
+                jobs.append((seed, made(folder, seed, layout), None))
+            if one[seed].error is None and Program.drawn(seed).stop < one[seed].counters[0]:
+                jobs.append((seed, made(folder, seed, f"{layout}, resumed"), saved_by(folder, seed, layout)))
         yield from _compared(one, layout, jobs, ends_on(layout, jobs))
 
 
 def _compared(one, layout, jobs, ends):
     for (seed, _, checkpoint), end in zip(jobs, ends, strict=True):
-        if end.error is not None and "echelon.common.errors.ConfigError" in end.error:
-            continue
+        is_refused = end.error is not None and "echelon.common.errors.ConfigError" in end.error
+        if is_refused or not (checkpoint is None or checkpoint.exists()):
+            continue  # and where a layout has refused a program, it has saved nothing to go on from
         expected, title = one[seed], layout
         if checkpoint is not None:
             stop = Program.drawn(seed).stop
@@ -76,7 +77,7 @@ def _compared(one, layout, jobs, ends):
             yield seed, title, said
 
 
-def ends_on(layout, jobs, together=8):
+def ends_on(layout, jobs, together=16):
     """Return the ends of runs in a layout, on its first rank."""
     number, ends = LAYOUTS[layout][0], []
     if number == 1:

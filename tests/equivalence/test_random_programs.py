@@ -5,7 +5,7 @@ from random_programs import LAYOUTS
 from random_runs import compare
 from sweep import IS_SWEEP
 
-SEEDS = range(1000, 1080) if IS_SWEEP else range(1000, 1012)
+SEEDS = range(1000, 1080) if IS_SWEEP else range(1000, 1008)
 MANY = [layout for layout in LAYOUTS if layout != "single"]
 
 
