@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 import socket
 import warnings
@@ -19,7 +18,7 @@ from torch.utils.data import IterableDataset
 
 from ...common.errors import ConfigError
 from ...common.storage import is_url
-from ...strategies.cluster.environment import ENVIRON, set_all
+from ...strategies.cluster.environment import ENVIRON, num_cores, set_all
 from ...strategies.devices import kinds
 from ...strategies.devices.cuda import CUDA
 from ...strategies.devices.memory import empty_caches
@@ -132,8 +131,7 @@ def suggested_max_num_workers(local_world_size: int) -> int:
     """
     if local_world_size < 1:
         raise ValueError(f"`local_world_size` should be >= 1, got {local_world_size}; give the number of processes.")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // local_world_size - 1)
+    return max(1, num_cores() // local_world_size - 1)
 
 
 def find_free_network_port() -> int:

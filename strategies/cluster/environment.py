@@ -109,6 +109,11 @@ def reconcile(environment: Environment, num_devices: int | None, num_nodes: int 
     )
 
 
+def num_cores() -> int:
+    """Return how many cores this process may use; on systems that do not tell, such as macOS, how many there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def set_defaults(variables: Mapping[str, str]) -> None:
     """Set environment variables for libraries and child processes, except those that the user has set."""
     for name, value in variables.items():

@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from ..cluster.environment import ENVIRON
+from ..cluster.environment import ENVIRON, num_cores
 from ..devices.backends import has_backend
 from ..devices.cuda import CUDA
 from ..devices.kinds import is_available
@@ -157,7 +157,7 @@ def check_temporary(environ: Mapping[str, str] = ENVIRON) -> Iterator[Finding]:
 
 def check_threads(num_processes: int, environ: Mapping[str, str] = ENVIRON) -> Iterator[Finding]:
     """Check that there are enough cores for the threads of all processes of this node."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_cores()
     text = environ.get("OMP_NUM_THREADS", "")
     text = text.partition(",")[0].strip()  # of a list the first counts, and the others for what is nested
     if text and not (text.isascii() and text.isdigit() and int(text) > 0):

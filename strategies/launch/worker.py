@@ -22,7 +22,7 @@ from typing import Any, Final, Self
 import torch
 
 from ...common.errors import ProcessError
-from ..cluster.environment import CALLS_FILE, NODE_FOLDER, launch_of, overridden
+from ..cluster.environment import CALLS_FILE, NODE_FOLDER, launch_of, num_cores, overridden
 from ..cluster.network import loopback_variables
 from ..cluster.torchrun import RUN_ID, has_agent
 from ..devices.kinds import are_unusable
@@ -325,5 +325,4 @@ def threads_per_process(num_processes: int) -> int:
     """Return the number of threads for each of `num_processes` that share the cores available to this process."""
     if (setting := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
         return max(1, int(setting))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // num_processes)
+    return max(1, num_cores() // num_processes)

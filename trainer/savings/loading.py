@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from typing import Final
 
@@ -13,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ...callbacks.callback import Callback
 from ...callbacks.dispatch import overrides
+from ...strategies.cluster.environment import num_cores
 from ...strategies.devices.kinds import CPU
 from ..module.data_module import DataHooks
 from ..module.hooks import ModuleHooks
@@ -43,7 +43,7 @@ class Loading(SavingWatch):
         reading = times.step * now if now else times.wait
         wanted = math.ceil(reading / max(rest, 1e-9))
         # of more than processors torch warns; the samples of a stream are read by each worker, and dealt
-        most = 1 if isinstance(loader.dataset, IterableDataset) else min(_MOST, _num_processors())
+        most = 1 if isinstance(loader.dataset, IterableDataset) else min(_MOST, num_cores())
         workers = min(wanted, most, self._free_processors() if is_busy or now else most)
         if workers <= now:
             return
@@ -79,13 +79,7 @@ class Loading(SavingWatch):
     def _free_processors(self) -> int:
         """Return how many processors of this node each rank has beside those that its steps use."""
         used = torch.get_num_threads() if self.subject.device.type == CPU else 1
-        return max(0, int(_num_processors() // self.subject.run.strategy.environment.local_world_size - used))
-
-
-def _num_processors() -> int:
-    """Return how many processors this process may use."""
-    usable = getattr(os, "sched_getaffinity", None)  # not on macOS
-    return len(usable(0)) if usable is not None else os.cpu_count() or 1
+        return max(0, int(num_cores() // self.subject.run.strategy.environment.local_world_size - used))
 
 
 def _reads_devices(loader: DataLoader[object]) -> bool:

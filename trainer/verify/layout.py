@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from ...common.errors import ConfigError
 from ...strategies import Strategy
+from ...strategies.cluster.environment import num_cores
 from ...strategies.devices.kinds import CPU, known_types, num_devices
 from ...strategies.placement import BY_NAME
 from ...strategies.registry import find_strategy
@@ -117,7 +117,7 @@ def check_devices(layouts: Sequence[Layout], accelerator: str) -> str | None:
                 "ranks, or devices='cpu', where ranks share the cores."
             )
         return None
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_cores()
     if cores < most:
         return f"{most} ranks share {cores} core(s): this is slow, but does not change the numbers."
     return None
