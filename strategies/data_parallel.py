@@ -12,10 +12,9 @@ from torch import nn
 from ..common.errors import ConfigError
 from .cluster.hardware import Hardware
 from .module.precision import Precision
-from .parallel.sharding_policy import check_lookups
 from .placed.placed import Placed
 from .placed.slices import PlacedSlices
-from .state.sendable import check_shapes
+from .state.sendable import check_lookups, check_shapes
 from .strategy import Strategy
 from .torch_tensors import compiled_call_of
 

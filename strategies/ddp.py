@@ -12,10 +12,9 @@ from .module.precision import Precision
 from .parallel.compression import CommHook, Compression
 from .parallel.replica import DDPOptions, Replica
 from .parallel.replica_check import ReplicaCheck
-from .parallel.sharding_policy import check_lookups
 from .placed.placed import Placed
 from .placed.replica import PlacedReplica
-from .state.sendable import check_sendable, check_shapes
+from .state.sendable import check_lookups, check_sendable, check_shapes
 from .strategy import Strategy
 
 

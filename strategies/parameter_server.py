@@ -16,13 +16,13 @@ from .distributed.process_group import ProcessSettings
 from .module.precision import Precision
 from .parallel.equal_ranks import overrides
 from .parallel.replica import DDPOptions
-from .parallel.sharding_policy import check_lookups
 from .placed.on_servers import PlacedOnServers, check_served
 from .servers.choices import ServerChoices
 from .servers.connection import Connection, Timeouts
 from .servers.processes import prepare_nursery
 from .servers.remote_calls import RemoteCalls
 from .servers.tables import RemoteTables
+from .state.sendable import check_lookups
 
 _PUSH_TIMEOUT: Final = timedelta(minutes=30)  # torch's default for gloo
 

@@ -15,13 +15,13 @@ from .distributed.process_group import ProcessSettings
 from .module.deferred_init import DeferredInit
 from .module.precision import Precision
 from .parallel.mesh import Degrees, make_mesh
-from .parallel.sharding_policy import ShardingOptions, check_dimensions, check_gradients, check_lookups
+from .parallel.sharding_policy import ShardingOptions, check_dimensions, check_gradients
 from .placed.cuts import Cuts
 from .placed.placed import Placed
 from .placed.shards import PlacedShards, Sharding
 from .pretrained.plain_builds import recording
 from .state.dtensor import is_dtensor
-from .state.sendable import check_sendable, check_shapes, check_shardable, check_wrapped
+from .state.sendable import check_lookups, check_sendable, check_shapes, check_shardable, check_wrapped
 from .state.shared_memory import check_unshared
 from .strategy import Strategy
 

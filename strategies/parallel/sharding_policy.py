@@ -276,22 +276,6 @@ def check_gradients(module: nn.Module) -> None:
         )
 
 
-def check_lookups(module: nn.Module, strategy: str) -> None:
-    """Check that no embedding rescales the rows that it looks up, which differ where ranks have other samples.
-
-    Raises:
-        ModuleError: naming one that does.
-    """
-    for name, layer in module.named_modules():
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
-            raise ModuleError(
-                f"{name or 'the module'} ({type(layer).__name__}) of {type(module).__name__} has "
-                f"max_norm={layer.max_norm}, by which its forward writes the rows that it looks up; with "
-                f"strategy={strategy!r} each rank or device would write those of its own samples. Leave max_norm out "
-                "and limit the norm of what the layer returns, or use strategy='single'."
-            )
-
-
 def _predicate(policy: Policy) -> Predicate:
     predicate = as_predicate(policy)
     if predicate is None:

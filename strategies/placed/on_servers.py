@@ -13,7 +13,7 @@ from ...common.errors import ConfigError, RunError
 from ..module.memory_estimate import MemoryShare
 from ..parallel.optimizer_probe import OptimizerProbe, attribute_with_parameters, check_can_be_dealt
 from ..parallel.replica import DDPOptions, Replica, copy_from_first
-from ..parallel.sharding_policy import check_lookups, sparse_layers
+from ..parallel.sharding_policy import sparse_layers
 from ..servers.choices import ServerChoices
 from ..servers.connection import Connection, Timeouts
 from ..servers.flat_layout import deal
@@ -22,6 +22,7 @@ from ..servers.served_state import ServedState, mean_gradients, multiply_gradien
 from ..servers.tables import RemoteTables
 from ..state.dtensor import multiply_all
 from ..state.optimizer_state import Sharded, needs_closure
+from ..state.sendable import check_lookups
 from ..state.shared_memory import check_unshared
 from .placed import ClipAlgorithm, Site
 from .replica import PlacedReplica

@@ -13,8 +13,8 @@ from ..parallel.optimizer_probe import OptimizerProbe, check_can_be_dealt
 from ..parallel.replica import Replica
 from ..parallel.replica_check import ReplicaCheck
 from ..parallel.sharded_optimizer import ShardedOptimizer
-from ..parallel.sharding_policy import check_lookups
 from ..state.optimizer_state import Sharded, parameter_names
+from ..state.sendable import check_lookups
 from .placed import Site
 from .replica import PlacedReplica
 

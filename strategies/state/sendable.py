@@ -1,4 +1,4 @@
-"""Tensors that ranks can send each other, and those that a strategy has to send otherwise, or to refuse."""
+"""Tensors that ranks can send each other and keep alike, and those that a strategy has to send otherwise, or refuse."""
 
 from __future__ import annotations
 
@@ -60,6 +60,22 @@ def check_shapes(module: nn.Module) -> None:
             "cannot start with the same values of it; call the module once before fit, or give its lazy layers their "
             "sizes."
         )
+
+
+def check_lookups(module: nn.Module, strategy: str) -> None:
+    """Check that no embedding rescales the rows that it looks up, which differ where ranks have other samples.
+
+    Raises:
+        ModuleError: naming one that does.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
+            raise ModuleError(
+                f"{name or 'the module'} ({type(layer).__name__}) of {type(module).__name__} has "
+                f"max_norm={layer.max_norm}, by which its forward writes the rows that it looks up; with "
+                f"strategy={strategy!r} each rank or device would write those of its own samples. Leave max_norm out "
+                "and limit the norm of what the layer returns, or use strategy='single'."
+            )
 
 
 def check_shardable(module: nn.Module, strategy: str, device_type: str) -> None:
