@@ -156,7 +156,6 @@ class SharedStep(Step):
             self.session.streams.restart(self.state.global_step, 0)
         if self.is_automatic:
             self.share_settings(window)
-            self._refuse_writes()
         super().complete(window)
 
     def share_settings(self, window: Window) -> None:
@@ -200,7 +199,10 @@ class SharedStep(Step):
             return super().begin(micro_batch)
 
     def end(self, micro_batch: MicroBatch) -> None:
-        with nullcontext() if self._watched is None else self._watched.during("on_train_batch_end"):
+        if self._watched is None:
+            super().end(micro_batch)
+            return
+        with self._watched.during("on_train_batch_end"):
             super().end(micro_batch)
 
     def watch_shards(self, window: Window) -> None:
