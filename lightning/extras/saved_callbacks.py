@@ -263,11 +263,8 @@ class StopperRead(Stopper):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the results of the checks; `patience` stays as it was given."""
-        best, reason = (
-            state_dict["best_score"],
-            state_dict.get("stopping_reason", EarlyStoppingReason.NOT_STOPPED.value),
-        )
+        reason = state_dict.get("stopping_reason", EarlyStoppingReason.NOT_STOPPED.name)
         name = reason if isinstance(reason, str) else EarlyStoppingReason(reason).name
+        best = None if state_dict["best_score"] is None else float(state_dict["best_score"])
         defaults = {"stopping_reason_message": None, "is_pending": False}
-        best = None if best is None else float(best)
         super().load_state_dict({**defaults, **state_dict, "best_score": best, "stopping_reason": name})
