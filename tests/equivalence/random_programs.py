@@ -2,19 +2,19 @@
 
 import os
 import random
-import traceback
 import warnings
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
+from as_rank import attempt
 from matrix import whole_state
 from recording_logger import RecordingLogger
-from residual import PLAN, Block
-from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
+from unusual_modules import LAYOUTS as UNUSUAL_LAYOUTS
+from unusual_modules import Layout, Plain
 
 from echelon import (
     Callback,
@@ -24,29 +24,20 @@ from echelon import (
     LearningRateMonitor,
     Loss,
     ModelCheckpoint,
-    ParallelStrategy,
     StochasticWeightAveraging,
     Trainer,
-    TrainModule,
     seed_everything,
 )
 
-LAYOUTS = {
-    "single": (1, "single", 1),
-    "dp": (1, "dp", 2),
-    "ddp": (2, "ddp", "auto"),
-    "zero": (2, "zero", "auto"),
-    "fsdp": (2, "fsdp", "auto"),
-    "tp": (2, partial(ParallelStrategy, tp=2), "auto"),
-    "pp": (2, partial(ParallelStrategy, pp=2), "auto"),
-    "ps": (2, "ps", "auto"),
-    "ddp x 3": (3, "ddp", "auto"),
-    "fsdp x 3": (3, "fsdp", "auto"),
-    "hsdp 2 x 2": (4, partial(ParallelStrategy, dp_replicate=2, dp_shard=2), "auto"),
-    "fsdp 2 x tp 2": (4, partial(ParallelStrategy, dp_shard=2, tp=2), "auto"),
-    "pp 2 x fsdp 2": (4, partial(ParallelStrategy, pp=2, dp_shard=2), "auto"),
-}
-"""The number of processes, the strategy, and the number of devices of each layout."""
+_OWN = [
+    Layout("single", 1, lambda: "single", devices=1),
+    Layout("ddp x 2", 2, lambda: "ddp"),
+    Layout("ddp x 3", 3, lambda: "ddp"),
+    Layout("zero x 2", 2, lambda: "zero"),
+    Layout("fsdp x 3", 3, lambda: "fsdp"),
+]
+LAYOUTS = {one.title: one for one in [*UNUSUAL_LAYOUTS, *_OWN] if one.title != "cp x 2"}
+"""The layouts by their titles; parts of sequences have other extreme values than whole ones, which cp refuses."""
 
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -155,23 +146,17 @@ class Program:
         )
 
 
-class Net(TrainModule):
+class Net(Plain):
     """A small network that logs what a program says."""
-
-    tp_plan = PLAN
 
     def __init__(self, program):
         super().__init__()
         self.program, self.rates = program, []
-        self.embed, self.blocks, self.head = nn.Linear(3, 4), nn.ModuleList(Block() for _ in range(2)), nn.Linear(4, 1)
         if program.is_tied:
             self.blocks[1].up.weight = self.blocks[0].up.weight
 
     def errors(self, batch):
-        x = self.embed(batch[0])
-        for block in self.blocks:
-            x = block(x)
-        return (self.head(x) - batch[1]).square().mean((1, 2))
+        return (self.head(self.hidden(batch[0], 0)) - batch[1]).square().mean((1, 2))
 
     def training_step(self, batch, batch_idx):
         errors, units = self.errors(batch), batch[2]
@@ -290,14 +275,14 @@ class End:
 
 def run(seed, layout, folder, checkpoint=None):
     """Return how a program ends in a layout; one that goes on from a checkpoint saves none."""
-    program, (_, strategy, devices) = Program.drawn(seed), LAYOUTS[layout]
+    program, where = Program.drawn(seed), LAYOUTS[layout]
     seed_everything(seed, verbose=False)
     module, logger, callbacks = Net(program), RecordingLogger(str(folder)), callbacks_of(program, folder)
     saver = callbacks.get("checkpoints")
     extra = [] if checkpoint else [SaveAfter(program.stop, folder / "stopped.ckpt")]
     trainer = Trainer(
-        strategy=strategy if isinstance(strategy, str) else strategy(),
-        devices=devices,
+        strategy=where.make(),
+        devices=where.devices,
         accelerator="cpu",
         precision="64-true",
         max_epochs=program.epochs,
@@ -334,10 +319,5 @@ def run(seed, layout, folder, checkpoint=None):
 def run_all(jobs, layout):
     """Return the ends of several runs in this process, each of a seed, a folder and a checkpoint or None."""
     warnings.simplefilter("ignore")
-    ends = []
-    for seed, folder, checkpoint in jobs:
-        try:
-            ends.append(run(seed, layout, folder, checkpoint))
-        except Exception:  # noqa: BLE001 - the test shows it, and the other programs still run
-            ends.append(End(error=traceback.format_exc()))
-    return ends
+    ends = [attempt(run, seed, layout, folder, checkpoint) for seed, folder, checkpoint in jobs]
+    return [End(error=end) if isinstance(end, str) else end for end in ends]

@@ -79,7 +79,7 @@ def _compared(one, layout, jobs, ends):
 
 def ends_on(layout, jobs, together=16):
     """Return the ends of runs in a layout, on its first rank."""
-    number, ends = LAYOUTS[layout][0], []
+    number, ends = LAYOUTS[layout].processes, []
     if number == 1:
         return run_all(jobs, layout)
     for start in range(0, len(jobs), together):
