@@ -11,6 +11,7 @@ from torch import nn
 
 from ..common.errors import ConfigError
 from .cluster.hardware import Hardware
+from .devices.queries import check_usable
 from .module.precision import Precision
 from .placed.placed import Placed
 from .placed.slices import PlacedSlices
@@ -55,6 +56,8 @@ class DataParallelStrategy(Strategy):
     def connect(self, hardware: Hardware, precision: Precision) -> None:
         super().connect(hardware, precision)
         self._devices = [hardware.device(index) for index in range(len(hardware.devices))]
+        for device in self._devices:
+            check_usable(device)
 
     @property
     def device(self) -> torch.device:

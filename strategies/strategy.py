@@ -16,7 +16,7 @@ from .cluster.hardware import Hardware
 from .cluster.launchers import detect_environment
 from .devices.abilities import check_dtypes
 from .devices.kinds import CPU
-from .devices.queries import set_current
+from .devices.queries import check_usable, set_current
 from .distributed.process_group import START_TIMEOUT, ProcessGroup, ProcessSettings, check_settings
 from .distributed.rank_methods import RankMethods
 from .distributed.ranks import Ranks
@@ -152,6 +152,7 @@ class Strategy(RankMethods, PlacedMethods):
         self.hardware, self.precision = hardware, precision
         self.device = hardware.device(environment.local_rank)
         set_current(self.device)  # this thread's default for streams, events and collectives
+        check_usable(self.device)
         group = ProcessGroup(environment, self.device, **self._process_settings) if has_peers else None
         if group is not None:
             group.join()

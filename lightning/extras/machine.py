@@ -22,6 +22,7 @@ from ...strategies.cluster.environment import ENVIRON, num_cores, set_all
 from ...strategies.devices import kinds
 from ...strategies.devices.cuda import CUDA
 from ...strategies.devices.memory import empty_caches
+from ...strategies.devices.queries import check_usable
 from ...strategies.distributed.rank_zero import current_rank
 from ...strategies.module.out_of_memory import is_out_of_memory
 from ...strategies.torch_internals import tree_map
@@ -91,8 +92,8 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
 
 def _is_usable(index: int) -> bool:
     try:
-        torch.zeros((), device=torch.device(CUDA, index))
-    except RuntimeError:
+        check_usable(torch.device(CUDA, index))
+    except ConfigError:
         return False
     return True
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from ...common.errors import ConfigError
 from .kinds import CPU, device_module
 
 
@@ -28,6 +30,25 @@ def set_current(device: torch.device) -> None:
     select = getattr(module_of(device), "set_device", None)
     if select is not None:  # a type with a single device has none
         select(device)
+
+
+def check_usable(device: torch.device) -> None:
+    """Take a device for this process, as the first tensor on it does; the CPU is left alone.
+
+    Raises:
+        ConfigError: if it cannot be had, as where a device takes one process at a time (CUDA's compute mode
+            EXCLUSIVE_PROCESS) or others have filled its memory.
+    """
+    if device.type == CPU:
+        return
+    try:
+        torch.empty(1, device=device)
+    except RuntimeError as error:  # torch.AcceleratorError, or another package's; OutOfMemoryError, too
+        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+        raise ConfigError(
+            f"{device} on {socket.gethostname()} cannot be used: {reason}. Another process may hold it or its memory: "
+            "end that one, or choose other devices, such as devices=[1]."
+        ) from error
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:

@@ -140,18 +140,77 @@ def lost_device(strategy):
     return said_by(run_ranks, _losing, 2, strategy)
 
 
+def _train_on(strategy, devices):
+    trainer = trainer_on(DEVICE, strategy=strategy, devices=devices)
+    trainer.fit(Net(ties=False), loader())
+    return trainer.global_step
+
+
+def with_held_devices(folder, strategy, devices):
+    """Return what is said where devices have locks in a folder, and the steps of a run, in processes of its own."""
+    os.environ["ECHELON_SIMULATED_EXCLUSIVE"] = folder
+    steps = []
+    try:
+        if strategy in ("single", "dp", "device_map"):
+            said = said_by(lambda: steps.extend(run_ranks(_train_on, 1, strategy, devices)))
+        else:
+            said = said_by(lambda: steps.append(_train_on(strategy, devices)))
+    finally:
+        del os.environ["ECHELON_SIMULATED_EXCLUSIVE"]
+    return said, steps
+
+
+class SavingWhenFull(Callback):
+    """Saves a checkpoint, and another when the memory of each rank's device has no room left."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_step_end(self, trainer, module):
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(f"{self.folder}/before")
+        if trainer.global_step == 3:
+            library, index = simulated_device.library(), torch.accelerator.current_device_index()
+            torch.accelerator.empty_cache()
+            library.set_limit(index, torch.accelerator.memory_reserved())
+            try:
+                trainer.save_checkpoint(f"{self.folder}/full")
+            finally:
+                library.set_limit(index, 8 << 30)
+
+
+def saved_when_full(strategy, folder):
+    """Return what is said where devices have no memory left for a save, and the steps of a run that is resumed."""
+    settings = {} if strategy == "single" else {"devices": 2}
+    if strategy == "pp":
+        settings["accumulate_grad_batches"] = 2
+    trainer = trainer_on(DEVICE, strategy=strategy, callbacks=[SavingWhenFull(folder)], **settings)
+    said = said_by(trainer.fit, Net(ties=False), loader())
+    resumed = trainer_on(DEVICE, strategy=strategy, **settings)
+    resumed.fit(Net(ties=False), loader(), ckpt_path=f"{folder}/before")
+    return said, resumed.global_step
+
+
 class OnDevice(Dataset):
-    """Makes its samples on the device."""
+    """Makes its samples on the device, or leaves that to `collate`."""
+
+    def __init__(self, device):
+        self.device = device
 
     def __len__(self):
         return 48
 
     def __getitem__(self, index):
-        return (torch.full((16,), float(index), dtype=torch.float64, device=DEVICE),)
+        return (torch.full((16,), float(index), dtype=torch.float64, device=self.device),)
 
 
-def data_on_a_device(workers):
-    """Return what is said where a data set makes samples on the device, and how many steps there were."""
+def collate(samples):
+    return [torch.stack([sample for (sample,) in samples]).to(DEVICE)]
+
+
+def data_on_a_device(workers, place):
+    """Return what is said where the data set or the collate function uses the device, and how many steps there were."""
     trainer = trainer_on(DEVICE)
-    said = said_by(trainer.fit, Net(), DataLoader(OnDevice(), 8, num_workers=workers))
+    data, joins = (OnDevice(DEVICE), None) if place == "data set" else (OnDevice("cpu"), collate)
+    said = said_by(trainer.fit, Net(), DataLoader(data, 8, num_workers=workers, collate_fn=joins))
     return said, trainer.global_step

@@ -2,12 +2,16 @@
 
 #include <Python.h>
 #include <c10/util/Exception.h>
+#include <fcntl.h>
+#include <sys/file.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <deque>
 #include <mutex>
+#include <string>
 
 namespace simulated {
 namespace {
@@ -23,6 +27,8 @@ struct Queue {
   std::atomic<uint64_t> given{0};
   std::atomic<uint64_t> done{0};
 };
+
+constexpr int32_t kBusy = 46; // cudaErrorDevicesUnavailable
 
 Queue queues[kDevices][kStreams + 1];
 std::recursive_mutex mutex;
@@ -203,6 +209,23 @@ void lose(int device) {
   is_lost[device] = true;
 }
 
+// In a folder that ECHELON_SIMULATED_EXCLUSIVE names, each device has a lock: one process at a time may use it, as with
+// CUDA's compute mode EXCLUSIVE_PROCESS. It is kept until the process ends.
+void take(int device) {
+  const char* folder = std::getenv("ECHELON_SIMULATED_EXCLUSIVE");
+  if (folder == nullptr) {
+    return;
+  }
+  auto path = std::string(folder) + "/" + std::to_string(device);
+  int file = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+  TORCH_CHECK(file >= 0, path, " cannot be opened");
+  if (flock(file, LOCK_EX | LOCK_NB) != 0) {
+    close(file);
+    throw c10::AcceleratorError(
+        {__func__, __FILE__, __LINE__}, kBusy, "simulated device " + std::to_string(device) + " is busy or unavailable");
+  }
+}
+
 void initialize(int device) {
   TORCH_CHECK(!is_lost[device], "simulated device ", device, " was lost");
   if (is_used[device] && owner == getpid()) {
@@ -213,7 +236,14 @@ void initialize(int device) {
   TORCH_CHECK(
       owner == getpid(),
       "Cannot re-initialize the simulated device in a forked subprocess; use the 'spawn' start method.");
-  is_used[device] = true;
+  if (!is_used[device].exchange(true)) {
+    try {
+      take(device);
+    } catch (...) {
+      is_used[device] = false;
+      throw;
+    }
+  }
 }
 
 bool is_initialized(int device) {
