@@ -88,10 +88,11 @@ class Precision:
                 module.bfloat16()
             elif self.param_dtype is torch.float16:
                 module.half()
-            elif self.param_dtype is not None:
-                apply_to_tensors(module, self._converted)  # module.to() has one dtype for all
             if device is not None:
                 move_module(module, device)
+            if self.param_dtype is torch.float64:
+                # module.to() has one dtype for all. It comes last: torchmetrics' objects that move compute in float32
+                apply_to_tensors(module, self._converted)
 
     def convert_batch(self, batch: object) -> object:
         """Return the batch with floating-point tensors in the parameters' dtype, and complex ones in theirs."""

@@ -8,16 +8,26 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torchmetrics
 from as_rank import attempt
 from matrix import whole_state
 from recording_logger import RecordingLogger
+from torch import nn
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 from unusual_modules import LAYOUTS as UNUSUAL_LAYOUTS
 from unusual_modules import Layout, Plain
 
 from echelon import (
     Callback,
+    DataModule,
     EarlyStopping,
     EMAWeightAveraging,
     LambdaCallback,
@@ -73,6 +83,16 @@ ORDERS = {
         )
     },
 }
+SOURCES = ("loader", "loader", "data module", "data module", "stream")
+METRICS = {
+    "none": None,
+    "mean": torchmetrics.MeanMetric,
+    "largest": torchmetrics.MaxMetric,
+    "all values": torchmetrics.CatMetric,
+    "squared error": torchmetrics.MeanSquaredError,
+    "rank correlation": torchmetrics.SpearmanCorrCoef,
+}
+OVERRIDES = ("optimizer_step", "configure_gradient_clipping", "optimizer_zero_grad", "lr_scheduler_step")
 CALLBACKS = ("average of steps", "average of epochs", "checkpoints", "stopping", "rates", "freezing")
 
 
@@ -105,6 +125,14 @@ class Program:
     is_tied: bool
     stop: int
     """The step after which a checkpoint is saved, from which another run goes on."""
+    source: str
+    num_workers: int
+    metric: str
+    num_groups: int
+    has_two_schedules: bool
+    overrides: tuple[str, ...]
+    last_epoch: int | None
+    """The epoch after which a hook ends the run."""
 
     @classmethod
     def drawn(cls, seed):
@@ -143,6 +171,13 @@ class Program:
             top_k=draw.choice((-1, 1, 2)),
             is_tied=draw.random() < 0.15,
             stop=draw.randint(1, 6),
+            source=draw.choice(SOURCES),
+            num_workers=int(draw.random() < 0.1),
+            metric=draw.choice([*METRICS, "none", "none"]),
+            num_groups=draw.choice((1, 1, 2)),
+            has_two_schedules=draw.random() < 0.15,
+            overrides=tuple(name for name in OVERRIDES if draw.random() < 0.15),
+            last_epoch=draw.choice((None, None, None, draw.randint(0, 1))),
         )
 
 
@@ -152,14 +187,35 @@ class Net(Plain):
     def __init__(self, program):
         super().__init__()
         self.program, self.rates = program, []
+        make_metric = METRICS[program.metric]
+        self.metrics = nn.ModuleDict(
+            {} if make_metric is None else {task: make_metric() for task in ("fit", "validate")}
+        )
         if program.is_tied:
             self.blocks[1].up.weight = self.blocks[0].up.weight
 
     def errors(self, batch):
         return (self.head(self.hidden(batch[0], 0)) - batch[1]).square().mean((1, 2))
 
+    def observe(self, name, errors, batch, dataloader_idx=0):
+        """Log a metric object of a batch of the first loader."""
+        if self.program.metric == "none" or dataloader_idx:
+            return
+        metric = self.metrics[name]
+        has_two = self.program.metric in ("squared error", "rank correlation")
+        metric(*(errors.detach(), batch[1].mean((1, 2))) if has_two else (errors.detach(),))
+        if self.program.metric != "all values":
+            self.log(f"{name} metric", metric, on_step=False, on_epoch=True, add_dataloader_idx=False)
+
+    def log_all_values(self, name):
+        """Log what a metric has kept of an epoch, and let it begin anew."""
+        if self.program.metric == "all values":
+            self.log(f"{name} metric", self.metrics[name].compute().square().sum())
+            self.metrics[name].reset()
+
     def training_step(self, batch, batch_idx):
         errors, units = self.errors(batch), batch[2]
+        self.observe("fit", errors, batch)
         self.log("loss", errors.mean(), **self.program.log_how)
         reduced = getattr(errors.detach(), self.program.reduce_fx)()
         self.log("reduced", reduced, on_step=False, on_epoch=True, reduce_fx=self.program.reduce_fx)
@@ -167,6 +223,7 @@ class Net(Plain):
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
         errors = self.errors(batch)
+        self.observe("validate", errors, batch, dataloader_idx)
         self.log("val", errors.mean())
         self.log("val_max", errors.max(), reduce_fx="max")
 
@@ -178,6 +235,12 @@ class Net(Plain):
 
     def on_train_epoch_end(self):
         self.log("number", float(self.current_epoch))
+        self.log_all_values("fit")
+        if self.current_epoch == self.program.last_epoch:
+            self.trainer.should_stop = True
+
+    def on_validation_epoch_end(self):
+        self.log_all_values("validate")
 
     def on_train_step_end(self):
         groups = [group for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
@@ -185,11 +248,81 @@ class Net(Plain):
         self.rates.extend(((step, f"lr {number}"), group["lr"]) for number, group in enumerate(groups))
 
     def configure_optimizers(self):
-        optimizer = OPTIMIZERS[self.program.optimizer](self.parameters())
+        head = {id(parameter) for parameter in self.head.parameters()}
+        rest = [parameter for parameter in self.parameters() if id(parameter) not in head]
+        groups = [{"params": [*self.head.parameters()], "lr": 0.02, "weight_decay": 0.1}, {"params": rest}]
+        optimizer = OPTIMIZERS[self.program.optimizer](groups if self.program.num_groups == 2 else self.parameters())
         if self.program.schedule == "none":
             return optimizer
         make, settings = SCHEDULES[self.program.schedule]
-        return [optimizer], [{"scheduler": make(optimizer), **settings}]
+        second = {"scheduler": lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}
+        return [optimizer], [{"scheduler": make(optimizer), **settings}, *[second] * self.program.has_two_schedules]
+
+
+class OwnStep:
+    """Steps with the closure itself."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        optimizer.step(closure=optimizer_closure)
+
+
+class OwnClipping:
+    """Clips whatever the trainer is told."""
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        self.clip_gradients(optimizer, gradient_clip_val=0.02, gradient_clip_algorithm="norm")
+
+
+class OwnZeroing:
+    """Keeps gradients of zero."""
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        optimizer.zero_grad(set_to_none=False)
+
+
+class OwnScheduling:
+    """Steps each schedule twice."""
+
+    def lr_scheduler_step(self, scheduler, metric):
+        super().lr_scheduler_step(scheduler, metric)
+        super().lr_scheduler_step(scheduler, metric)
+
+
+OWN = {
+    "optimizer_step": OwnStep,
+    "configure_gradient_clipping": OwnClipping,
+    "optimizer_zero_grad": OwnZeroing,
+    "lr_scheduler_step": OwnScheduling,
+}
+
+
+def module_of(program):
+    """Return the module of a program, with the methods that it overrides."""
+    return type("Drawn", (*(OWN[name] for name in program.overrides), Net), {})(program)
+
+
+class Stream(IterableDataset):
+    """Yields samples in their order."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __iter__(self):
+        return iter([self.samples[index] for index in range(len(self.samples))])
+
+
+class Data(DataModule):
+    """The data of a program; what it trains on differs from epoch to epoch."""
+
+    def __init__(self, program):
+        super().__init__()
+        self.program = program
+
+    def train_dataloader(self):
+        return train_loader(self.program, self.trainer.current_epoch)
+
+    def val_dataloader(self):
+        return val_loaders(self.program)
 
 
 def data(number, seed):
@@ -198,12 +331,15 @@ def data(number, seed):
     return TensorDataset(x, torch.sin(x.sum(2, keepdim=True)), torch.arange(number) % 3)
 
 
-def train_loader(program):
+def train_loader(program, seed=0):
     """Return the training data of a program, in its order."""
-    samples, order = data(program.samples, 1), dict(ORDERS[program.order])
+    samples, order = data(program.samples, 1 + 100 * seed), dict(ORDERS[program.order])
+    if program.source == "stream":
+        samples, order = Stream(samples), {}
     if "sampler" in order:
-        order["sampler"] = order["sampler"](samples, generator=torch.Generator().manual_seed(3))
-    return DataLoader(samples, program.batch, drop_last=program.drop_last, **order)
+        order["sampler"] = order["sampler"](samples, generator=torch.Generator().manual_seed(3 + seed))
+    workers = {"num_workers": program.num_workers}
+    return DataLoader(samples, program.batch, drop_last=program.drop_last, **workers, **order)
 
 
 def val_loaders(program):
@@ -277,7 +413,7 @@ def run(seed, layout, folder, checkpoint=None):
     """Return how a program ends in a layout; one that goes on from a checkpoint saves none."""
     program, where = Program.drawn(seed), LAYOUTS[layout]
     seed_everything(seed, verbose=False)
-    module, logger, callbacks = Net(program), RecordingLogger(str(folder)), callbacks_of(program, folder)
+    module, logger, callbacks = module_of(program), RecordingLogger(str(folder)), callbacks_of(program, folder)
     saver = callbacks.get("checkpoints")
     extra = [] if checkpoint else [SaveAfter(program.stop, folder / "stopped.ckpt")]
     trainer = Trainer(
@@ -296,10 +432,14 @@ def run(seed, layout, folder, checkpoint=None):
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
+        reload_dataloaders_every_n_epochs=int(program.source == "data module"),
         **program.clip,
         **(program.validation or {}),
     )
-    trainer.fit(module, train_loader(program), val_loaders(program), ckpt_path=checkpoint)
+    if program.source == "data module":
+        trainer.fit(module, datamodule=Data(program), ckpt_path=checkpoint)
+    else:
+        trainer.fit(module, train_loader(program), val_loaders(program), ckpt_path=checkpoint)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     samples = DataLoader(data(program.val_samples, 9), 2)
     metrics |= {name: float(value) for name, value in trainer.test(module, samples, verbose=False)[0].items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -12,43 +12,70 @@ from torch import Tensor, nn
 from ...common.errors import ModuleError
 from ...strategies import Strategy
 from .entry import Entry
+from .gathering import GatherOnce
 
 _MERGED: Final = ("dim_zero_sum", "dim_zero_max", "dim_zero_min", "dim_zero_cat")
 """torchmetrics' reductions that give the same from what all ranks had on one, and the defaults on the others."""
 
 
-def objects_state(metrics: Iterable[object], module: nn.Module | None, strategy: Strategy) -> dict[str, Any]:
-    """Return what these metric objects have accumulated on all ranks, by their paths in the module.
+def objects_state(module: nn.Module | None, strategy: Strategy) -> dict[str, Any]:
+    """Return what the torchmetrics objects of a module have accumulated on all ranks, by their paths in it.
 
-    Left out are objects that are not torchmetrics', or not in the module, and with several ranks those with a state
-    that torchmetrics reduces by a mean or a function of its own. Collective: every rank calls it.
+    Collective: every rank calls it.
     """
-    ours = {id(metric) for metric in metrics}
     parts: dict[str, Any] = dict(module.named_modules()) if module is not None else {}
-    own = {path: state for path, part in parts.items() if id(part) in ours and (state := _state_of(part)) is not None}
+    own = {path: state for path, part in parts.items() if (state := _state_of(part)) is not None}
     if strategy.world_size == 1:
         return own
     of_ranks = strategy.ranks.count.all_gather_object(own)
     merged = {}
     for path in dict.fromkeys(path for of_rank in of_ranks for path in of_rank):
         reductions = parts[path]._reductions  # noqa: SLF001
+        states = [of_rank.get(path) for of_rank in of_ranks]
         if all(getattr(each, "__name__", "") in _MERGED for each in reductions.values()):
-            merged[path] = _merge([of_rank[path] for of_rank in of_ranks if path in of_rank], reductions)
+            counting = GatherOnce(strategy).ranks_that_count(parts[path])
+            heard = states if counting is None else [states[rank] for rank in counting]
+            merged[path] = _merge([state for state in heard if state is not None], reductions)
+        else:
+            merged[path] = {"of_ranks": states}
     return merged
 
 
-def load_objects(state: Mapping[str, Any], module: nn.Module | None, *, is_heard: bool) -> None:
-    """Give metric objects of the module what they had accumulated, on the rank that is heard; the others begin anew."""
+def load_objects(state: Mapping[str, Any], module: nn.Module | None, strategy: Strategy, *, is_heard: bool) -> None:
+    """Give metric objects of the module what they had accumulated.
+
+    What is of all ranks goes to the rank that is heard, and the others begin anew. What cannot be put together goes to
+    the ranks that it comes from; if their number is another now, it is lost, with a warning.
+    """
     parts = dict(module.named_modules()) if module is not None else {}
-    for path, saved in state.items():
-        metric: Any = parts.get(path)
-        if metric is None or set(saved["states"]) != set(getattr(metric, "_defaults", {})):
+    for path, of_all in state.items():
+        metric, saved = parts.get(path), _part_of_rank(path, of_all, strategy, is_heard=is_heard)
+        names = set(getattr(metric, "_defaults", {}))
+        if metric is None or (saved is not None and set(saved["states"]) != names):
             continue  # the module has changed
         metric.reset()
-        if is_heard:
+        if saved is not None:
             for name, value in saved["states"].items():
                 setattr(metric, name, _moved(value, metric.device))
             metric._update_count = saved["count"]  # noqa: SLF001 - without updates it would have no value
+
+
+def _part_of_rank(path: str, of_all: Mapping[str, Any], strategy: Strategy, *, is_heard: bool) -> dict[str, Any] | None:
+    """Return what an object of this rank continues from; None if it begins anew."""
+    if "of_ranks" not in of_all:
+        return dict(of_all) if is_heard else None
+    of_ranks: list[dict[str, Any] | None] = of_all["of_ranks"]
+    ranks = strategy.ranks.count
+    if len(of_ranks) == ranks.world_size:
+        return of_ranks[ranks.rank]
+    if ranks.rank == 0:
+        warnings.warn(
+            f"{path!r} begins its epoch anew: what {len(of_ranks)} ranks have accumulated in it cannot be given to "
+            f"{ranks.world_size}, as torchmetrics puts its states together only in compute(); resume on as many ranks "
+            "to go on with it.",
+            stacklevel=2,
+        )
+    return None
 
 
 def refuse_another(entry: Entry, metric: object) -> None:

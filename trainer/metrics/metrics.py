@@ -363,7 +363,7 @@ class Metrics:
         """
         self.read_steps()
         logged = [e for e in self._stages.get("train", {}).values() if e.epoch is not None and not e.epoch.is_empty]
-        entries, objects = [e for e in logged if e.computed is None], [e.computed for e in logged]
+        entries = [e for e in logged if e.computed is None]
         epoch = {e.epoch_line.key: e.epoch.state_dict() for e in entries if e.epoch is not None}
         if not self._is_alone:
             shares = {e.epoch_line.key: e.share("epoch") for e in entries if e.scope.sync_dist}
@@ -377,7 +377,7 @@ class Metrics:
             "latest": {name: value.cpu() for name, value in self._latest.items()},
             "computed_at": dict(self._computed_at),
             "in_bar": {name: value.cpu() for name, value in self._in_bar.items()},
-            "objects": objects_state(objects, self._module, self._strategy),
+            "objects": objects_state(self._module, self._strategy),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -391,7 +391,7 @@ class Metrics:
         # the values of all ranks count once, on the first of the ranks that have a loss
         is_heard = state_dict is not None and self._strategy.has_loss and self._strategy.ranks.loss.rank == 0
         self._resumed = dict(state_dict["epoch"]) if state_dict is not None and is_heard else {}
-        load_objects((state_dict or {}).get("objects", {}), self._module, is_heard=is_heard)
+        load_objects((state_dict or {}).get("objects", {}), self._module, self._strategy, is_heard=is_heard)
 
 
 def _with_values(entries: Iterable[Entry], moment: Moment) -> list[tuple[Line, Tensor]]:

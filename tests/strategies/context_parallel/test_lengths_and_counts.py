@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from echelon import ModuleError, ParallelStrategy, TrainModule, seed_everything
+from echelon import Callback, ModuleError, ParallelStrategy, TrainModule, seed_everything
 from echelon.testing import run_ranks
 
 torchmetrics = pytest.importorskip("torchmetrics")
@@ -114,7 +114,18 @@ REFUSED = {
 """What is counted, the lengths of the batches, and what is said."""
 
 
-def train(degrees: dict[str, int], counts: str, lengths: tuple[int, ...]) -> Any:
+class SaveInside(Callback):
+    """Saves a checkpoint after the second step."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_step_end(self, trainer: Any, module: TrainModule) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self.path)
+
+
+def train(degrees: dict[str, int], counts: str, lengths: Any, path: str = "", *, resumes: bool = False) -> Any:
     seed_everything(1, verbose=False)
     module, generator = Model(12, counts), torch.Generator().manual_seed(1)
     texts = [torch.randint(32, (3, length + 1), generator=generator) for length in lengths]
@@ -124,9 +135,10 @@ def train(degrees: dict[str, int], counts: str, lengths: tuple[int, ...]) -> Any
         max_epochs=1,
         accumulate_grad_batches=degrees.get("pp", 1),
         num_sanity_val_steps=1,
+        callbacks=[SaveInside(path)] if path and not resumes else [],
     )
     loader: Any = DataLoader(batches, batch_size=None)
-    trainer.fit(module, loader, loader if counts == "metrics" else None)
+    trainer.fit(module, loader, loader if counts == "metrics" else None, ckpt_path=path if resumes else None)
     return {name: value.item() for name, value in trainer.callback_metrics.items()}, module.ids
 
 
@@ -153,6 +165,17 @@ def check(end: Any, alone: Any) -> None:
     assert end[1] == alone[1] == sorted(float(index) for index in range(12))
     for name, value in alone[0].items():
         assert end[0][name] == pytest.approx(value, rel=1e-9), name
+
+
+def resume(degrees: dict[str, int], path: str) -> Any:
+    calm_down()
+    return [train(degrees, "metrics", (8, 4, 8, 8), path, resumes=resumes)[0] for resumes in (False, True)]
+
+
+def test_what_objects_counted_before_a_stop_counts_once_after_it(tmp_path: Any) -> None:
+    for whole, resumed in run_ranks(resume, 2, {"cp": 2}, str(tmp_path / "inside"), timeout=400):
+        assert resumed == pytest.approx(whole, rel=1e-9)
+        assert resumed["samples"] == 12
 
 
 @pytest.mark.parametrize("degrees", [{"pp": 2, "cp": 2}, {"cp": 2, "tp": 2}])

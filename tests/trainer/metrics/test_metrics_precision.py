@@ -47,3 +47,4 @@ def test_metric_objects_are_converted_to_double_precision():
         module, DataLoader(TensorDataset(torch.zeros(4, 2), torch.zeros(4, 1)))
     )
     assert module.count.sum_value.dtype == torch.float64
+    assert module.count.dtype == torch.float64  # to which it casts what it is given
