@@ -83,4 +83,6 @@ class DeviceMapStrategy(Strategy):
         else:
             rest = {"": self._devices[0]}
             self.layout = {**rest, **deal_parts(module, self._devices, room_on(self._devices, module))}
-        return PlacedByMap(self.site, module, self.layout)
+        placed = PlacedByMap(self.site, module, self.layout)
+        self.precision.convert_module(module)  # torchmetrics' objects that have moved compute in float32
+        return placed

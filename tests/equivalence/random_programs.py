@@ -49,6 +49,9 @@ _OWN = [
 LAYOUTS = {one.title: one for one in [*UNUSUAL_LAYOUTS, *_OWN] if one.title != "cp x 2"}
 """The layouts by their titles; parts of sequences have other extreme values than whole ones, which cp refuses."""
 
+ACCELERATOR = os.environ.get("ECHELON_TEST_DEVICE", "cpu")
+"""That of every layout but `single`, with which they are compared."""
+
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
     "adamw": partial(torch.optim.AdamW, lr=0.01, amsgrad=True),
@@ -419,7 +422,7 @@ def run(seed, layout, folder, checkpoint=None):
     trainer = Trainer(
         strategy=where.make(),
         devices=where.devices,
-        accelerator="cpu",
+        accelerator="cpu" if layout == "single" else ACCELERATOR,
         precision="64-true",
         max_epochs=program.epochs,
         max_steps=program.max_steps,
@@ -447,7 +450,7 @@ def run(seed, layout, folder, checkpoint=None):
     metrics |= {f"prediction {number}": value for number, value in enumerate(predictions.tolist())}
     saved = () if saver is None else (sorted(os.listdir(saver.dirpath)), Path(saver.best_model_path).name)
     return End(
-        {name: value.clone() for name, value in whole_state(trainer, module).items()},
+        {name: value.to("cpu", copy=True) for name, value in whole_state(trainer, module).items()},
         sorted(((step, name), float(value)) for step, row in logger.records for name, value in row.items()),
         module.rates,
         (trainer.global_step, trainer.current_epoch),

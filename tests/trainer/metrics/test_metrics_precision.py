@@ -40,10 +40,11 @@ def test_metric_objects_keep_their_precision_in_a_module_of_half_precision(preci
     assert module.turns.dtype == torch.complex64
 
 
-def test_metric_objects_are_converted_to_double_precision():
+@pytest.mark.parametrize("strategy", ["single", "device_map"])
+def test_metric_objects_are_converted_to_double_precision(strategy):
     module = Counting()
     del module.turns
-    quiet(max_epochs=1, precision="64-true").fit(
+    quiet(max_epochs=1, precision="64-true", strategy=strategy).fit(
         module, DataLoader(TensorDataset(torch.zeros(4, 2), torch.zeros(4, 1)))
     )
     assert module.count.sum_value.dtype == torch.float64
