@@ -23,6 +23,7 @@ MOST = {
     "kernel files with 'lightning'": 3,
     "kernel files with 'expert'": 0,
     "lines that name CUDA or NCCL": 7,
+    "private names outside their rooms": 0,  # SLF001 and what hides from it
     "Any in a thousand lines": 18.5,
 }
 """Lower a number with the change that lowers the measure; where the plan wants it, shared/design/house.md says."""
@@ -30,7 +31,7 @@ MOST = {
 
 CUDAS_OWN = (
     *("lightning/parts.py", "strategies/devices/cuda.py", "strategies/devices/kinds.py"),
-    *("strategies/pipeline/absent.py", "strategies/state/lazy_tensor.py", "strategies/torch_internals.py"),
+    *("strategies/pipeline/absent.py", "strategies/state/lazy_tensor.py", "strategies/torch_internals/compiler.py"),
 )
 """Files that name CUDA: as an accelerator of Lightning's, for its settings, and as an attribute of tensors."""
 

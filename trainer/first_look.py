@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, OneC
 from torch.utils.data import RandomSampler
 
 from ..callbacks.model_checkpoint import ModelCheckpoint
-from ..strategies.torch_internals import BatchNorm
+from ..strategies.torch_internals.modules import BatchNorm
 from .loop.schedule import num_steps, validates
 from .module.optimizers import LRSchedulerConfig
 from .session.session import Session

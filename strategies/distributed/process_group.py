@@ -23,7 +23,7 @@ from ..cluster.start_wait import StartWait, unknown_host
 from ..cluster.tcp_store import connect_store, host_store
 from ..cluster.torchrun import agent_hosts_store
 from ..devices.backends import backend_for, beside_gloo, binds_devices, check_several_processes
-from ..torch_internals import default_store
+from ..torch_internals.distributed import find_default_store
 
 if TYPE_CHECKING:
     from torch import distributed as dist
@@ -144,7 +144,7 @@ class ProcessGroup:
             self._check_existing()
         else:
             self._meet()
-        self.store: Store = PrefixStore("echelon", default_store())
+        self.store: Store = PrefixStore("echelon", find_default_store())
         is_cpu = dist.get_backend() == "gloo" or self.is_rehearsed
         # for CPU tensors and objects, and for everything that must not make the GPU wait
         self.cpu_group: Any = dist.group.WORLD if is_cpu else dist.new_group(backend="gloo", timeout=self.timeout)

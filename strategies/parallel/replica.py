@@ -17,7 +17,8 @@ from ...common.errors import ConfigError, ModuleError
 from ..devices.abilities import has_sync_batchnorm
 from ..distributed.collectives import Collectives
 from ..state.sendable import is_sent
-from ..torch_internals import ignore_in_ddp, is_reduced, is_without_memory
+from ..torch_internals.distributed import ignore_in_ddp, is_reduced
+from ..torch_internals.fake_tensors import is_without_memory
 from ..wrapped.wrapped_tensors import held_tensors, is_wrapped
 from .compression import CommHook, Compression, check_compression, register_compression
 from .sharding_policy import sparse_layers

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ...common.errors import ModuleError
 from ..distributed.collectives import Collectives
 from ..state.digest import digest, mixed
-from .gathered_units import ShardedParameter, watch_units
+from ..torch_internals.sharded_parameters import ShardedParameter
+from .gathered_units import watch_units
 
 _COMPARED: Final = ("training_step", "run_synchronized", "validation_step", "test_step", "predict_step")
 """The steps that all ranks run equally often."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...common.errors import ModuleError
+from ...common.internals.metric_states import find_defaults, find_reductions, read_update_count, set_update_count
 from ...strategies import Strategy
 from .entry import Entry
 
@@ -31,7 +32,7 @@ def objects_state(metrics: Iterable[object], module: nn.Module | None, strategy:
     of_ranks = strategy.ranks.count.all_gather_object(own)
     merged = {}
     for path in dict.fromkeys(path for of_rank in of_ranks for path in of_rank):
-        reductions = parts[path]._reductions  # noqa: SLF001
+        reductions = find_reductions(parts[path])
         if all(getattr(each, "__name__", "") in _MERGED for each in reductions.values()):
             merged[path] = _merge([of_rank[path] for of_rank in of_ranks if path in of_rank], reductions)
     return merged
@@ -42,13 +43,13 @@ def load_objects(state: Mapping[str, Any], module: nn.Module | None, *, is_heard
     parts = dict(module.named_modules()) if module is not None else {}
     for path, saved in state.items():
         metric: Any = parts.get(path)
-        if metric is None or set(saved["states"]) != set(getattr(metric, "_defaults", {})):
+        if metric is None or set(saved["states"]) != set(find_defaults(metric) or {}):
             continue  # the module has changed
         metric.reset()
         if is_heard:
             for name, value in saved["states"].items():
                 setattr(metric, name, _moved(value, metric.device))
-            metric._update_count = saved["count"]  # noqa: SLF001 - without updates it would have no value
+            set_update_count(metric, saved["count"])
 
 
 def refuse_another(entry: Entry, metric: object) -> None:
@@ -79,8 +80,8 @@ def warn_if_shared(stages: Mapping[Any, Mapping[str, Entry]], stage: str, entry:
 
 def _state_of(metric: Any) -> dict[str, object] | None:
     """Return the states of a torchmetrics object that has seen something."""
-    defaults, count = getattr(metric, "_defaults", None), getattr(metric, "_update_count", 0)
-    if not isinstance(defaults, dict) or not defaults or not count:
+    defaults, count = find_defaults(metric), read_update_count(metric)
+    if not defaults or not count:
         return None
     states = {name: _moved(getattr(metric, name), torch.device("cpu")) for name in defaults}
     return {"states": states, "count": count} if all(map(_is_plain, states.values())) else None
