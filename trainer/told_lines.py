@@ -103,6 +103,6 @@ def tell_end(session: Session) -> None:
 
 def tell(session: Session, line: str) -> None:
     """Print a line beside the progress bar; without a bar, only log it."""
-    if not session.run.is_global_zero or session.strategy.ranks.all.is_rehearsed:
+    if not session.run.is_global_zero or session.strategy.ranks.all.is_fake:
         return
     tell_beside_bar(session.callbacks, line)

@@ -195,7 +195,7 @@ def check_can_be_dealt(probe: OptimizerProbe, strategy: str, collectives: Collec
     Raises:
         ConfigError: if it does not, or if it draws random numbers.
     """
-    if _is_known(probe.optimizer) or collectives.is_rehearsed:
+    if _is_known(probe.optimizer) or collectives.is_fake:
         return
     kind = type(probe.optimizer).__name__
     differs = probe.differs_if_dealt()
@@ -223,7 +223,7 @@ def check_can_be_sharded(probe: OptimizerProbe, strategy: str, collectives: Coll
         ConfigError: if it updates shards otherwise.
     """
     optimizer, kind = probe.optimizer, type(probe.optimizer).__name__
-    if type(optimizer) in ELEMENTWISE or needs_closure(optimizer) or collectives.is_rehearsed:
+    if type(optimizer) in ELEMENTWISE or needs_closure(optimizer) or collectives.is_fake:
         return False
     differs = not probe.is_quantized and probe.differs_if_sharded(collectives)
     if collectives.all_reduce(float(probe.is_quantized), "max"):

@@ -100,7 +100,7 @@ class ReplicaCheck:
         Args:
             with_buffers: compare the buffers that the module saves as well.
         """
-        if self._collectives.is_rehearsed:
+        if self._collectives.is_fake:
             return None
         parts: dict[Ranks, list[Tensor]] = defaultdict(list)
         names: dict[Ranks, int] = defaultdict(int)

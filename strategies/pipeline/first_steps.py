@@ -81,7 +81,7 @@ class FirstSteps:
         new = [index for index, signature in enumerate(signatures) if signature not in self._known]
         self._known.update(signatures)
         new = [index for index in new if self._is_new(signatures[index])]
-        if not new or self._collectives.is_rehearsed:
+        if not new or self._collectives.is_fake:
             yield
             return
         whole = self._run_whole(range(max(new) + 1), position, run, values())

@@ -72,7 +72,7 @@ class WindowRunner:
         """Add the gradients of all micro-batches. Collective: every rank of the pipeline calls it."""
         signatures = signatures_of(work, self._around)
         number = len(signatures)
-        if self._wire.is_rehearsed:
+        if self._wire.is_fake:
             self._imagine(work)
         self._begin(signatures, work.position)
         is_simple = any(self._is_new)

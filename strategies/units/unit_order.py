@@ -124,7 +124,7 @@ class UnitOrder:
         always: bool,
     ) -> None:
         self._roots, self._name_of, self._collectives, self._always = roots, name_of, collectives, always
-        self._is_alone = collectives.world_size == 1 or collectives.is_rehearsed
+        self._is_alone = collectives.world_size == 1 or collectives.is_fake
         self._habits: dict[tuple[object, ...], _Habit] = {}
         self._run: _Run | None = None
         self._listener: Listener | None = None
