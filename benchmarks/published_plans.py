@@ -34,7 +34,7 @@ import torch
 
 from echelon import ActivationCheckpointing, Trainer, TrainModule
 from echelon.strategies import FSDPStrategy, ParallelStrategy, Strategy
-from echelon.strategies.torch_internals import fake_mode
+from echelon.strategies.torch_internals.fake_tensors import make_fake_mode
 from echelon.trainer.planning.layouts import RunLayout
 from echelon.trainer.planning.machine import Machine
 from echelon.trainer.planning.plan import PlannedLayout, Profiles, Recomputed, choose_micro_batch
@@ -150,7 +150,7 @@ class Model(TrainModule):
 
 def plan_of(row: Row) -> PlannedLayout:
     """Return the plan of the run of a row."""
-    mode = fake_mode()
+    mode = make_fake_mode()
     with building(mode):
         module = Model(row.model)
     settings: dict[str, Any] = {

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..common.errors import ConfigError
 from ..strategies.experts.find_experts import find_experts, inputs_of, limit_of, load_of, selection_bias_of
 from ..strategies.experts.layer import COUNTS
-from ..strategies.torch_internals import is_in_backward
+from ..strategies.torch_internals.autograd import is_in_backward
 from .callback import Callback
 from .run import Run
 

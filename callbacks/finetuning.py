@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..common.errors import ModuleError
 from ..strategies.state.schema import INTEGER, NUMBER, TEXT, check
-from ..strategies.torch_internals import BatchNorm
+from ..strategies.torch_internals.modules import BatchNorm
 from .callback import Callback
 from .run import Run
 

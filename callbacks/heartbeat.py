@@ -8,7 +8,7 @@ from torch import nn
 
 from ..strategies.devices.streams import has_streams
 from ..strategies.resilience.heartbeat import Beat, Phase
-from ..strategies.torch_internals import compilation_callbacks
+from ..strategies.torch_internals.compiler import find_compilation_callbacks
 from .callback import Callback
 from .helpers.device_queue import DeviceQueue
 from .run import Run
@@ -38,7 +38,7 @@ class Heartbeat(Callback):
         device = trainer.strategy.device
         self._queue = DeviceQueue(device, trainer.global_step) if has_streams(device) else None
         self._beat.begin(trainer.global_step)
-        handler = compilation_callbacks()
+        handler = find_compilation_callbacks()
         if self._begin_compiling not in handler.start_callbacks:
             handler.register_start_callback(self._begin_compiling)
             handler.register_end_callback(self._end_compiling)
@@ -96,7 +96,7 @@ class Heartbeat(Callback):
 
     def teardown(self, trainer: Run, module: nn.Module, stage: str) -> None:
         """Stop listening for compilations."""
-        handler = compilation_callbacks()
+        handler = find_compilation_callbacks()
         if self._begin_compiling in handler.start_callbacks:  # torch._dynamo.reset() may have dropped them
             handler.remove_start_callback(self._begin_compiling)
             handler.remove_end_callback(self._end_compiling)

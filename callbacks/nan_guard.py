@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..common.errors import NonFiniteError
 from ..strategies.state.dtensor import values_here
-from ..strategies.torch_tensors import norms_of
+from ..strategies.torch_internals.tensors import compute_norms
 from .callback import Callback
 from .run import Run
 
@@ -107,7 +107,7 @@ def _largest(tensors: Sequence[Tensor | None]) -> float | None:
     filled = [values for t in tensors if t is not None and (values := values_here(t)).numel()]
     if not filled:
         return None
-    norms = norms_of(filled, math.inf)
+    norms = compute_norms(filled, math.inf)
     # one common dtype to stack them, but not always float32, in which a finite float64 may be infinite
     dtype = functools.reduce(torch.promote_types, (norm.dtype for norm in norms), torch.float32)
     return float(torch.stack([norm.to(norms[0].device, dtype) for norm in norms]).amax())

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, Final, Literal
 
+from .internals.progress_bars import has_lock
+
 Console = Literal["terminal", "notebook", "plain_notebook", "file"]
 
 _log = logging.getLogger("echelon")
@@ -73,7 +75,7 @@ def lock_threads_only(bar: Any) -> None:
 
     The default also locks processes, with a named semaphore that leaks when the process is killed.
     """
-    if not hasattr(bar, "_lock"):
+    if not has_lock(bar):
         bar.set_lock(threading.RLock())
 
 

@@ -41,6 +41,11 @@ def lazy_names(
     return find, listed, sorted([*where, *here])
 
 
+def is_imported(name: str) -> bool:
+    """Return whether a module was imported; if not, there are no objects of its classes, and nothing to ask of them."""
+    return name in sys.modules
+
+
 def _is_module(name: str) -> bool:
     """Return whether there is a module of this name; a folder without ``__init__.py``, as of a checkout, is none."""
     spec = find_spec(name)

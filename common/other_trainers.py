@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Final
 
 WITHOUT_COUNTERPART: Final[Mapping[str, str]] = {
@@ -117,3 +119,32 @@ OF_OTHERS: Final[Mapping[str, str]] = {
     "datamodule": "fit(module, datamodule=)",
 }
 """Arguments of other trainers, such as Hugging Face's and Accelerate's, and what they are here."""
+
+MARK_OF_FILES: Final[Mapping[str, str]] = {"pytorch-lightning_version": "2.6.6"}
+"""What marks a checkpoint as Lightning's: its version, here the one whose names and forms single files have."""
+_LARGEST_PICKLE: Final = 1 << 24
+"""Bytes of the part of a file that is searched for the name of the program that wrote it."""
+
+
+def explain_argument(name: str, value: object) -> str | None:
+    """Return what to write instead of an argument of another trainer; None if no other has it either."""
+    if name in WITHOUT_COUNTERPART:
+        return f"{name} must be None, as Echelon has no {name}, got {value!r:.80}; {WITHOUT_COUNTERPART[name]}."
+    given = f"Trainer has no argument {name!r} (given as {value!r:.80})"
+    if name in OF_LIGHTNING_1:
+        return f"{given}, which was Lightning 1's; use {OF_LIGHTNING_1[name]}."
+    return f"{given}; use {OF_OTHERS[name]}." if name in OF_OTHERS else None
+
+
+def is_of_another_trainer(path: Path) -> bool:
+    """Return whether a file is a checkpoint of Lightning, without unpickling it."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            pickled = next((name for name in archive.namelist() if name.endswith("/data.pkl")), None)
+            if pickled is None:
+                return False
+            with archive.open(pickled) as file:
+                content = file.read(_LARGEST_PICKLE)
+                return all(mark.encode() in content for mark in MARK_OF_FILES)
+    except (OSError, zipfile.BadZipFile, RuntimeError, NotImplementedError, ValueError):
+        return False

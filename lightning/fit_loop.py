@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..trainer.attributes import TrainerAttributes
+from ..trainer.runner import Runner
 from ..trainer.session.session import Task
 
 
@@ -16,22 +17,24 @@ class FitLoop:
 
     Args:
         trainer: the trainer.
+        runner: what runs its fits and evaluations.
     """
 
-    def __init__(self, trainer: TrainerAttributes) -> None:
+    def __init__(self, trainer: TrainerAttributes, runner: Runner) -> None:
         self._trainer: Any = trainer
+        self._runner = runner
 
     @property
     def restarting(self) -> bool:
         """Whether the fit resumes inside an epoch, and has trained no batch of it yet."""
-        current = self._trainer._runner.current  # noqa: SLF001 - this is a part of the trainer
+        current = self._runner.current
         has_begun = current is None or current.resumed_from is None or current.progress.micro_batch is not None
         return not has_begun and self._trainer.counters.batches_in_epoch > 0
 
     @property
     def epoch_loop(self) -> EpochLoop:
         """The counters inside an epoch."""
-        return EpochLoop(self._trainer)
+        return EpochLoop(self._trainer, self._runner)
 
     @property
     def max_epochs(self) -> int | None:
@@ -114,20 +117,22 @@ class EpochLoop:
 
     Args:
         trainer: the trainer.
+        runner: what runs its fits and evaluations.
     """
 
-    def __init__(self, trainer: TrainerAttributes) -> None:
+    def __init__(self, trainer: TrainerAttributes, runner: Runner) -> None:
         self._trainer: Any = trainer
+        self._runner = runner
 
     @property
     def batch_idx(self) -> int:
         """The index of the current or last batch in its epoch; -1 before the first fit."""
-        runner = self._trainer._runner  # noqa: SLF001 - this is a part of the trainer
-        if runner.current is None:
+        current = self._runner.current
+        if current is None:
             return -1
-        progress = runner.current.progress
-        is_evaluating = runner.current.task == "fit" and progress.stage not in ("train", None)
-        return self._trainer.counters.batches_in_epoch - 1 if is_evaluating else progress.batch_idx  # type: ignore[no-any-return]
+        progress = current.progress
+        is_evaluating = current.task == "fit" and progress.stage not in ("train", None)
+        return self._trainer.counters.batches_in_epoch - 1 if is_evaluating else progress.batch_idx
 
     @property
     def total_batch_idx(self) -> int:
@@ -162,7 +167,7 @@ class EpochLoop:
     @property
     def val_loop(self) -> EvaluationLoop:
         """The counters of the validations in a fit."""
-        return EvaluationLoop(self._trainer, "fit")
+        return EvaluationLoop(self._trainer, self._runner, "fit")
 
     @property
     def _batches_that_stepped(self) -> int:
@@ -174,12 +179,13 @@ class EvaluationLoop:
 
     Args:
         trainer: the trainer.
+        runner: what runs its fits and evaluations.
         task: the method of the trainer that runs it.
     """
 
-    def __init__(self, trainer: TrainerAttributes, task: Task) -> None:
+    def __init__(self, trainer: TrainerAttributes, runner: Runner, task: Task) -> None:
         self._trainer: Any = trainer
-        self._task = task
+        self._runner, self._task = runner, task
 
     @property
     def restarting(self) -> bool:
@@ -195,10 +201,10 @@ class EvaluationLoop:
     @property
     def batch_progress(self) -> Any:
         """The number of batches, under ``current`` and ``total``."""
-        runner = self._trainer._runner  # noqa: SLF001 - this is a part of the trainer
-        if runner.current is None or runner.current.task != self._task:
+        current = self._runner.current
+        if current is None or current.task != self._task:
             return _progress(0, 0, 0, 0)
-        progress = runner.current.progress
+        progress = current.progress
         is_running = progress.stage not in ("train", None)
         done = progress.batch_idx + 1 if is_running else int(sum(self.max_batches))
         return _progress(done, done, done, done)
@@ -214,10 +220,11 @@ class PredictionLoop(EvaluationLoop):
 
     Args:
         trainer: the trainer.
+        runner: what runs its fits and evaluations.
     """
 
-    def __init__(self, trainer: TrainerAttributes) -> None:
-        super().__init__(trainer, "predict")
+    def __init__(self, trainer: TrainerAttributes, runner: Runner) -> None:
+        super().__init__(trainer, runner, "predict")
 
     @property
     def current_batch_indices(self) -> list[int]:

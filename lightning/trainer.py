@@ -146,22 +146,22 @@ class LightningTrainer(Trainer):
     @property
     def fit_loop(self) -> FitLoop:
         """The counters and limits of a fit, under Lightning's names."""
-        return FitLoop(self)
+        return FitLoop(self, self._runner)
 
     @property
     def validate_loop(self) -> EvaluationLoop:
         """The counters of ``validate``, under Lightning's names."""
-        return EvaluationLoop(self, "validate")
+        return EvaluationLoop(self, self._runner, "validate")
 
     @property
     def test_loop(self) -> EvaluationLoop:
         """The counters of ``test``."""
-        return EvaluationLoop(self, "test")
+        return EvaluationLoop(self, self._runner, "test")
 
     @property
     def predict_loop(self) -> PredictionLoop:
         """The counters of ``predict``, and what it returns."""
-        return PredictionLoop(self)
+        return PredictionLoop(self, self._runner)
 
     @property
     def state(self) -> TrainerState:

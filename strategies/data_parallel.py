@@ -17,7 +17,7 @@ from .placed.placed import Placed
 from .placed.slices import PlacedSlices
 from .state.sendable import check_lookups, check_shapes
 from .strategy import Strategy
-from .torch_tensors import compiled_call_of
+from .torch_internals.modules import find_compiled_call
 
 
 class DataParallelStrategy(Strategy):
@@ -87,7 +87,7 @@ def _check_replicable(module: nn.Module, num_devices: int, is_manual: bool) -> N
             "or return the loss."
         )
     check_shapes(module)
-    compiled = [type(m).__name__ for m in module.modules() if compiled_call_of(m) is not None]
+    compiled = [type(m).__name__ for m in module.modules() if find_compiled_call(m) is not None]
     if compiled:
         raise ConfigError(
             f"strategy='dp' with devices={num_devices} cannot replicate compiled modules, and {compiled[0]} is one; "

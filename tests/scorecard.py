@@ -302,28 +302,44 @@ def readers_of_the_environment(sources: Iterable[Source]) -> list[str]:
     ]
 
 
-PRIVATE_TORCH = ("strategies/torch_internals.py", "strategies/torch_tensors.py")
+PRIVATE_NAMES = ("common/internals/", "strategies/torch_internals/")
+"""The rooms of names that others keep private."""
+_ACCEPTED = re.compile(r"#.*\bnoqa:[ ,A-Z0-9]*\bSLF001\b")
+_PRIVATE = re.compile(r"_(?!_)\w*[a-z]\w*")
 
 
-def private_names_of_torch(sources: Iterable[Source]) -> list[str]:
-    """Names that others keep private are used in two files: ruff is told to accept them (SLF001) in no other.
+def private_names(sources: Iterable[Source]) -> list[str]:
+    """Names that others keep private are used in two rooms: ruff is told to accept them (SLF001) in no other.
 
-    Nor does another file import a private name or module of torch.
+    Nor does another file import a private name or module, nor reach one past ruff: by its text, or as ``torch._x_``.
     """
-    accepted = re.compile(r"#.*\bnoqa:[ ,A-Z0-9]*\bSLF001\b")
     found = []
     for source in sources:
-        if source.path not in PRIVATE_TORCH:
+        if not source.path.startswith(PRIVATE_NAMES):
             lines = enumerate(source.text.splitlines(), 1)
-            found += [f"{source.path}:{number} {line.strip()}" for number, line in lines if accepted.search(line)]
-            nodes = (node for node in ast.walk(source.tree) if _imports_private_torch(node))
+            found += [f"{source.path}:{number} {line.strip()}" for number, line in lines if _ACCEPTED.search(line)]
+            nodes = (node for node in ast.walk(source.tree) if _imports_private(node) or _hides_private(node))
             found += [f"{source.at(node)} {ast.unparse(node)}" for node in nodes]
     return found
 
 
-def _imports_private_torch(node: ast.AST) -> bool:
-    parts = [name.split(".") for name in _imported(node)]
-    return any(first == "torch" and any(one.startswith("_") for one in rest) for first, *rest in parts)
+def _imports_private(node: ast.AST) -> bool:
+    parts = [name.split(".") for name in _imported(node) if name != "__future__.annotations"]
+    return any(one.startswith("_") for first, *rest in parts for one in rest)
+
+
+def _hides_private(node: ast.AST) -> bool:
+    """Return whether code reads a private name of torch itself, or one as text, such as ``getattr(x, "_name")``."""
+    if isinstance(node, ast.Attribute):
+        owner = ast.unparse(node.value)
+        return (owner == "torch" or owner.startswith("torch.")) and bool(_PRIVATE.fullmatch(node.attr))
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1):
+        return False
+    name = node.args[1].value if isinstance(node.args[1], ast.Constant) else None
+    if node.func.id not in ("getattr", "hasattr", "setattr") or not isinstance(name, str):
+        return False
+    # every named tuple has these fields, and what ends with an underscore as well is a protocol, as IPython's are
+    return name != "_fields" and not name.endswith("_") and bool(_PRIVATE.fullmatch(name))
 
 
 # --- errors ---

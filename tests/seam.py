@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from scorecard import Source, package_sources
+from scorecard import Source, package_sources, private_names
 
 ROOT = Path(__file__).parents[1]
 
@@ -164,6 +164,7 @@ def measures(sources: Sequence[Source]) -> dict[str, float]:
     found["fields written in three or more files"] = sum(len(written.get(field, ())) > 2 for field in set(fields))
     found |= {f"kernel files with {word!r}": len(paths) for word, paths in feature_words(sources).items()}
     found["lines that name CUDA or NCCL"] = len(cuda_places(sources))
+    found["private names outside their rooms"] = len(private_names(sources))
     found["Any in a thousand lines"] = round(any_per_thousand(sources), 1)
     return found
 

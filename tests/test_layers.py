@@ -12,9 +12,10 @@ ROOT = Path(__file__).parents[1]
 # From the bottom. A file imports from its own level and from those below; "callbacks" and the like are the files at the
 # top of that folder which are not named themselves. The root, `__main__` and `testing` are above all others.
 LEVELS = (
+    ("common.internals",),
     ("common",),
     ("common.storage",),
-    ("strategies.torch_internals", "strategies.torch_tensors"),
+    ("strategies.torch_internals",),
     ("strategies.devices",),
     ("strategies.cluster",),
     ("strategies.distributed",),

@@ -25,7 +25,7 @@ ALLOWED = {
     # between processes of one run, nothing of it being on disk afterwards; and what torch is kept from unpickling
     scorecard.pickles: (
         "strategies/distributed/pickling.py",
-        "strategies/resilience/torch_rendezvous.py",
+        "strategies/torch_internals/rendezvous.py",
         "trainer/checkpoint/single_file.py",  # it writes the member that torch.load reads, and unpickles nothing
         "lightning/checkpoint_files.py",  # in memory, of what a checkpoint holds, for a library that calls torch.load
     ),
@@ -39,26 +39,6 @@ ALLOWED = {
     ),
     # it hands on the caller's variables as they are
     scorecard.readers_of_the_environment: ("strategies/launch/worker.py",),
-    scorecard.private_names_of_torch: (
-        # each wraps one mechanism of torch as a whole, and says so in its first lines
-        "^strategies/units/(torch_units|gathered_units|gradient_hooks).py",
-        "^strategies/pipeline/torch_pipelining.py",
-        "^strategies/resilience/torch_rendezvous.py",
-        # not torch's, but Python's: the stack, and multiprocessing, whose fork server has no getters
-        r"\bsys\._getframe\(",
-        "^strategies/launch/fork_server.py",
-        r"^strategies/launch/agent.py:\d+ process\._popen\.returncode",
-        # NumPy's
-        r"^trainer/data/own_generators.py:\d+ .*(mtrand\._rand|generator\._bit_generator)",
-        # torchmetrics': how the states of a metric are reduced and synchronized
-        "^strategies/context_parallel/counted.py",
-        "^trainer/metrics/(kept_objects|gathering).py",
-        # our own: two classes of one file, or one part of an object and the object
-        "^strategies/units/idle_ranks.py",
-        r"^strategies/pipeline/first_steps.py:\d+ .*steps\._staged",
-        r"^trainer/engine/processes.py:\d+ .*engine\._(is_rank|connect|call)\b",
-        r"^lightning/fit_loop.py:\d+ .*_trainer\._runner",
-    ),
     # what is wrong with one file: they are gathered into one message, which says what to do
     scorecard.errors_without_value_or_remedy: (
         r"checkpoint/finding.py:\d+ .*: ; CheckpointError$",
@@ -125,12 +105,16 @@ CHECKS_AND_WHAT_THEY_FIND = [
     (scorecard.mocks, "import mock"),
     (scorecard.readers_of_the_environment, "os.environ['RANK']"),
     (scorecard.readers_of_the_environment, "from os import path, getenv"),
-    (scorecard.private_names_of_torch, "x = tensor._version  # noqa: SLF001"),
-    (scorecard.private_names_of_torch, "# ruff: noqa: SLF001 - there is no other name"),
-    (scorecard.private_names_of_torch, "x.y._z = 1  # type: ignore[attr-defined]  # noqa: E501, SLF001 - no other"),
-    (scorecard.private_names_of_torch, "def f():\n    from torch.utils._pytree import tree_map"),
-    (scorecard.private_names_of_torch, "from torch.nn.modules.dropout import _DropoutNd"),
-    (scorecard.private_names_of_torch, "import torch._dynamo"),
+    (scorecard.private_names, "x = tensor._version  # noqa: SLF001"),
+    (scorecard.private_names, "# ruff: noqa: SLF001 - there is no other name"),
+    (scorecard.private_names, "x.y._z = 1  # type: ignore[attr-defined]  # noqa: E501, SLF001 - no other"),
+    (scorecard.private_names, "def f():\n    from torch.utils._pytree import tree_map"),
+    (scorecard.private_names, "from torch.nn.modules.dropout import _DropoutNd"),
+    (scorecard.private_names, "import torch._dynamo"),
+    (scorecard.private_names, "def f():\n    from numpy._core import x"),
+    (scorecard.private_names, "x = getattr(model, '_orig_mod', None)"),
+    (scorecard.private_names, "torch._foreach_mul_(tensors, 2)"),
+    (scorecard.private_names, "before = torch.nn.init._no_grad_trunc_normal_"),
     (scorecard.errors_without_value_or_remedy, raising("f'{x} is wrong.'")),
     (scorecard.errors_without_value_or_remedy, raising("f'{x} cannot be read.'")),
     (scorecard.errors_without_value_or_remedy, raising("'The number is wrong; give another one.'")),
@@ -171,8 +155,12 @@ CHECKS_AND_WHAT_THEY_PASS = [
     (scorecard.strategies_asked_their_class, "isinstance(strategy, Strategy) and strategy.shards_parameters"),
     (scorecard.strategies_asked_their_class, "strategy is None or annealing_strategy == 'cos'"),
     (scorecard.pickles, "torch.load(path, map_location='cpu', weights_only=True)"),
-    (scorecard.private_names_of_torch, "x = 'noqa: SLF001'\ny = version_of(z)  # noqa: S301"),
-    (scorecard.private_names_of_torch, "from ._own import x\nfrom numpy._core import y\nfrom torch.utils import data"),
+    (scorecard.private_names, "x = 'noqa: SLF001'\ny = version_of(z)  # noqa: S301"),
+    (scorecard.private_names, "from __future__ import annotations\nfrom ._own import x\nfrom torch.utils import data"),
+    (
+        scorecard.private_names,
+        "hasattr(x, '_fields')\nhasattr(x, '_repr_html_')\nx.__doc__\ntorch.__version__",
+    ),
     (scorecard.errors_without_value_or_remedy, raising("f'x={x!r} is wrong; give a positive number.'")),
     (scorecard.errors_without_value_or_remedy, raising("f'x={x!r} is unknown.{did_you_mean(x, known)}'")),
     (scorecard.errors_without_value_or_remedy, raising("'x=None, but the run needs one. Set it.'")),

@@ -17,12 +17,13 @@ MOST = {
     "fields written in three or more files": 4,
     "kernel files with 'pipeline'": 2,
     "kernel files with 'elastic'": 0,
-    "kernel files with 'rehears'": 5,
+    "kernel files with 'rehears'": 0,
     "kernel files with 'estimat'": 1,  # Lightning's estimated_stepping_batches
     "kernel files with 'server'": 1,  # socket.create_server
-    "kernel files with 'lightning'": 3,
+    "kernel files with 'lightning'": 0,
     "kernel files with 'expert'": 0,
     "lines that name CUDA or NCCL": 7,
+    "private names outside their rooms": 0,  # SLF001 and what hides from it
     "Any in a thousand lines": 18.5,
 }
 """Lower a number with the change that lowers the measure; where the plan wants it, shared/design/house.md says."""
@@ -30,7 +31,7 @@ MOST = {
 
 CUDAS_OWN = (
     *("lightning/parts.py", "strategies/devices/cuda.py", "strategies/devices/kinds.py"),
-    *("strategies/pipeline/absent.py", "strategies/state/lazy_tensor.py", "strategies/torch_internals.py"),
+    *("strategies/pipeline/absent.py", "strategies/state/lazy_tensor.py", "strategies/torch_internals/compiler.py"),
 )
 """Files that name CUDA: as an accelerator of Lightning's, for its settings, and as an attribute of tensors."""
 

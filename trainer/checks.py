@@ -7,25 +7,24 @@ import os
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..callbacks import __name__ as CALLBACKS
 from ..callbacks.accumulation import GradientAccumulationScheduler
-from ..callbacks.batch_size_finder import BatchSizeFinder
 from ..callbacks.callback import Callback
 from ..callbacks.dispatch import HOOK_NAMES, overrides
 from ..callbacks.helpers.loggers import refuse_incomplete
-from ..callbacks.learning_rate_finder import LearningRateFinder
 from ..callbacks.progress_display import ProgressDisplay
 from ..callbacks.run import Logger
 from ..common.errors import ConfigError, DataError, ModuleError
+from ..common.lazy_names import is_imported
 from ..strategies import Hardware, Strategy
 from ..strategies.devices.abilities import has_sync_batchnorm
-from ..strategies.torch_tensors import buffers_by_name, children_by_name, parameters_by_name
+from ..strategies.torch_internals.modules import find_buffer_dict, find_child_dict, find_parameter_dict, was_initialized
 from .data.combined_loader import combined_of
 from .module.arguments import check_called_methods, check_step_arguments
 from .module.data_module import DataHooks, DataModule
@@ -33,7 +32,6 @@ from .module.train_module import TrainModule
 from .request import Request
 from .session.session import Task
 from .session.settings import Settings
-from .tuning.attribute import find_attribute
 
 _REMOVED_OF_TASK: Final[Mapping[Task, Sequence[str]]] = {
     "fit": ("training_epoch_end", "validation_epoch_end"),
@@ -82,7 +80,7 @@ def check_module(module: object, datamodule: object, task: Task) -> None:
             f"datamodule={datamodule!r:.60} is a {type(datamodule).__name__}; pass an echelon.DataModule"
             f"{f', such as {datamodule.__name__}()' if isinstance(datamodule, type) else ''}, or pass loaders."
         )
-    if "_modules" not in vars(module):
+    if not was_initialized(module):
         name = type(module).__name__
         raise ModuleError(f"{name}.__init__ must call super().__init__(), but did not; call it first.")
     _refuse_hidden_methods(module)
@@ -107,7 +105,7 @@ def check_module(module: object, datamodule: object, task: Task) -> None:
 def _refuse_hidden_methods(module: TrainModule) -> None:
     """Refuse attributes under the name of a method: they would hide it, or, where they are layers, it hides them."""
     held = {name: value for name, value in vars(module).items() if value is not None and not callable(value)}
-    parts = {**children_by_name(module), **parameters_by_name(module), **buffers_by_name(module)}
+    parts = {**find_child_dict(module), **find_parameter_dict(module), **find_buffer_dict(module)}
     for name, value in [*held.items(), *parts.items()]:
         if callable(getattr(TrainModule, name, None)):
             raise ModuleError(
@@ -313,22 +311,10 @@ def check_callbacks_of_fit(
     world_size = hardware.environment.world_size
     for callback in callbacks:
         callback.check_strategy(strategy, world_size, 1 if world_size > 1 else len(hardware.devices))
-    find = partial(_find_in, (request.module, request.datamodule))
-    finders = [one for one in callbacks if isinstance(one, LearningRateFinder | BatchSizeFinder)]
-    for finder in finders if not settings.fast_dev_run else ():
-        finder.validate(request.module, strategy, find)
-        if not isinstance(finder, BatchSizeFinder):
-            continue
-        if settings.reload_dataloaders_every_n_epochs:
-            raise ConfigError(
-                "BatchSizeFinder needs one loader for the whole fit, got reload_dataloaders_every_n_epochs="
-                f"{settings.reload_dataloaders_every_n_epochs}; leave it out, or give the size that was found."
-            )
-        if any(isinstance(one, GradientAccumulationScheduler) for one in callbacks):
-            raise ConfigError(
-                "BatchSizeFinder and GradientAccumulationScheduler both set the micro-batches of a step, found "
-                f"callbacks={[type(one).__name__ for one in callbacks]}; remove one, or give the size that was found."
-            )
+    if is_imported(f"{CALLBACKS}.finders") and not settings.fast_dev_run:
+        from .tuning.finder_checks import check_finders
+
+        check_finders(callbacks, request.module, request.datamodule, settings, strategy)
 
 
 def _check_micro_batches(
@@ -342,10 +328,6 @@ def _check_micro_batches(
         strategy.validate_micro_batches(None)
     elif not (is_scheduled or is_derived):
         strategy.validate_micro_batches(settings.accumulate_grad_batches)
-
-
-def _find_in(owners: Sequence[Any], *names: str) -> str | None:
-    return find_attribute(owners, names)
 
 
 def check_current_folder() -> None:

@@ -10,8 +10,8 @@ from ..callbacks.dispatch import Hooks
 from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.omit_frozen_weights import OmitFrozenWeights
 from ..common.errors import ConfigError
+from ..common.lazy_names import is_imported
 from ..strategies import Strategy
-from ..strategies.pretrained.adapters import is_adapted
 from .module.hooks import ModuleHooks
 from .resume.staging_room import saves_single_files
 from .session.session import Session
@@ -78,10 +78,13 @@ def omit_pretrained_base(session: Session) -> None:
     """
     savers = [one for one in session.callbacks if isinstance(one, ModelCheckpoint)]
     is_chosen = any(one.frozen for one in savers) or any(isinstance(x, OmitFrozenWeights) for x in session.callbacks)
-    if is_chosen or saves_single_files(session) or not any(map(is_adapted, session.module.modules())):
+    if is_chosen or saves_single_files(session) or not is_imported("peft"):
         return
+    from ..strategies.pretrained.adapters import is_adapted
     from ..strategies.pretrained.read_tensors import names_read
 
+    if not any(map(is_adapted, session.module.modules())):
+        return
     names = names_read(session.module)
     if names:
         omission = OmitFrozenWeights(names)

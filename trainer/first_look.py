@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, OneC
 from torch.utils.data import RandomSampler
 
 from ..callbacks.model_checkpoint import ModelCheckpoint
-from ..strategies.torch_internals import BatchNorm
+from ..strategies.torch_internals.modules import BatchNorm
 from .loop.schedule import num_steps, validates
 from .module.optimizers import LRSchedulerConfig
 from .session.session import Session
@@ -24,7 +24,7 @@ _LENGTHS = {OneCycleLR: "total_steps", CosineAnnealingLR: "T_max", PolynomialLR:
 
 def look_at(session: Session, *, is_resumed: bool) -> None:
     """Log what may be meant otherwise, and warn of schedules that do not fit the run; on rank 0."""
-    if session.strategy.rank or session.strategy.ranks.all.is_rehearsed:
+    if session.strategy.rank or session.strategy.ranks.all.is_fake:
         return
     for line in (
         *_of_limits(session),

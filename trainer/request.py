@@ -13,7 +13,7 @@ from ..common.errors import ConfigError
 from ..common.storage import AnyPath, any_path
 from ..strategies import Strategy
 from ..strategies.module.compiled_calls import compile_calls
-from ..strategies.torch_tensors import compiled_from
+from ..strategies.torch_internals.modules import find_uncompiled
 from .module.data_module import DataModule
 from .module.train_module import TrainModule
 from .resume.changed_settings import Winner
@@ -67,7 +67,7 @@ def unwrapped(model: M, strategy: Strategy) -> M:
     Raises:
         ConfigError: if it would have to be sent to other processes, since compiled code cannot be pickled.
     """
-    module = compiled_from(model)
+    module = find_uncompiled(model)
     if not isinstance(module, TrainModule):
         return model
     if strategy.launcher.starts_processes:

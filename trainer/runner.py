@@ -312,7 +312,7 @@ class Runner:
                 self._settle_folders(request)
             session.resumed_from = strategy.ranks.all.on_first_rank(partial(self._find_checkpoint, request))
         if strategy.world_size > 1:
-            if strategy.rank == 0 and not (self._has_described or strategy.ranks.all.is_rehearsed):
+            if strategy.rank == 0 and not (self._has_described or strategy.ranks.all.is_fake):
                 say(self.hardware.describe(strategy.ranks.environment))
             self._has_described = True
             session.state.seed = strategy.ranks.all.broadcast(session.state.seed)

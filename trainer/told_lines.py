@@ -8,9 +8,9 @@ from ..callbacks.early_stopping import EarlyStopping
 from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.omit_frozen_weights import OmitFrozenWeights
 from ..callbacks.progress_display import tell_beside_bar
+from ..common.lazy_names import is_imported
 from ..common.storage import Pending
 from ..common.units import in_units
-from ..strategies.pretrained.adapters import is_adapted
 from ..strategies.state.dtensor import local_shard
 from ..strategies.wrapped.wrapped_tensors import held_tensors
 from .request import Request
@@ -37,6 +37,10 @@ def tell_frozen_base(session: Session) -> None:
     By default they leave out what `load_pretrained` has read from files. The rest they keep: a resumed run needs a base
     that is the same bit by bit, and a module that draws rows for added tokens, say, would build another one.
     """
+    if not is_imported("peft"):
+        return
+    from ..strategies.pretrained.adapters import is_adapted
+
     savers = [one for one in session.callbacks if isinstance(one, ModelCheckpoint)]
     omission = next((one for one in session.callbacks if isinstance(one, OmitFrozenWeights)), None)
     is_chosen = any(one.frozen for one in savers) or (omission is not None and omission.names is None)
@@ -99,6 +103,6 @@ def tell_end(session: Session) -> None:
 
 def tell(session: Session, line: str) -> None:
     """Print a line beside the progress bar; without a bar, only log it."""
-    if not session.run.is_global_zero or session.strategy.ranks.all.is_rehearsed:
+    if not session.run.is_global_zero or session.strategy.ranks.all.is_fake:
         return
     tell_beside_bar(session.callbacks, line)

@@ -13,6 +13,7 @@ from ...strategies import Strategy
 from ...strategies.distributed.nested import can_copy_later
 from ...strategies.state.dtensor import is_wrapper, local_shard, shard_like, with_local_shard
 from ...strategies.state.optimizer_state import Elsewhere
+from ...strategies.torch_internals.tensors import move_together
 
 AverageOne = Callable[[Tensor, Tensor, Tensor | int], Tensor]
 AverageMany = Callable[..., None]
@@ -35,7 +36,7 @@ class ExponentialAverage:
         for (device, dtype), (group_averages, group_weights) in groups.items():
             later = can_copy_later(device)
             moved = [weight.detach().to(device, dtype, non_blocking=later) for weight in group_weights]
-            torch._foreach_lerp_(group_averages, moved, self._fraction)
+            move_together(group_averages, moved, self._fraction)
 
 
 class AveragedWeights:

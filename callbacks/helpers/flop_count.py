@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from ...strategies.torch_internals.compiler import is_compiler_imported
 
 
 @contextmanager
@@ -19,7 +20,7 @@ def counted_flops() -> Iterator[Any]:
     from torch.utils.flop_counter import FlopCounterMode
 
     counter = FlopCounterMode(display=False)
-    if "torch._dynamo" not in sys.modules:  # nothing has been compiled, and the import takes a second
+    if not is_compiler_imported():  # nothing has been compiled, and the import takes a second
         with counter:
             yield counter
         return

@@ -25,7 +25,7 @@ from ...strategies.devices.memory import empty_caches
 from ...strategies.devices.queries import check_usable
 from ...strategies.distributed.rank_zero import current_rank
 from ...strategies.module.out_of_memory import is_out_of_memory
-from ...strategies.torch_internals import tree_map
+from ...strategies.torch_internals.operators import tree_map
 from ...trainer.data.seed import derive
 from ...trainer.data.seed import seed_everything as seed_generators
 from ...trainer.module.batch_size import size_of

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from ...strategies.distributed.pickling import is_picklable
-from ...strategies.torch_internals import tree_map
+from ...strategies.torch_internals.operators import tree_map
 
 __all__ = ["clean_namespace", "is_param_in_hook_signature", "recursive_detach"]
 

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from ...common.errors import ConfigError, RunError
 from ...common.storage import StorePath, any_path, copy_out
 from ...strategies.devices.kinds import available_types
-from ...strategies.torch_internals import tree_map
+from ...strategies.torch_internals.modules import find_uncompiled
+from ...strategies.torch_internals.operators import tree_map
 from ...trainer.loggers.base import is_installed
 from ...trainer.module.train_module import TrainModule
 
@@ -331,7 +332,7 @@ def set_shared_parameters(module: nn.Module, shared_params: list[list[str]]) -> 
 
 def from_compiled(model: nn.Module) -> Any:
     """Return the module in a compiled one, which a trainer fits compiled."""
-    inner = getattr(model, "_orig_mod", None)
+    inner = find_uncompiled(model)
     if not isinstance(inner, TrainModule):
         raise ConfigError(f"from_compiled takes a compiled LightningModule, got {model!r:.80}; pass that.")
     return inner
@@ -339,7 +340,8 @@ def from_compiled(model: nn.Module) -> Any:
 
 def to_uncompiled(model: nn.Module) -> Any:
     """Return the module itself, compiled or not."""
-    return getattr(model, "_orig_mod", model)
+    inner = find_uncompiled(model)
+    return model if inner is None else inner
 
 
 def get_torchvision_model(model_name: str, **kwargs: object) -> nn.Module:

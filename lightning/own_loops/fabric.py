@@ -20,7 +20,7 @@ from ...strategies import Strategy
 from ...strategies.devices.moves import move_module
 from ...strategies.distributed.nested import map_tensors
 from ...strategies.module.compiled_calls import compile_calls
-from ...strategies.torch_tensors import compiled_from
+from ...strategies.torch_internals.modules import find_uncompiled
 from ...trainer.checkpoint.weights import load_weights
 from ...trainer.data.seed import seed_everything as seed_all
 from ...trainer.engine.engine import Engine
@@ -159,7 +159,7 @@ class Fabric(Engine):
                 "setup needs move_to_device=True, got False: the strategy decides where parameters are; build the "
                 "module in fabric.init_module() to create them there."
             )
-        inner = compiled_from(module)
+        inner = find_uncompiled(module)
         if isinstance(inner, nn.Module):
             compile_calls(inner, module.dynamo_ctx)  # type: ignore[arg-type]
             module = inner

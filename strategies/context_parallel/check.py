@@ -16,7 +16,7 @@ from ..distributed.nested import iterate_tensors
 from ..module.untouched import trying_steps
 from ..targets.noted_means import NotedMeans
 from ..targets.shares import unclear_share
-from ..torch_internals import is_wrapped
+from ..torch_internals.autograd import is_wrapped
 from .context import ContextParallel
 from .counted import Counted, log_difference, metric_difference, names_by_tokens
 from .sequence import SequenceLayout

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...common.internals.metric_states import COUNTERS, find_reductions, has_reductions, let_compute
 from ..distributed.nested import iterate_tensors
 from ..module.traces import KeptObjects
 from ..state.dtensor import number_of
@@ -22,7 +23,6 @@ COUNTS_ONCE: Final = "_counts_once_a_sequence"
 _TOLERANCE: Final = 1e-4
 _MERGED: Final[Mapping[str, Callable[[Sequence[float]], float]]] = {"sum": sum, "min": min, "max": max}
 
-_COUNTERS: Final = ("_update_count", "_computed", "_update_called")
 """The attributes of a metric object that its updates change beside its states."""
 
 State = dict[str, Tensor | list[object]]
@@ -63,7 +63,7 @@ class Counted:
         reached = KeptObjects()
         reached.keep(module)
         names = {id(part): name for name, part in module.named_modules()}
-        self.metrics: list[Any] = [part for part in reached.modules if hasattr(part, "_reductions")]
+        self.metrics: list[Any] = [part for part in reached.modules if has_reductions(part)]
         self.names = [names.get(id(metric), type(metric).__name__) for metric in self.metrics]
         self._before = [_state_of(metric) for metric in self.metrics]
         self._logged: dict[str, list[_Logged]] = {}
@@ -269,8 +269,8 @@ def not_counted(module: nn.Module) -> Iterator[None]:
     reached = KeptObjects()
     reached.keep(module)
     for metric in reached.modules:
-        if hasattr(metric, "_reductions"):
-            own = {name: value for name, value in vars(metric).items() if name in _COUNTERS}
+        if has_reductions(metric):
+            own = {name: value for name, value in vars(metric).items() if name in COUNTERS}
             counted.append((metric, _state_of(metric), own))
     try:
         yield
@@ -286,7 +286,7 @@ def not_counted(module: nn.Module) -> Iterator[None]:
 def _state_of(metric: Any) -> State:
     return {
         name: value.detach().clone() if isinstance(value, Tensor) else list(value)
-        for name in metric._reductions  # noqa: SLF001 - torchmetrics has no public name for them
+        for name in find_reductions(metric)
         if isinstance(value := getattr(metric, name), Tensor | list)
     }
 
@@ -319,7 +319,7 @@ def _is_same(one: Tensor | list[object], other: Tensor | list[object]) -> bool:
 
 def _kind(metric: Any, name: str) -> str:
     """Return how torchmetrics reduces a state over ranks."""
-    return str(getattr(metric._reductions[name], "__name__", "")).removeprefix("dim_zero_")  # noqa: SLF001
+    return str(getattr(find_reductions(metric)[name], "__name__", "")).removeprefix("dim_zero_")
 
 
 def _value(metric: Any, states: Sequence[State]) -> list[Tensor] | None:
@@ -331,11 +331,11 @@ def _value(metric: Any, states: Sequence[State]) -> list[Tensor] | None:
         if isinstance(values[0], list):
             merged: object = [one for value in values for one in value]
         elif kind in ("sum", "mean", "max", "min"):
-            merged = metric._reductions[name](torch.stack(values))  # noqa: SLF001
+            merged = find_reductions(metric)[name](torch.stack(values))
         else:
             return None
         setattr(copied, name, merged)
-    copied._to_sync, copied._computed, copied._update_count = False, None, 1  # noqa: SLF001
+    let_compute(copied)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

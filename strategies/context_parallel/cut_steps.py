@@ -90,7 +90,7 @@ class CutSteps:
             DataError: on all ranks, for sequences that cannot be cut.
             ModuleError: on all ranks, if the results from parts differ.
         """
-        if step_name not in _CUT or self.collectives.is_rehearsed:
+        if step_name not in _CUT or self.collectives.is_fake:
             return
         found = [self._shown_by(args[0], module) for args in steps]
         if step_name not in self._checked:

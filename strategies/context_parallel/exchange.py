@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ...common.errors import ConfigError
 from ..distributed.tensor_collectives import Wire, all_gather, all_to_all
-from ..torch_tensors import memory_id
+from ..torch_internals.tensors import read_memory_id
 from .near import NearTokens
 from .part_lengths import PartLengths
 from .sequence import SequenceLayout
@@ -113,10 +113,10 @@ def gathered_again(gather: Callable[[Tensor], Tensor], pairs: list[tuple[Tensor,
         gather: gathers the parts.
         pairs: each part with its whole tensor.
     """
-    regathered = {memory_id(whole): _Regathered(gather, part.detach()) for part, whole in pairs}
+    regathered = {read_memory_id(whole): _Regathered(gather, part.detach()) for part, whole in pairs}
 
     def pack(tensor: Tensor) -> object:
-        kept = regathered.get(memory_id(tensor))
+        kept = regathered.get(read_memory_id(tensor))
         return tensor if kept is None else kept.pack(tensor)
 
     def unpack(packed: Any) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...common.errors import ConfigError, ModuleError
-from ..torch_tensors import version_of
+from ..torch_internals.tensors import read_version
 from .exchange import Exchange, gathered_again
 from .near import NearTokens, tokens_of_documents
 from .overridable import as_it_was
@@ -149,7 +149,7 @@ class VarlenParts:
     def _pieces(self, query: Tensor, ends: Tensor, window: tuple[int, int]) -> _Pieces:
         """Return this rank's pieces; made once for all layers that are given the same tensor."""
         kept = self._made.setdefault(ends, {})
-        key = (version_of(ends), len(query), window)
+        key = (read_version(ends), len(query), window)
         if key not in kept:
             kept[key] = self._cut(query, ends, window)
         made: _Pieces = kept[key]

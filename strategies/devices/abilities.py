@@ -7,7 +7,7 @@ from typing import Final
 import torch
 
 from ...common.errors import ConfigError
-from ..torch_internals import has_kernel, registered_name
+from ..torch_internals.operators import has_kernel, read_registered_name
 from .kinds import device_module
 
 _WITHOUT_FLOAT64: Final = frozenset({"mps"})
@@ -48,7 +48,7 @@ def check_dtypes(
 
 def autocast_dtypes(device_type: str) -> list[torch.dtype] | None:
     """Return the dtypes that a registered type of device autocasts to, as its package says; None for torch's own."""
-    if device_type != registered_name():
+    if device_type != read_registered_name():
         return None
     get = getattr(device_module(device_type), "get_amp_supported_dtype", list)
     return list(get())

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from ...common.errors import ConfigError, did_you_mean
-from ..torch_internals import registered_name
+from ..torch_internals.operators import is_in_bad_fork, read_registered_name
 
 CPU: Final = "cpu"
 
@@ -59,7 +59,7 @@ def accelerator_of_build() -> str:
 
 def known_types() -> Iterator[str]:
     """Yield the types of devices other than the CPU that this torch has a module for; what it reports comes first."""
-    for name in dict.fromkeys((accelerator_of_build(), registered_name(), *_DEVICES)):
+    for name in dict.fromkeys((accelerator_of_build(), read_registered_name(), *_DEVICES)):
         if name != CPU and device_module(name) is not None:
             yield name
 
@@ -71,8 +71,7 @@ def available_types() -> list[str]:
 
 def are_unusable() -> bool:
     """Return whether this process cannot use the devices here, as it was forked from one that had initialized them."""
-    checks = (getattr(device_module(name), "_is_in_bad_fork", None) for name in known_types())
-    return any(check is not None and check() for check in checks)
+    return any(is_in_bad_fork(device_module(name)) for name in known_types())
 
 
 def device_type_of(accelerator: str) -> str:

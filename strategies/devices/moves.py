@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from ..torch_tensors import parameters_by_name, takes_data_of
+from ..torch_internals.modules import find_parameter_dict
+from ..torch_internals.tensors import takes_data_of
 
 _Place = tuple[dict[str, nn.Parameter | None], str]
 
@@ -65,7 +66,7 @@ def _tied_places(module: nn.Module) -> list[list[_Place]]:
     """Return the places of each parameter that has several: the dictionary of a submodule, and a name in it."""
     places: dict[nn.Parameter, list[_Place]] = defaultdict(list)
     for submodule in module.modules():
-        own = parameters_by_name(submodule)
+        own = find_parameter_dict(submodule)
         for name, parameter in own.items():
             if parameter is not None:
                 places[parameter].append((own, name))

@@ -9,7 +9,7 @@ from types import MethodType
 import torch
 from torch import Tensor, nn
 
-from ..torch_tensors import buffers_by_name, children_by_name, copy_without_parameters, parameters_by_name
+from ..torch_internals.modules import copy_without_parameters, find_buffer_dict, find_child_dict, find_parameter_dict
 
 
 def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
@@ -33,13 +33,13 @@ def _replica(module: nn.Module, own: torch.device, device: torch.device) -> nn.M
     replicas = {original: copy_without_parameters(original) for original in module.modules()}
     for original, replica in replicas.items():
         if is_shared:
-            parameters_by_name(replica).update(parameters_by_name(original))
+            find_parameter_dict(replica).update(find_parameter_dict(original))
         else:
-            for name, parameter in parameters_by_name(original).items():
+            for name, parameter in find_parameter_dict(original).items():
                 setattr(replica, name, None if parameter is None else copies[parameter])
-        for name, buffer in buffers_by_name(original).items():
-            buffers_by_name(replica)[name] = None if buffer is None else buffers[buffer]
-        for name, child in children_by_name(original).items():
-            children_by_name(replica)[name] = None if child is None else replicas[child]
+        for name, buffer in find_buffer_dict(original).items():
+            find_buffer_dict(replica)[name] = None if buffer is None else buffers[buffer]
+        for name, child in find_child_dict(original).items():
+            find_child_dict(replica)[name] = None if child is None else replicas[child]
     replica_of_module: nn.Module = replicas[module]
     return replica_of_module

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final, Self
 
+from ...common.internals.stack_frames import find_frame
 from ..cluster.environment import calls_file
 from .debug import describe_table
 
@@ -58,7 +58,7 @@ class CallRecord:
 
 def _caller() -> str:
     """Return the file and line of the user's call; for Echelon's own calls, a fixed text."""
-    frame = sys._getframe(2)  # noqa: SLF001 - inspect's equivalent is slower
+    frame = find_frame(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PASSED):
         if frame.f_code.co_name == "run_worker":
             return _ECHELON

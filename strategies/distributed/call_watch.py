@@ -8,7 +8,8 @@ from typing import Any, Final
 
 import torch
 
-from ..torch_internals import TorchDispatchMode, dispatch_modes, group_named, tree_leaves
+from ..torch_internals.distributed import find_group
+from ..torch_internals.operators import TorchDispatchMode, list_dispatch_modes, tree_leaves
 
 _NAMESPACES: Final = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
@@ -62,7 +63,7 @@ def _ranks_of(args: object, kwargs: object) -> list[int]:
             except RuntimeError:  # another object, such as the kind of a reduction
                 continue
         elif isinstance(leaf, str):
-            group = group_named(leaf)
+            group = find_group(leaf)
         if isinstance(group, dist.ProcessGroup):
             return dist.get_process_group_ranks(group)
     return []
@@ -70,6 +71,6 @@ def _ranks_of(args: object, kwargs: object) -> list[int]:
 
 def note_call(ranks: Collection[int]) -> None:
     """Tell every `CallWatch` around the caller of a collective, where ranks meet before torch is called."""
-    for mode in dispatch_modes():
+    for mode in list_dispatch_modes():
         if isinstance(mode, CallWatch):
             mode.note(ranks)

@@ -41,8 +41,8 @@ class Collectives:
         device: where received tensors are put, unless the sender's were on the CPU.
     """
 
-    is_rehearsed: ClassVar[bool] = False
-    """Whether the other ranks do not exist, as in `echelon rehearse`; whatever depends on values is then skipped."""
+    is_fake: ClassVar[bool] = False
+    """Whether the other ranks do not exist, in torch's fake process group; what depends on values is then skipped."""
 
     def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
         self._checks: CollectiveChecks | None = None

@@ -20,7 +20,8 @@ import torch
 from torch.storage import TypedStorage
 
 from ...common.errors import ConfigError, ProcessError
-from ..torch_internals import memory_of
+from ..torch_internals.modules import find_child_dict, was_initialized
+from ..torch_internals.tensors import find_hooks, find_memory, set_hooks
 
 PICKLING_ERRORS: Final = (pickle.PicklingError, AttributeError, TypeError)
 """Errors that Python raises for objects that cannot be pickled."""
@@ -109,7 +110,7 @@ def _pack_into(file: IO[bytes], value: object, modules: set[str]) -> None:
     class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         def reducer_override(self, obj: Any) -> object:
             if isinstance(obj, TypedStorage | torch.UntypedStorage):
-                memory = memory_of(obj)
+                memory = find_memory(obj)
                 if memory.device.type != "meta" and memory.nbytes():
                     dtype = obj.dtype if isinstance(obj, TypedStorage) else torch.uint8  # the tensor knows its own
                     key = memory.device, memory.data_ptr(), memory.nbytes()
@@ -121,8 +122,8 @@ def _pack_into(file: IO[bytes], value: object, modules: set[str]) -> None:
                 return _filled_memory, (pickle.PickleBuffer(data),)
             if isinstance(obj, torch.nn.Parameter) and (hooks := _hooks_of(obj)):
                 # torch leaves hooks out; they are set last, since they may refer to the module
-                return (*obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[:2], hooks, None, None, _set_hooks)
-            if isinstance(obj, torch.nn.Module) and "parametrizations" in vars(obj).get("_modules", ()):
+                return (*obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[:2], hooks, None, None, set_hooks)
+            if isinstance(obj, torch.nn.Module) and was_initialized(obj) and "parametrizations" in find_child_dict(obj):
                 # torch refuses, because of the class that it has made for this module; cloudpickle can send that. What
                 # the module's own class leaves out is left out, as the weak references of an LSTM
                 kind = type(obj)
@@ -151,18 +152,12 @@ def _new(kind: Any) -> object:
 
 def _hooks_of(parameter: torch.nn.Parameter) -> dict[str, object]:
     """Return the hooks of users on a parameter, by the attribute in which torch keeps them."""
-    found = {name: getattr(parameter, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")}
     # a mark of torch's for those that are not the user's
     return {
         name: hooks
-        for name, hooks in found.items()
-        if hooks and not any(hasattr(hook, "__torch_unserializable__") for hook in hooks.values())
+        for name, hooks in find_hooks(parameter).items()
+        if not any(hasattr(hook, "__torch_unserializable__") for hook in hooks.values())
     }
-
-
-def _set_hooks(parameter: torch.nn.Parameter, found: Mapping[str, object]) -> None:
-    for name, hooks in found.items():
-        setattr(parameter, name, hooks)
 
 
 class _Memory:

@@ -23,7 +23,7 @@ from ..cluster.start_wait import StartWait, unknown_host
 from ..cluster.tcp_store import connect_store, host_store
 from ..cluster.torchrun import agent_hosts_store
 from ..devices.backends import backend_for, beside_gloo, binds_devices, check_several_processes
-from ..torch_internals import default_store
+from ..torch_internals.distributed import find_default_store
 
 if TYPE_CHECKING:
     from torch import distributed as dist
@@ -144,13 +144,13 @@ class ProcessGroup:
             self._check_existing()
         else:
             self._meet()
-        self.store: Store = PrefixStore("echelon", default_store())
-        is_cpu = dist.get_backend() == "gloo" or self.is_rehearsed
+        self.store: Store = PrefixStore("echelon", find_default_store())
+        is_cpu = dist.get_backend() == "gloo" or self.is_fake
         # for CPU tensors and objects, and for everything that must not make the GPU wait
         self.cpu_group: Any = dist.group.WORLD if is_cpu else dist.new_group(backend="gloo", timeout=self.timeout)
         self.nodes: Sequence[int] = [self.node_rank] * self.world_size
         """The node of each rank of the run."""
-        if self.environment.num_nodes > 1 and not self.is_rehearsed:
+        if self.environment.num_nodes > 1 and not self.is_fake:
             group: Any = self.cpu_group
             nodes = list(self.nodes)
             dist.all_gather_object(nodes, self.node_rank, group)
@@ -172,7 +172,7 @@ class ProcessGroup:
         for members in partition:  # torch requires every rank to make every group, in the same order
             key = dist.group.WORLD, has_one_backend, self.timeout, *members
             if key not in _PARTS:
-                backend = "fake" if self.is_rehearsed else "gloo"
+                backend = "fake" if self.is_fake else "gloo"
                 cpu_group = dist.new_group(members, timeout=self.timeout, backend=backend)
                 device_group = cpu_group if has_one_backend else dist.new_group(members, timeout=self.timeout)
                 _PARTS[key] = cpu_group, device_group
@@ -183,7 +183,7 @@ class ProcessGroup:
         return part
 
     @property
-    def is_rehearsed(self) -> bool:
+    def is_fake(self) -> bool:
         """Whether the other processes do not exist, and torch's fake group stands in for them."""
         from torch import distributed as dist
 

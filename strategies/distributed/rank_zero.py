@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 from ...common.errors import ProcessError, RunError
 from ..cluster.launchers import detect_environment
-from ..torch_internals import default_store
+from ..torch_internals.distributed import find_default_store
 from .noticeboard import Noticeboard
 
 P = ParamSpec("P")
@@ -87,7 +87,7 @@ def rank_zero_first(*, local: bool = False) -> Iterator[None]:
                 f"{environment.world_size} processes, but the process group has {size}; use local=False."
             )
         rank, size, name = environment.local_rank, environment.local_world_size, f"node {environment.node_rank}"
-    board = Noticeboard(default_store(), f"rank_zero_first/{name}")
+    board = Noticeboard(find_default_store(), f"rank_zero_first/{name}")
     outcome = f"outcome/{board.count(f'uses/{rank}')}"
     with _first(board, outcome, size) if rank == 0 else _after_first(board, outcome, size):
         yield

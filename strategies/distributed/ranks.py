@@ -11,8 +11,8 @@ import torch
 
 from ..cluster.environment import Environment
 from .collectives import Collectives
+from .fake_collectives import collectives_of
 from .process_group import ProcessGroup
-from .rehearsed import collectives_of
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class Ranks:
         """Return ranks which all hold the whole module, and read a slice of each global batch."""
         ranks = collectives_of(group, device)
         alone = Collectives(None, device)
-        kind = RehearsedRanks if ranks.is_rehearsed else cls
+        kind = FakeRanks if ranks.is_fake else cls
         return kind(environment, ranks, ranks, ranks, ranks, alone, ranks, environment.rank, ranks.world_size)
 
     @property
@@ -73,7 +73,7 @@ class Ranks:
         return self.all.all_gather_object((self.data_rank, own))
 
 
-class RehearsedRanks(Ranks):
+class FakeRanks(Ranks):
     """The ranks of a run in which this one is alone: each other data rank answers what this one does."""
 
     def gather_numbers(self, own: Sequence[float]) -> list[tuple[int, list[float]]]:

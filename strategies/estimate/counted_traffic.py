@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..module.memory_estimate import size_of
-from ..torch_internals import TorchDispatchMode, tree_leaves
+from ..torch_internals.operators import TorchDispatchMode, tree_leaves
 from .estimate import all_reduced, exchanged
 
 

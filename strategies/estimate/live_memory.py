@@ -16,8 +16,9 @@ from ..distributed.nested import iterate_tensors
 from ..module.blocks import repeated_blocks
 from ..module.memory_estimate import size_of
 from ..state.dtensor import local_shard
-from ..torch_internals import TorchDispatchMode, is_without_memory, tree_leaves
-from ..torch_tensors import components_of, memory_id
+from ..torch_internals.fake_tensors import is_without_memory
+from ..torch_internals.operators import TorchDispatchMode, tree_leaves
+from ..torch_internals.tensors import read_components, read_memory_id
 from .profile import CASTS, LayerUse, Sources, StepMemory
 from .step_work import ATTENTION, StepWork, work_of
 from .unknown_sizes import sparse_gradient, with_workspace
@@ -141,7 +142,7 @@ class LiveMemory(TorchDispatchMode):
 
         def resize(storage: torch.UntypedStorage, size: int) -> object:
             answer = plain(storage, size)
-            memory = memory_id(storage)
+            memory = read_memory_id(storage)
             if memory in self._alive:
                 before, sources, block = self._alive[memory]
                 self._take_peak()
@@ -240,7 +241,7 @@ class LiveMemory(TorchDispatchMode):
             self._note_storage(part.untyped_storage(), sources)
 
     def _note_storage(self, storage: torch.UntypedStorage, sources: Sources) -> None:
-        memory = memory_id(storage)
+        memory = read_memory_id(storage)
         if memory in self._alive or memory in self._own or memory in self._gradients:
             return
         size = storage.nbytes()
@@ -315,8 +316,8 @@ def storages_bytes(tensors: Iterable[Tensor]) -> int:
 def _parts(tensor: Tensor) -> Sequence[Tensor]:
     """Return the tensors that hold a tensor's memory: its shard, or the two components of a sparse one."""
     shard = local_shard(tensor)
-    return components_of(shard) if shard.is_sparse else (shard,)
+    return read_components(shard) if shard.is_sparse else (shard,)
 
 
 def _memory(tensor: Tensor) -> int:
-    return memory_id(_parts(tensor)[0])
+    return read_memory_id(_parts(tensor)[0])

@@ -9,8 +9,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from ..torch_internals import tree_leaves
-from ..torch_tensors import arguments_of
+from ..torch_internals.operators import list_arguments, tree_leaves
 
 ATTENTION: Final = ("aten::_scaled_dot_product", "aten::scaled_dot_product")
 """How the names of torch's attentions begin."""
@@ -78,7 +77,7 @@ def work_of(
 
 
 def _is_causal(operator: object, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
-    names = [argument.name for argument in arguments_of(operator)]
+    names = [argument.name for argument in list_arguments(operator)]
     return bool({**dict(zip(names, args, strict=False)), **kwargs}.get("is_causal", False))
 
 

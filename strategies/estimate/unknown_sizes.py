@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..torch_internals import is_without_memory, real_values
+from ..torch_internals.fake_tensors import is_without_memory, leave_fake_mode
 
 _LSTM: Final = "aten::mkldnn_rnn_layer"
 _SPARSE: Final = "aten::_sparse_coo_tensor_with_dims_and_tensors"
@@ -43,7 +43,7 @@ def _at(num_steps: int, real: Callable[[int], float]) -> float:
 
 def _workspace(args: Sequence[Any], num_steps: int, num_samples: int, width: int) -> int:
     """Run an LSTM of the same width on a few zeros, and return the bytes of its workspace."""
-    with real_values():
+    with leave_fake_mode():
         # the shapes: of the input, of four weights and biases, and of two states
         shapes = [(num_steps, num_samples, width), *(tensor.shape for tensor in args[1:5])]
         shapes += [(num_samples, tensor.shape[-1]) for tensor in args[5:7]]

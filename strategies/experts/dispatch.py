@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from ...common.errors import ConfigError, ModuleError
 from ..devices.generators import fork_generators
 from ..tensor_parallel.layers import local_parameters
-from ..torch_internals import is_without_memory, without_dispatch_modes
-from ..torch_tensors import compiled_call_of
+from ..torch_internals.fake_tensors import is_without_memory
+from ..torch_internals.modules import find_compiled_call
+from ..torch_internals.operators import disable_dispatch_modes
 from .exchange import ExpertGroup
 from .find_experts import inputs_of
 from .layer import even_numbers
@@ -47,7 +48,7 @@ def deal_experts(
     Raises:
         ConfigError: for a module that is compiled.
     """
-    compiled = [name for name, part in module.named_modules() if compiled_call_of(part) is not None]
+    compiled = [name for name, part in module.named_modules() if find_compiled_call(part) is not None]
     if compiled:
         raise ConfigError(
             f"ep={mesh.size()} sends tokens to experts in a way that torch.compile cannot trace, but "
@@ -185,7 +186,7 @@ class Dispatch:
         self._is_checked = True
         rows, experts, shares = rows[:_CHECKED], experts[:_CHECKED], shares[:_CHECKED]
         both, both_shares = torch.cat([experts, experts.flip(0)], 1), torch.cat([shares, shares.flip(0)], 1)
-        with without_dispatch_modes(), fork_generators([rows.device]):
+        with disable_dispatch_modes(), fork_generators([rows.device]):
             alone = self._forward(rows, experts, shares)
             if not torch.equal(alone, self._forward(rows, experts, shares)):
                 return  # dropout, for one

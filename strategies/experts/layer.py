@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...common.errors import ConfigError, ModuleError
-from ..torch_internals import is_without_memory
+from ..torch_internals.fake_tensors import is_without_memory
 
 COUNTS: Final = "tokens_of_experts"
 """The attribute of a layer in which its tokens are counted, where steps which are undone are undone as well."""

@@ -14,7 +14,9 @@ from ...common.errors import ModuleError
 from ..devices.generators import fork_generators
 from ..module.traces import is_own_hook
 from ..state.dtensor import is_dtensor
-from ..torch_internals import is_in_backward, is_without_memory, without_dispatch_modes
+from ..torch_internals.autograd import is_in_backward
+from ..torch_internals.fake_tensors import is_without_memory
+from ..torch_internals.operators import disable_dispatch_modes
 from .dispatch import Dispatch
 from .exchange import ExpertGroup
 
@@ -62,7 +64,7 @@ class RouterCheck:
             return
         generator = torch.Generator().manual_seed(_SEED)
         tokens = torch.randn(1, _TOKENS, given.shape[-1], generator=generator).to(given)
-        with torch.no_grad(), without_dispatch_modes(), fork_generators([given.device]), _without_hooks(router):
+        with torch.no_grad(), disable_dispatch_modes(), fork_generators([given.device]), _without_hooks(router):
             first, second = (self._dispatch.chosen_by(lambda: self._router.forward(tokens)) for _ in range(2))
         found = self._group.gathered(first if torch.equal(first, second) else torch.full_like(first, -1))
         known = [(rank, chosen) for rank, chosen in enumerate(found) if bool((chosen >= 0).all())]

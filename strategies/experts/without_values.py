@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...common.foreign import attribute_of
-from ..torch_internals import is_without_memory
+from ..torch_internals.fake_tensors import is_without_memory
 from .layer import grouped_product
 
 _SETTING: Final = "_experts_implementation"

@@ -21,7 +21,8 @@ from torch.distributed.elastic.multiprocessing import api as elastic_processes
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 from ...common.errors import ProcessError
-from ..torch_internals import processes_of
+from ...common.internals.processes import set_exit_code
+from ..torch_internals.distributed import list_processes
 from .failures import WorkerExit
 from .fork_server import blank_main, keeping_start_method, preload
 from .proc_status import look_at
@@ -118,7 +119,7 @@ class Agent(LocalElasticAgent):
                     "again. If the kernel's out-of-memory killer ended it (see dmesg), use less memory per process."
                 ) from error
         assert self._pcontext is not None
-        self._processes = processes_of(self._pcontext)
+        self._processes = list_processes(self._pcontext)
         self.ranks = [worker.global_rank for worker in worker_group.workers]
         self._running = dict(zip(self.ranks, pids.values(), strict=True))
         if self._signal is not None:
@@ -195,7 +196,7 @@ def _exit_code(process: Any) -> int | None:
     if process.exitcode is None and look_at(process.pid).state == "ended":
         process.join(_REPORT_TIMEOUT)
         if process.exitcode is None:
-            process._popen.returncode = _UNKNOWN  # noqa: SLF001 - elastic would wait for it, too
+            set_exit_code(process, _UNKNOWN)  # elastic would wait for it, too
     code: int | None = process.exitcode
     return code
 

@@ -16,16 +16,23 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.util import Finalize
 from types import ModuleType
-from typing import Any, Final
+from typing import Final
 
 from ...common.errors import ConfigError, ProcessError
+from ...common.internals.processes import (
+    find_fork_server,
+    find_process_settings,
+    forget_fork_server,
+    list_preloaded,
+    stop_fork_server,
+)
+from ..torch_internals.compiler import COMPILER_MODULE
 from .proc_status import look_at
 from .worker import CULPRITS, NOT_FOR_THE_FORK_SERVER, preloading
 
-# the first optimizer imports torch._dynamo, which takes a second
 PRELOADED = (
     "torch",
-    "torch._dynamo",
+    COMPILER_MODULE,
     "torch.distributed.optim",
     "torch.distributed.tensor.debug",
     "cloudpickle",
@@ -46,11 +53,10 @@ def preload(modules: Iterable[str], *, uses_devices: bool = False) -> None:
     With `uses_devices`, if a module initializes a device when it is imported, so that no worker could use it, the fork
     server is restarted without any of these modules.
     """
-    server: Any = forkserver._forkserver  # noqa: SLF001 - there is no getter
     # __main__, a default, is the user's program, which would run a second time
-    users = [name for name in server._preload_modules if name not in (*PRELOADED, "__main__")]  # noqa: SLF001
+    users = [name for name in list_preloaded() if name not in (*PRELOADED, "__main__")]
     own = [name for name in dict.fromkeys(modules) if name not in (*PRELOADED, *users)]
-    if not _start_fork_server(server, users, own, uses_devices=uses_devices) or not (uses_devices and own):
+    if not _start_fork_server(users, own, uses_devices=uses_devices) or not (uses_devices and own):
         return
     if number := _in_a_child(_number_of_culprit, own):
         _log.warning(
@@ -58,13 +64,13 @@ def preload(modules: Iterable[str], *, uses_devices: bool = False) -> None:
             "their modules themselves, which takes longer. Call torch.cuda.is_available() only inside functions.",
             own[number - 1],
         )
-        server._stop()  # noqa: SLF001
-        _start_fork_server(server, (), (), uses_devices=uses_devices)
+        stop_fork_server()
+        _start_fork_server((), (), uses_devices=uses_devices)
 
 
-def _start_fork_server(server: Any, users: Iterable[str], own: Iterable[str], *, uses_devices: bool) -> bool:
+def _start_fork_server(users: Iterable[str], own: Iterable[str], *, uses_devices: bool) -> bool:
     """Start the fork server, and return whether it was not running yet."""
-    pid = server._forkserver_pid  # noqa: SLF001
+    pid = find_fork_server()
     _forget_in_forks()
     _keep_addresses_short()
     multiprocessing.set_forkserver_preload([*PRELOADED, *users])
@@ -75,13 +81,13 @@ def _start_fork_server(server: Any, users: Iterable[str], own: Iterable[str], *,
             forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    now = server._forkserver_pid  # noqa: SLF001
-    if look_at(now).state == "stopped":
+    now = find_fork_server()
+    if now is not None and look_at(now).state == "stopped":
         raise ProcessError(
             f"multiprocessing's fork server (process {now}), which starts the processes of a run, was stopped by a "
             f"signal; let it go on with `kill -CONT {now}`, and start the run again."
         )
-    return bool(now != pid)
+    return now != pid
 
 
 def _keep_addresses_short() -> None:
@@ -90,7 +96,7 @@ def _keep_addresses_short() -> None:
     Raises:
         ConfigError: if there is no other folder.
     """
-    config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001
+    config = find_process_settings()
     folder = config.get("tempdir") or tempfile.gettempdir()
     if len(os.fsencode(folder)) <= _LONGEST_FOLDER:
         return
@@ -112,15 +118,7 @@ def _forget_in_forks() -> None:
     CPython (3.11 to 3.13) would check there whether the inherited one still runs, which only its parent may do:
     "ChildProcessError: No child processes".
     """
-    server: Any = forkserver._forkserver  # noqa: SLF001
-
-    def forget() -> None:
-        server._lock = threading.Lock()  # another thread of the parent may have held it  # noqa: SLF001
-        if server._forkserver_pid is not None:  # noqa: SLF001
-            os.close(server._forkserver_alive_fd)  # noqa: SLF001
-            server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None  # noqa: SLF001
-
-    os.register_at_fork(after_in_child=forget)
+    os.register_at_fork(after_in_child=forget_fork_server)
 
 
 def _in_a_child(function: Callable[[list[str]], None], names: list[str]) -> int:

@@ -19,7 +19,7 @@ def blame_peer(group: ProcessGroup | None, error: BaseException) -> ProcessError
     A rank whose peer has died gets only gloo's "Connection closed by peer", which names an address. So each rank posts
     its error before it ends, and reads those of the others; a rank that posts nothing was killed.
     """
-    if group is None or group.is_rehearsed:  # there are no others
+    if group is None or group.is_fake:  # there are no others
         return None
     group.has_failed = True
     is_consequence = blames_a_peer(error)

@@ -10,7 +10,7 @@ from typing import Any, Final, Self
 import torch
 
 from ..devices.cuda import kernel_settings
-from ..torch_internals import compiler_settings, float32_precisions, set_float32_precisions
+from ..torch_internals.compiler import read_compiler_settings, read_float32_precisions, set_float32_precisions
 
 # cudnn.benchmark and the like are plain attributes; attention kernels have a getter and a setter each
 _CUDNN: Final = ("enabled", "benchmark", "deterministic", "benchmark_limit")
@@ -53,13 +53,13 @@ class TorchSettings:
         return cls(
             default_dtype=torch.get_default_dtype(),
             matmul_precision=matmul_precision,
-            precisions=float32_precisions(),
+            precisions=read_float32_precisions(),
             is_deterministic=torch.are_deterministic_algorithms_enabled(),
             warns_only=torch.is_deterministic_algorithms_warn_only_enabled(),
             cudnn={name: getattr(torch.backends.cudnn, name) for name in _CUDNN},
             matmul={name: getattr(cuda.matmul, name) for name in _MATMUL},
             attention={getter: getattr(cuda, getter)() for getter in _ATTENTION},
-            compiler=compiler_settings(),
+            compiler=read_compiler_settings(),
         )
 
     def apply(self) -> None:

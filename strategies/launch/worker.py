@@ -27,7 +27,7 @@ from ..cluster.network import loopback_variables
 from ..cluster.torchrun import RUN_ID, has_agent
 from ..devices.kinds import are_unusable
 from ..distributed.pickling import pack_into, unpack, unpack_from
-from ..torch_internals import kill_with_parent
+from ..torch_internals.distributed import kill_with_parent
 from .failures import Failure
 from .proc_status import look_at
 from .signal_handlers import RUN_SIGNALS, ignore

@@ -17,7 +17,7 @@ from ...common.errors import DataError, ModuleError
 from ..targets.cross_entropy_call import CrossEntropyCall
 from ..targets.in_place_of_logits import Columns
 from ..tensor_parallel.loss import losses_of_columns
-from ..torch_internals import is_without_memory
+from ..torch_internals.fake_tensors import is_without_memory
 
 Change = Callable[[Tensor, slice], Tensor]
 """What is done with logits before the loss, element by element; the slice has the columns that these are."""

@@ -12,8 +12,9 @@ from torch.overrides import TorchFunctionMode
 from ...common.errors import ModuleError
 from ..state.dtensor import is_dtensor
 from ..targets.in_place_of_logits import Columns, InPlaceOfLogits, asked_of, asking
-from ..torch_internals import is_without_memory
-from ..torch_tensors import call_uncompiled, version_of
+from ..torch_internals.fake_tensors import is_without_memory
+from ..torch_internals.modules import call_uncompiled
+from ..torch_internals.tensors import read_version
 from ..wrapped.wrapped_tensors import is_wrapped
 from .chunked_loss import CrossEntropy, total_loss
 
@@ -53,9 +54,9 @@ def loss_of_head(head: nn.Linear, hidden: Tensor, loss: CrossEntropy, target: Te
 
 def _is_changed(result: Tensor, answer: Tensor) -> bool:
     """Return whether a hook has changed a number; values are read only if it may have."""
-    if is_without_memory(result) or (result.data_ptr() == answer.data_ptr() and not version_of(result)):
+    if is_without_memory(result) or (result.data_ptr() == answer.data_ptr() and not read_version(result)):
         return False
-    return bool(version_of(answer)) or float(result.detach()) != float(answer.detach())
+    return bool(read_version(answer)) or float(result.detach()) != float(answer.detach())
 
 
 class _LossOfLinear(TorchFunctionMode):

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from ...common.errors import ModuleError
 from ...common.foreign import attribute_of
-from ..torch_tensors import call_uncompiled, compiled_call_of, drop_compiled_call, set_compiled_call, version_of
+from ..torch_internals.modules import call_uncompiled, drop_compiled_call, find_compiled_call, set_compiled_call
+from ..torch_internals.tensors import read_version
 from .head_call import check_head, loss_of_head
 from .uncomputed import UncomputedLogits
 
@@ -44,7 +45,7 @@ def total_of_model(model: nn.Module, batch: Mapping[str, object]) -> tuple[Tenso
     losses = _Losses()
     with ExitStack() as stack:
         for outer in model.modules():
-            if compiled_call_of(outer) is not None:
+            if find_compiled_call(outer) is not None:
                 stack.enter_context(_uncompiled(outer, heads, owner))
         for head in heads:
             stack.enter_context(_uncomputed(head, owner, losses))
@@ -59,7 +60,7 @@ def total_of_model(model: nn.Module, batch: Mapping[str, object]) -> tuple[Tenso
     loss = output[0] if loss is None and isinstance(output, tuple) else loss
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise ModuleError(f"{owner} must return its loss, got {type(loss).__name__}; call it with labels.")
-    if loss is mean and not (mean.is_inference() or version_of(mean)):  # a model may add to it in place
+    if loss is mean and not (mean.is_inference() or read_version(mean)):  # a model may add to it in place
         return total, count
     return loss.reshape(()) * count, count
 
@@ -117,7 +118,7 @@ def _uncomputed(head: nn.Linear, owner: str, losses: _Losses) -> Iterator[None]:
         shape = torch.Size((*hidden.shape[:-1], head.out_features))
         return UncomputedLogits(shape, dtype, device, partial(loss_of_head, head, hidden), owner, losses.note)
 
-    before = compiled_call_of(head)
+    before = find_compiled_call(head)
     set_compiled_call(head, call)
     try:
         yield
@@ -128,7 +129,7 @@ def _uncomputed(head: nn.Linear, owner: str, losses: _Losses) -> Iterator[None]:
 @contextmanager
 def _uncompiled(module: nn.Module, heads: list[nn.Linear], owner: str) -> Iterator[None]:
     """Call a module that contains the head as it is written, if it was compiled as one."""
-    before = compiled_call_of(module)
+    before = find_compiled_call(module)
     if module in heads or not any(head in heads for head in module.modules()):
         yield
         return

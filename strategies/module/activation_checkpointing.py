@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ...common.errors import ConfigError, did_you_mean
-from ..torch_internals import function_modes
-from ..torch_tensors import arguments_of, buffers_by_name, version_of
+from ..torch_internals.modules import find_buffer_dict
+from ..torch_internals.operators import list_arguments, list_function_modes
+from ..torch_internals.tensors import read_version
 from .activation_offload import ActivationOffload
 from .blocks import CONTAINERS, Predicate, as_predicate, repeated_blocks
 
@@ -243,10 +244,10 @@ def _in_default_dtype(function: Callable[..., object]) -> Callable[..., object]:
 
 def _in_function_modes(function: Callable[..., object]) -> Callable[..., object]:
     """Make both calls run in the current TorchFunctionModes: few or none are active during backward."""
-    modes = function_modes()
+    modes = list_function_modes()
 
     def call(*args: object) -> Any:
-        missing = [mode for mode in modes if mode not in function_modes()]
+        missing = [mode for mode in modes if mode not in list_function_modes()]
         if not missing:
             return function(*args)
         with ExitStack() as stack:
@@ -303,7 +304,7 @@ class _EveryProduct:
 
 def _has_dropout(operator: object, args: Sequence[object], kwargs: dict[str, object]) -> bool:
     """Return whether an attention draws random numbers: if it were kept, the next operator would draw them instead."""
-    for index, argument in enumerate(arguments_of(operator)):
+    for index, argument in enumerate(list_arguments(operator)):
         if argument.name == "dropout_p":
             return bool(args[index] if index < len(args) else kwargs.get("dropout_p", 0.0))
     return False
@@ -347,19 +348,19 @@ class _WithBuffers:
 
     def __init__(self, forward: Callable[..., object], submodule: nn.Module, changing: _Changing) -> None:
         self._forward, self._changing = forward, changing
-        self._owners = {index: owner for index, owner in enumerate(submodule.modules()) if buffers_by_name(owner)}
+        self._owners = {index: owner for index, owner in enumerate(submodule.modules()) if find_buffer_dict(owner)}
         self._before: dict[int, _Buffers] | None = None
 
     def __call__(self, *args: object) -> object:
         return self._first(*args) if self._before is None else self._again(*args)
 
     def _first(self, *args: object) -> object:
-        known, held = self._changing.indices, {i: dict(buffers_by_name(owner)) for i, owner in self._owners.items()}
+        known, held = self._changing.indices, {i: dict(find_buffer_dict(owner)) for i, owner in self._owners.items()}
         versions = {index: _versions(buffers) for index, buffers in held.items()}
         copies = {index: _copied(buffers) for index, buffers in held.items() if known is None or index in known}
         output = self._forward(*args)
         # batch norm's kernels do not increase the version of its statistics, but its module increases its counter's
-        now = {index: _versions(buffers_by_name(owner)) for index, owner in self._owners.items()}
+        now = {index: _versions(find_buffer_dict(owner)) for index, owner in self._owners.items()}
         changed = {index for index in now if now[index] != versions[index]}
         self._changing.indices = changed | (known or set())
         self._before = {index: copy for index, copy in copies.items() if index in self._changing.indices}
@@ -368,14 +369,14 @@ class _WithBuffers:
     def _again(self, *args: object) -> object:
         assert self._before is not None
         assert self._changing.indices is not None
-        now = {index: dict(buffers_by_name(self._owners[index])) for index in self._changing.indices}
+        now = {index: dict(find_buffer_dict(self._owners[index])) for index in self._changing.indices}
         for index, buffers in now.items():
-            buffers_by_name(self._owners[index]).update(_copied(self._before.get(index, buffers)))
+            find_buffer_dict(self._owners[index]).update(_copied(self._before.get(index, buffers)))
         try:
             return self._forward(*args)
         finally:
             for index, buffers in now.items():
-                buffers_by_name(self._owners[index]).update(buffers)
+                find_buffer_dict(self._owners[index]).update(buffers)
 
 
 def _copied(buffers: _Buffers) -> _Buffers:
@@ -385,4 +386,4 @@ def _copied(buffers: _Buffers) -> _Buffers:
 def _versions(buffers: _Buffers) -> list[tuple[int, int]]:
     """Return each tensor's identity, and its version, which in-place changes outside inference mode increase."""
     tensors = (tensor for tensor in buffers.values() if tensor is not None)
-    return [(id(tensor), version_of(tensor)) for tensor in tensors]
+    return [(id(tensor), read_version(tensor)) for tensor in tensors]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..devices.streams import current_stream, has_streams, new_stream, on_stream, pins_memory, recorded_event
-from ..torch_tensors import base_of
+from ..torch_internals.tensors import find_base
 
 # Bytes that may be in flight in each direction, or a single tensor: a few milliseconds of bus traffic.
 _IN_FLIGHT: Final = 256 << 20
@@ -42,7 +42,7 @@ class ActivationOffload:
         self._lanes.clear()
 
     def _keep(self, tensor: Tensor) -> _Kept:
-        if isinstance(base_of(tensor), nn.Parameter):  # its memory would not be freed anyway
+        if isinstance(find_base(tensor), nn.Parameter):  # its memory would not be freed anyway
             return tensor.device, tensor
         if not has_streams(tensor.device) or tensor.is_sparse or type(tensor) is not Tensor:
             return tensor.device, tensor.cpu()

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from ..torch_tensors import call_uncompiled, compiled_call_of, set_compiled_call
+from ..torch_internals.modules import call_uncompiled, find_compiled_call, set_compiled_call
 
 _CALLS: Final[WeakKeyDictionary[type[nn.Module], Callable[..., object]]] = WeakKeyDictionary()
 """For each class `call_uncompiled` with code of its own, which all compiled modules of the class share."""
@@ -38,7 +38,7 @@ class _FirstCall:
 
 def warn_if_uncalled(module: nn.Module) -> None:
     """Warn if none of the modules that were compiled has been called: nothing runs compiled."""
-    calls = {name: call for name, part in module.named_modules() if (call := compiled_call_of(part)) is not None}
+    calls = {name: call for name, part in module.named_modules() if (call := find_compiled_call(part)) is not None}
     if calls and all(isinstance(call, _FirstCall) for call in calls.values()):
         own = type(module).__name__
         compiled = f"{own}.forward" if "" in calls else f"{', '.join(list(calls)[:3])} of {own}"

@@ -14,15 +14,17 @@ from torch.overrides import TorchFunctionMode
 
 from ...common.errors import ModuleError
 from ..state.sources import TensorSource, copy_whole, fill_from
-from ..torch_internals import (
-    DisableTorchFunction,
+from ..torch_internals.fake_tensors import is_without_memory
+from ..torch_internals.modules import find_trunc_normal, set_trunc_normal
+from ..torch_internals.operators import (
     OpOverload,
     TorchDispatchMode,
-    is_without_memory,
+    list_arguments,
+    read_schema_name,
     tree_leaves,
     tree_map,
 )
-from ..torch_tensors import arguments_of, memory_id, schema_name
+from ..torch_internals.tensors import DisableTorchFunction, read_memory_id
 
 _IS_META: Final = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _DEVICE: Final = Tensor.device.__get__
@@ -203,7 +205,7 @@ class _Recorder(TorchDispatchMode):
 @contextmanager
 def _trunc_normal_as_one(operations: list[_Operation]) -> Iterator[None]:
     """Record a call of ``nn.init.trunc_normal_`` as one operation."""
-    original = nn.init._no_grad_trunc_normal_
+    original = find_trunc_normal()
 
     def record(tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
         outline = _Outline.of(tensor)
@@ -227,16 +229,16 @@ def _trunc_normal_replaced(applies: Callable[[Tensor], bool], other: Callable[..
 
     It redraws numbers outside the bounds (torch 2.14), for which it reads values.
     """
-    original = nn.init._no_grad_trunc_normal_
+    original = find_trunc_normal()
 
     def trunc_normal_(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return (other if applies(tensor) else original)(tensor, *args, **kwargs)
 
-    nn.init._no_grad_trunc_normal_ = trunc_normal_
+    set_trunc_normal(trunc_normal_)
     try:
         yield
     finally:
-        nn.init._no_grad_trunc_normal_ = original
+        set_trunc_normal(original)
 
 
 @dataclass(frozen=True)
@@ -259,7 +261,7 @@ class _Outline:
     @property
     def memory(self) -> int:
         """The identity of the storage."""
-        return memory_id(self.storage)
+        return read_memory_id(self.storage)
 
     @property
     def is_all(self) -> bool:
@@ -324,7 +326,7 @@ class _Operation(NamedTuple):
         """Return the storages whose values it changes."""
         if not self._is_operator:
             return _memories(self.output)
-        arguments = arguments_of(self.function)
+        arguments = list_arguments(self.function)
         positional = zip(arguments, self.args, strict=False)
         named = ((argument, self.kwargs[argument.name]) for argument in arguments if argument.name in self.kwargs)
         written = [value for argument, value in chain(positional, named) if argument.is_write]
@@ -334,7 +336,7 @@ class _Operation(NamedTuple):
         """Return the storages whose values it reads."""
         first = self.args[0] if self.args else None
         others = _memories((self.args[1:], self.kwargs))
-        overwrites = not self._is_operator or schema_name(self.function) in _OVERWRITING
+        overwrites = not self._is_operator or read_schema_name(self.function) in _OVERWRITING
         if overwrites and isinstance(first, _Outline):
             return others if first.is_all else others | {first.memory}
         return _memories((self.args, self.kwargs))

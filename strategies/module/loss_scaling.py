@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from ..distributed.collectives import Collectives
-from ..torch_internals import overflows_of
-from ..torch_tensors import takes_scaled_gradients
+from ..torch_internals.optimizers import list_overflows, takes_scaled_gradients
 
 
 class LossScaling:
@@ -48,12 +47,12 @@ class LossScaling:
         if optimizer not in self._unscaled:
             with self._reaching_the_host(optimizer):
                 self.scaler.unscale_(optimizer)
-            overflows_of(self.scaler, optimizer, self._device)  # none of one without gradients, which torch refuses
+            list_overflows(self.scaler, optimizer, self._device)  # none of one without gradients, which torch refuses
             self._unscaled.add(optimizer)
 
     def share_overflows(self, optimizer: Optimizer, ranks: Collectives) -> None:
         """Let an overflow that `unscale` has found on one rank count on all. Collective: these ranks call it."""
-        for overflow in overflows_of(self.scaler, optimizer, self._device):
+        for overflow in list_overflows(self.scaler, optimizer, self._device):
             overflow.copy_(ranks.all_reduce(overflow, "max"))
 
     def step(self, optimizer: Optimizer) -> None:

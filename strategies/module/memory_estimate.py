@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..distributed.nested import iterate_tensors
 from ..state.dtensor import bytes_of, local_shard
-from ..torch_tensors import base_of, components_of
+from ..torch_internals.tensors import find_base, read_components
 from ..wrapped.wrapped_tensors import held_tensors, is_wrapped
 
 Share = Callable[[Tensor], float]
@@ -85,7 +85,7 @@ def _held(tensors: Iterable[Tensor]) -> int:
 def size_of(tensor: Tensor) -> int:
     """Return the bytes of the numbers of a tensor; of a sparse one, with its indices."""
     if tensor.is_sparse:
-        return sum(part.nbytes for part in components_of(tensor))
+        return sum(part.nbytes for part in read_components(tensor))
     if is_wrapped(tensor):
         return sum(size_of(held) for held in held_tensors(tensor))
     if tensor.is_meta or tensor.layout is not torch.strided:
@@ -110,7 +110,7 @@ class KeptForBackward(torch.autograd.graph.saved_tensors_hooks):
         return sum(self._sizes.values())
 
     def _note(self, tensor: Tensor) -> Tensor:
-        if not isinstance(base_of(tensor), nn.Parameter):
+        if not isinstance(find_base(tensor), nn.Parameter):
             storage = local_shard(tensor.detach()).untyped_storage()
             self._sizes[storage.data_ptr()] = storage.nbytes()
         return tensor

@@ -12,7 +12,7 @@ from ...common.errors import ConfigError, did_you_mean
 from ..devices.moves import move_module
 from ..distributed.nested import map_tensors
 from ..state.shared_memory import kept_shared
-from ..torch_tensors import apply_to_tensors
+from ..torch_internals.modules import apply_to_tensors
 
 # name -> (dtype of parameters, dtype of autocast)
 _MODES: Final[dict[str, tuple[torch.dtype | None, torch.dtype | None]]] = {

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..state.dtensor import is_dtensor, local_shard
-from ..torch_internals import is_without_memory
-from ..torch_tensors import version_of
+from ..torch_internals.fake_tensors import is_without_memory
+from ..torch_internals.tensors import read_version
 
 PutBack = Callable[[], object]
 
@@ -124,14 +124,14 @@ def _of_tensor(tensor: Tensor, device: torch.device | None) -> PutBack | None:
         return None
     values = local_shard(tensor).detach()  # shares memory, and counts the same changes
     saved = values.clone() if device is None else values.to(device, copy=True)
-    version = None if values.is_inference() else version_of(values)
+    version = None if values.is_inference() else read_version(values)
 
     def put_back() -> None:
         if values.layout is torch.strided and not is_dtensor(tensor):
             is_moved = tensor.shape != values.shape or tensor.data_ptr() != values.data_ptr()
             if is_moved:  # by an assignment to its `data`
                 tensor.data = values
-        if version is not None and version == version_of(values) and _is_equal(values, saved):
+        if version is not None and version == read_version(values) and _is_equal(values, saved):
             return
         with torch.inference_mode(values.is_inference()), torch.no_grad():
             _without_repeats(values).copy_(_without_repeats(saved, like=values))

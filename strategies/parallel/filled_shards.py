@@ -12,7 +12,7 @@ from ..distributed.collectives import Collectives
 from ..module.deferred_init import DeferredInit, Places
 from ..state.dtensor import is_dtensor, local_shard, shard_like
 from ..state.sources import TensorSource, copy_to_shard
-from ..torch_tensors import apply_to_tensors
+from ..torch_internals.modules import apply_to_tensors
 
 
 class FilledShards:

@@ -9,7 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING, Final, Literal
 
 from ...common.errors import ConfigError
-from ..torch_internals import forget_meshes, tell_compiled_shards_apart
+from ..torch_internals.dtensors import forget_meshes, tell_compiled_shards_apart
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -21,7 +20,8 @@ from ..distributed.collectives import Collectives
 from ..distributed.nested import iterate_tensors
 from ..state.dtensor import is_dtensor, is_wrapper, local_shard, shard_like, with_even_shards
 from ..state.optimizer_state import attributes_of, needs_closure, remake
-from ..torch_internals import TorchDispatchMode, tree_leaves
+from ..torch_internals.compiler import is_compiler_imported
+from ..torch_internals.operators import TorchDispatchMode, tree_leaves
 from .shard_update import ELEMENTWISE
 
 _MOST: Final = 8
@@ -183,7 +183,7 @@ class OptimizerProbe:
     def _uncompiled(self) -> AbstractContextManager[object]:
         """Return a context in which a step that compiles itself does not: that would take seconds for each shape."""
         # the first call imports torch._dynamo, which takes seconds itself
-        compiles = "torch._dynamo" in sys.modules or type(self.optimizer).__module__.startswith("torchao.")
+        compiles = is_compiler_imported() or type(self.optimizer).__module__.startswith("torchao.")
         return set_stance("force_eager") if compiles else nullcontext()
 
 
@@ -195,7 +195,7 @@ def check_can_be_dealt(probe: OptimizerProbe, strategy: str, collectives: Collec
     Raises:
         ConfigError: if it does not, or if it draws random numbers.
     """
-    if _is_known(probe.optimizer) or collectives.is_rehearsed:
+    if _is_known(probe.optimizer) or collectives.is_fake:
         return
     kind = type(probe.optimizer).__name__
     differs = probe.differs_if_dealt()
@@ -223,7 +223,7 @@ def check_can_be_sharded(probe: OptimizerProbe, strategy: str, collectives: Coll
         ConfigError: if it updates shards otherwise.
     """
     optimizer, kind = probe.optimizer, type(probe.optimizer).__name__
-    if type(optimizer) in ELEMENTWISE or needs_closure(optimizer) or collectives.is_rehearsed:
+    if type(optimizer) in ELEMENTWISE or needs_closure(optimizer) or collectives.is_fake:
         return False
     differs = not probe.is_quantized and probe.differs_if_sharded(collectives)
     if collectives.all_reduce(float(probe.is_quantized), "max"):

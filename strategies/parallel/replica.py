@@ -17,7 +17,8 @@ from ...common.errors import ConfigError, ModuleError
 from ..devices.abilities import has_sync_batchnorm
 from ..distributed.collectives import Collectives
 from ..state.sendable import is_sent
-from ..torch_internals import ignore_in_ddp, is_reduced, is_without_memory
+from ..torch_internals.distributed import ignore_in_ddp, is_reduced
+from ..torch_internals.fake_tensors import is_without_memory
 from ..wrapped.wrapped_tensors import held_tensors, is_wrapped
 from .compression import CommHook, Compression, check_compression, register_compression
 from .sharding_policy import sparse_layers
@@ -102,7 +103,7 @@ class Replica:
         self._module, self._collectives, self._options = module, collectives, options
         self._ignored = frozenset(ignored)
         self._wrapper: Any = None
-        self._averages_after_backward = self._is_rehearsed = False
+        self._averages_after_backward = self._is_fake = False
         self.syncs = True
         """Whether the next backward is the last of its step."""
         self._is_first_backward = True
@@ -124,8 +125,8 @@ class Replica:
                 )
             self._averages_after_backward = True
             copy_from_first(chain(module.parameters(), module.buffers()), collectives)
-        elif collectives.is_rehearsed:
-            self._is_rehearsed = True  # torch's reducer, in C++, needs the addresses of tensors
+        elif collectives.is_fake:
+            self._is_fake = True  # torch's reducer, in C++, needs the addresses of tensors
         else:
             self._trained = TrainedSet(module, collectives, self._ignored)
             self._wrap(is_first=True)
@@ -253,7 +254,7 @@ class Replica:
             if self.syncs and self.averages_gradients and (self._frozen_inside or self._trained.has_changed):
                 self._average_rest(self._trained)
         synchronizes = self._wrapper is not None and self._wrapper.require_backward_grad_sync
-        if self._is_rehearsed and self.syncs:
+        if self._is_fake and self.syncs:
             synchronizes = True
             self._sum_in_place()
         # with several modules, this one may not have been part of the backward

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from ..distributed.collectives import Collectives
 from ..state.digest import bits_of, digest_of_all
 from ..state.dtensor import is_dtensor, local_shard
-from ..torch_internals import is_traceable_wrapper_subclass
-from ..torch_tensors import is_persistent
+from ..torch_internals.modules import is_persistent
+from ..torch_internals.tensors import is_traceable_wrapper_subclass
 
 Ranks = tuple[int, ...]
 Kind = Literal["parameter", "frozen parameter", "buffer"]
@@ -100,7 +100,7 @@ class ReplicaCheck:
         Args:
             with_buffers: compare the buffers that the module saves as well.
         """
-        if self._collectives.is_rehearsed:
+        if self._collectives.is_fake:
             return None
         parts: dict[Ranks, list[Tensor]] = defaultdict(list)
         names: dict[Ranks, int] = defaultdict(int)

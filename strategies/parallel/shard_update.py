@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..state.dtensor import is_dtensor, with_local_shard
-from ..torch_tensors import has_step_hooks
+from ..torch_internals.optimizers import has_step_hooks
 from ..units.outside_calls import outside_call
 
 ELEMENTWISE: Final = frozenset(

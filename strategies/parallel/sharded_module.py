@@ -18,9 +18,9 @@ from ..module.deferred_init import DeferredInit, Places
 from ..module.norms import match_inputs_of_norms
 from ..module.precision import Precision
 from ..state.dtensor import is_dtensor
+from ..torch_internals.sharded_units import answer_for_torch, reduce_sharded_gradients
 from ..units.dealt_layers import DealtLayers
 from ..units.large_layers import LargeLayers, LayerUnit
-from ..units.torch_units import answer_for_torch, reduce_sharded_gradients
 from ..units.unit_runs import UnitRuns
 from ..units.whole_parameters import WholeParameters
 from .equal_ranks import make_equal, overrides

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ...common.errors import ConfigError
 from ..distributed.buckets import join
 from ..state.optimizer_state import attributes_of, needs_closure, remake
-from ..torch_tensors import note_step, owners_of, replace_step, step_own_part, zero_class
+from ..torch_internals.optimizers import find_owners, make_zero_class, note_step, replace_step, step_own_part
 
 
 class ShardedOptimizer:
@@ -36,7 +36,7 @@ class ShardedOptimizer:
         self._optimizer = optimizer
         # torch calls this as it would call the class; both optimizers share the groups' dictionaries
         make: object = self._make_own
-        self._zero: Any = zero_class()(list(optimizer.param_groups), optimizer_class=make, **optimizer.defaults)
+        self._zero: Any = make_zero_class()(list(optimizer.param_groups), optimizer_class=make, **optimizer.defaults)
         self._follow()
         replace_step(optimizer, partial(Optimizer.profile_hook_step(self._step), optimizer))
 
@@ -46,9 +46,9 @@ class ShardedOptimizer:
 
     def owns(self, parameter: Tensor) -> bool:
         """Return whether this rank keeps the state of a parameter; each rank keeps what is of no parameter."""
-        if parameter not in owners_of(self._zero):
+        if parameter not in find_owners(self._zero):
             self._add_groups()  # as a resumed run does for layers that were unfrozen
-        return bool(owners_of(self._zero).get(parameter, self._zero.rank) == self._zero.rank)
+        return bool(find_owners(self._zero).get(parameter, self._zero.rank) == self._zero.rank)
 
     def _add_groups(self) -> None:
         for group in self._optimizer.param_groups[len(self._zero.param_groups) :]:
@@ -76,7 +76,7 @@ class ShardedOptimizer:
         """Broadcast the new parameters from their owners: small ones of one dtype together, large ones alone."""
         import torch.distributed as dist
 
-        group, ranks = self._zero.process_group, owners_of(self._zero)
+        group, ranks = self._zero.process_group, find_owners(self._zero)
         parameters = [p for param_group in self._optimizer.param_groups for p in param_group["params"]]
         # no optimizer changes those that are frozen, which may be most of a module
         updated = [p for p in parameters if p.requires_grad or p.grad is not None]

@@ -16,7 +16,7 @@ from ..module.blocks import CONTAINERS, Predicate, as_predicate, repeated_blocks
 from ..module.precision import Precision
 from ..state.dtensor import bytes_of, is_wrapper
 from ..state.sendable import check_shapes
-from ..torch_internals import BatchNorm
+from ..torch_internals.modules import BatchNorm
 from ..units.whole_parameters import is_kept_whole
 from .mesh import Degrees
 from .unit_dtypes import layers_of_other_dtypes

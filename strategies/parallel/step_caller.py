@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed.nested import iterate_tensors, map_tensors
-from ..torch_tensors import is_view
+from ..torch_internals.tensors import is_view
 
 SYNCHRONIZED: Final = ("training_step", "run_synchronized")
 """The steps of a module whose backward averages gradients: the Trainer's and the `Engine`'s."""

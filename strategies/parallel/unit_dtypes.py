@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from ...common.errors import ModuleError
 from ..module.precision import Precision
 from ..state.dtensor import is_dtensor
-from ..torch_internals import BatchNorm
+from ..torch_internals.modules import BatchNorm
 from ..units.large_layers import LayerUnit
 from ..units.whole_parameters import is_kept_whole
 from .step_caller import StepCaller

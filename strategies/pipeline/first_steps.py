@@ -16,7 +16,8 @@ from ..distributed.nested import iterate_tensors
 from ..module.traces import Traceless
 from ..module.untouched import steps_of
 from ..state.dtensor import is_dtensor
-from ..torch_tensors import buffers_by_name, parameters_by_name, version_of
+from ..torch_internals.modules import find_buffer_dict, find_parameter_dict
+from ..torch_internals.tensors import read_version
 from .absent import Written, attributes_of
 from .counting import TOLERANCES, Observed, Tolerance, first_difference
 from .partition import HOOK
@@ -48,7 +49,7 @@ class FirstSteps:
     """
 
     def __init__(self, staged: StagedModule, schedule: Schedule, collectives: Collectives, around: StepContext) -> None:
-        self._staged, self._module, self._partition = staged, staged.module, staged.partition
+        self.staged, self._module, self._partition = staged, staged.module, staged.partition
         self._schedule, self._collectives, self._around = schedule, collectives, around
         self._together = around.together or collectives
         self._last = schedule.rank_of(schedule.num_stages - 1)
@@ -80,15 +81,15 @@ class FirstSteps:
         new = [index for index, signature in enumerate(signatures) if signature not in self._known]
         self._known.update(signatures)
         new = [index for index in new if self._is_new(signatures[index])]
-        if not new or self._collectives.is_rehearsed:
+        if not new or self._collectives.is_fake:
             yield
             return
         whole = self._run_whole(range(max(new) + 1), position, run, values())
-        staged = self._staged.observed = Observed()
+        staged = self.staged.observed = Observed()
         try:
             yield
         finally:
-            self._staged.observed = None
+            self.staged.observed = None
         self._compare(new, whole, staged, signatures[0][0])
 
     def _is_new(self, signature: Any) -> bool:
@@ -124,7 +125,7 @@ class FirstSteps:
             self._collectives.send(self._own_state(), self._last)
             while (name := self._collectives.recv(self._last)) is not None:
                 self._collectives.send(self._lent_parameters(self._module.get_submodule(name)), self._last)
-        self._staged.attributes.note(self._collectives.broadcast(whole and whole.written, self._last))
+        self.staged.attributes.note(self._collectives.broadcast(whole and whole.written, self._last))
         error = whole and whole.error
         self._raise_first(error if isinstance(error, EchelonError) else None)
         return whole
@@ -170,9 +171,9 @@ class FirstSteps:
             for own, parameter in part.named_parameters()
         }
         places = [
-            (parameters_by_name(submodule), key, parameter)
+            (find_parameter_dict(submodule), key, parameter)
             for submodule in part.modules()
-            for key, parameter in parameters_by_name(submodule).items()
+            for key, parameter in find_parameter_dict(submodule).items()
             if parameter is not None
         ]
         for parameters, key, parameter in places:
@@ -221,7 +222,7 @@ class _WholeRun:
 
     def __init__(self, steps: FirstSteps, indices: Sequence[int]) -> None:
         self._steps, self._indices = steps, indices
-        self.staged = steps._staged  # noqa: SLF001 - one file, one mechanism
+        self.staged = steps.staged
         self.observed = Observed()
         self.written: list[Written] = []
         """The attributes that parts have written tensors into."""
@@ -323,7 +324,7 @@ class _WholePass:
 def _content(value: object) -> tuple[object, ...]:
     """Return what makes up a value that can change in place."""
     if isinstance(value, Tensor):
-        return (version_of(value),)
+        return (read_version(value),)
     if isinstance(value, list | tuple):
         return tuple(value)
     return tuple(value.values()) if isinstance(value, dict) else ()
@@ -369,7 +370,7 @@ class _State:
         """Give the part here what another rank's has."""
         for name, key, value in content:
             owner: Any = self._part.get_submodule(name)
-            if key in (buffers := buffers_by_name(owner)):
+            if key in (buffers := find_buffer_dict(owner)):
                 buffers[key] = value
             elif isinstance(vars(owner).get(key), torch.Generator):
                 vars(owner)[key].set_state(value)

@@ -64,7 +64,7 @@ class Pipeline:
                     continue
                 if parameter not in replaced:
                     # a rehearsal, in which no tensor has memory, runs earlier stages to see what they would send
-                    device = None if self.collectives.is_rehearsed else "meta"
+                    device = None if self.collectives.is_fake else "meta"
                     empty = torch.empty_like(parameter, device=device)
                     replaced[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                 setattr(submodule, name, replaced[parameter])

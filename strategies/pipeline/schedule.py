@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Final, Literal, NamedTuple, get_args
 
 from ...common.errors import ConfigError, did_you_mean
-from .torch_pipelining import pipeline_order, with_transfers
+from ..torch_internals.pipelining import add_transfers, compute_pipeline_order
 
 ScheduleName = Literal[
     "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"
@@ -152,9 +152,9 @@ def _actions(schedule: Schedule, number: int, is_simple: bool) -> tuple[tuple[Ac
     elif schedule.name == "1f1b":
         order = [_one_by_one(rank, schedule.num_ranks, number) for rank in ranks]
     else:
-        found = pipeline_order(_OF_TORCH[schedule.name], schedule.num_ranks, schedule.stages_a_rank, number)
+        found = compute_pipeline_order(_OF_TORCH[schedule.name], schedule.num_ranks, schedule.stages_a_rank, number)
         order = [[Action(kind, stage, index) for kind, stage, index in found[rank]] for rank in ranks]  # type: ignore[arg-type]
-    complete = with_transfers(order, schedule.rank_of, schedule.num_stages)
+    complete = add_transfers(order, schedule.rank_of, schedule.num_stages)
     return tuple(tuple(Action(*action) for action in actions) for actions in complete)  # type: ignore[arg-type]
 
 

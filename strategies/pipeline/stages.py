@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -13,10 +12,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from ...common.errors import ModuleError
+from ...common.internals.stack_frames import find_frame
 from ..distributed.nested import iterate_tensors, map_tensors, named_leaves
 from ..state.dtensor import local_shard
-from ..torch_internals import StopRecomputation, is_wrapped
-from ..torch_tensors import call_uncompiled, compiled_call_of, set_compiled_call
+from ..torch_internals.autograd import StopRecomputation, is_wrapped
+from ..torch_internals.modules import call_uncompiled, find_compiled_call, set_compiled_call
 from .absent import AbsentAttributes, stand_in
 from .counting import CountedOnce, Observed
 from .draws import Draws
@@ -304,7 +304,7 @@ class StagedModule:
 
     def _step_in(self, name: str, part: nn.Module) -> None:
         """Let calls of a part come here first: before its hooks, and around what is compiled of it."""
-        compiled = compiled_call_of(part) if set(self.owners[name]) & set(self.own) else None
+        compiled = find_compiled_call(part) if set(self.owners[name]) & set(self.own) else None
 
         run: Callable[..., object] = partial(call_uncompiled, part) if compiled is None else compiled
 
@@ -373,7 +373,7 @@ def has_nan(data: object) -> bool:
 
 
 def _is_in_reentrant_checkpoint() -> bool:
-    frame: Any = sys._getframe()  # noqa: SLF001 - inspect's costs more
+    frame: Any = find_frame(0)
     while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
         frame = frame.f_back
     return frame is not None

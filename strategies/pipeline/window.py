@@ -14,11 +14,11 @@ from ...common.errors import ModuleError
 from ..distributed.nested import iterate_tensors
 from ..module.traces import Traceless
 from ..module.untouched import steps_of
+from ..torch_internals.pipelining import add_weight_gradients, compute_input_gradients
 from .schedule import Action, Schedule, without_halves
 from .spec import KnownShapes, Shapes, flat, specs_of, with_tensors
 from .stages import Pass, StagedModule, has_nan
 from .timeline import WindowRecorder
-from .torch_pipelining import backward_for_inputs, backward_for_weights
 from .wire import StageWire, tag_of
 from .work import StepContext, WindowWork, signatures_of
 
@@ -72,7 +72,7 @@ class WindowRunner:
         """Add the gradients of all micro-batches. Collective: every rank of the pipeline calls it."""
         signatures = signatures_of(work, self._around)
         number = len(signatures)
-        if self._wire.is_rehearsed:
+        if self._wire.is_fake:
             self._imagine(work)
         self._begin(signatures, work.position)
         is_simple = any(self._is_new)
@@ -327,7 +327,7 @@ class WindowRunner:
         inputs = self._inputs[stage, index]
         if inputs and outputs:
             with self._around.recomputing(index):
-                self._rests[stage, index] = backward_for_inputs(outputs, gradients, inputs, self._weights())
+                self._rests[stage, index] = compute_input_gradients(outputs, gradients, inputs, self._weights())
         else:  # nothing to send on: everything is computed with the weights
             self._rests[stage, index] = None, outputs, gradients
 
@@ -336,7 +336,7 @@ class WindowRunner:
         rest = self._rests.pop((stage, index))
         with self._around.recomputing(index):
             if not isinstance(rest, tuple):
-                backward_for_weights(self._weights(), rest)
+                add_weight_gradients(self._weights(), rest)
             elif rest[1]:
                 torch.autograd.backward(rest[1], rest[2])
 

@@ -26,9 +26,9 @@ class StageWire:
         self._sending: list[tuple[Any, Tensor]] = []
 
     @property
-    def is_rehearsed(self) -> bool:
+    def is_fake(self) -> bool:
         """Whether the other ranks do not exist."""
-        return self._collectives.is_rehearsed
+        return self._collectives.is_fake
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> None:
         """Start to send tensors to a rank."""

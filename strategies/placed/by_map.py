@@ -12,7 +12,7 @@ from torch import nn
 from ..devices.moves import keeping_parameters
 from ..distributed.nested import can_copy_later, map_tensors
 from ..module.device_layout import device_of
-from ..torch_tensors import apply_to_own_tensors
+from ..torch_internals.modules import apply_to_own_tensors
 from .placed import Placed, Site
 
 

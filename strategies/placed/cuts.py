@@ -105,7 +105,7 @@ class Cuts:
         for name in plan.words:
             layer = module.get_submodule(name)
             make_equal(chain(layer.parameters(), layer.buffers()), device, peers)
-        self._check = None if peers.is_rehearsed else BlockCheck(module, plan, mesh, tells=peers.rank == 0)
+        self._check = None if peers.is_fake else BlockCheck(module, plan, mesh, tells=peers.rank == 0)
         cut_module(module, plan, mesh, copies)
 
     @property
@@ -135,7 +135,7 @@ class Cuts:
         for name, dispatch in deal_experts(module, experts, own, elsewhere).items():
             around = name.rpartition(".")[0]
             router = module.get_submodule(around)
-            if around and not peers.is_rehearsed and RouterCheck.fits(router):
+            if around and not peers.is_fake and RouterCheck.fits(router):
                 RouterCheck(around, router, dispatch, dispatch.group)
         data = tuple(axis for axis in mesh.mesh_dim_names or () if axis in DATA_AXES)
         return DealtLayers(layers, mesh[data], own.size())

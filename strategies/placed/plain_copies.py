@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 from torch import Tensor, nn
 
-from ..torch_tensors import buffers_by_name, children_by_name, drop_compiled_call, parameters_by_name
+from ..torch_internals.modules import drop_compiled_call, find_buffer_dict, find_child_dict, find_parameter_dict
 
 _MISSING: Final = object()
 _CONTENT: Final = frozenset(("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"))
@@ -85,9 +85,9 @@ class PlainCopies:
         for original, copied in copies.items():
             vars(copied).update({name: _moved(value, copies) for name, value in attributes[original][1].items()})
             vars(copied).update(
-                _parameters={n: p if p is None else parameter(p) for n, p in parameters_by_name(original).items()},
-                _buffers={n: b if b is None else tensors[b] for n, b in buffers_by_name(original).items()},
-                _modules={n: m if m is None else copies[m] for n, m in children_by_name(original).items()},
+                _parameters={n: p if p is None else parameter(p) for n, p in find_parameter_dict(original).items()},
+                _buffers={n: b if b is None else tensors[b] for n, b in find_buffer_dict(original).items()},
+                _modules={n: m if m is None else copies[m] for n, m in find_child_dict(original).items()},
                 training=False,
             )
             drop_compiled_call(copied)
@@ -136,5 +136,5 @@ def _moved(value: Any, copies: Mapping[nn.Module, nn.Module]) -> object:
 def release(parts: Iterable[nn.Module]) -> None:
     """Drop the tensors of copies, which a variable may keep."""
     for part in parts:
-        parameters_by_name(part).clear()
-        buffers_by_name(part).clear()
+        find_parameter_dict(part).clear()
+        find_buffer_dict(part).clear()

@@ -31,8 +31,9 @@ from ..state.optimizer_state import agree_on_wrapped
 from ..state.random_shards import draw_whole
 from ..state.shards import Holders
 from ..state.tied_names import as_tied
+from ..torch_internals.sharded_units import list_gathered_parameters
+from ..torch_internals.tensors import clamp_together
 from ..units.gradient_hooks import GradientHooks
-from ..units.torch_units import gathered_parameters
 from ..units.whole_parameters import is_kept_whole
 from .cuts import Cuts
 from .placed import ClipAlgorithm, Placed, Site
@@ -233,8 +234,7 @@ class PlacedShards(Placed):
             return clip_by_norm(gradients, limit, self.ranks.all, self._holders, self._copies_of(parameters))
         if gradients:
             shards = [local_shard(gradient) for gradient in gradients]
-            torch._foreach_clamp_min_(shards, -limit)
-            torch._foreach_clamp_max_(shards, limit)
+            clamp_together(shards, limit)
         return None
 
     def _copies_of(self, parameters: Sequence[Tensor]) -> Sequence[int] | None:
@@ -285,7 +285,7 @@ class PlacedShards(Placed):
                 f"strategy.gathered was called inside a step of strategy={self.site.name!r}, in which each rank has "
                 "only a part of the model or of the sequences; call it in a hook, such as on_validation_epoch_end."
             )
-        shards = {gathered: shard for shard, gathered in gathered_parameters(self._sharded.roots)}
+        shards = {gathered: shard for shard, gathered in list_gathered_parameters(self._sharded.roots)}
         named = {p: name for name, p in self.module.named_parameters()}
         found = {p: self._whole_parameter(named[p], shards.get(p, p)) for p in part.parameters()}
         return found | self._copied_buffers(part)

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..state.digest import digest_of_all
 from ..state.dtensor import is_dtensor, is_wrapper, local_shard
-from ..torch_internals import is_without_memory
+from ..torch_internals.fake_tensors import is_without_memory
 
 
 class WatchedShards:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...common.errors import ConfigError
 from ..state.dtensor import is_dtensor, plain_kind
-from ..torch_tensors import buffers_by_name, parameters_by_name
+from ..torch_internals.modules import find_buffer_dict, find_parameter_dict
 from ..wrapped.wrapped_tensors import dequantized, is_wrapped
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ def _with_whole(module: nn.Module, prefix: str, whole: dict[str, Tensor]) -> Any
     copied: Any = kind.__new__(kind)
     vars(copied).update({key: copy.copy(value) for key, value in vars(module).items() if key != "forward"})
     held: Any
-    for held in (parameters_by_name(copied), buffers_by_name(copied)):
+    for held in (find_parameter_dict(copied), find_buffer_dict(copied)):
         for name, value in held.items():
             if value is not None and prefix + name in whole:
                 tensor = whole[prefix + name]

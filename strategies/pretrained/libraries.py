@@ -15,6 +15,7 @@ from torch import nn
 
 from ...common.errors import CheckpointError, MissingDependencyError
 from ...common.foreign import attribute_of
+from ...common.internals.hugging_face import save_timm_config
 from ..state.dtensor import plain_kind
 from .conversions import is_of_transformers
 from .find_folder import CONFIG, DIFFUSION, SINGLE, config_of, pipeline_of
@@ -105,9 +106,7 @@ def _config_of_transformers(model: Any, folder: Path, dtype: torch.dtype) -> Non
 
 
 def _config_of_timm(model: object, folder: Path, dtype: torch.dtype) -> None:
-    from timm.models._hub import save_config_for_hf
-
-    save_config_for_hf(model, str(folder / CONFIG))
+    save_timm_config(model, folder / CONFIG)
 
 
 def _config_of_diffusers(model: Any, folder: Path, dtype: torch.dtype) -> None:

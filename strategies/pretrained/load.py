@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from ...common.errors import ConfigError
+from ...common.internals.hugging_face import list_kept_in_float32, plan_dtypes
 from ...common.storage import AnyPath
 from ..state.sources import fill_from
-from ..torch_internals import DisableTorchFunction, without_dispatch_modes
+from ..torch_internals.operators import disable_dispatch_modes
+from ..torch_internals.tensors import DisableTorchFunction
 from .conversions import is_of_transformers, under_own_names
 from .find_folder import check_dtype, find_folder, open_sources
 from .libraries import is_of_diffusers
@@ -107,7 +109,7 @@ def _patterns(given: str | Iterable[str], name: str) -> list[str]:
 def _without_modes() -> Iterator[None]:
     """Leave the modes around the caller, such as those in which the deferred initialization records."""
     with ExitStack() as stack:
-        stack.enter_context(without_dispatch_modes())
+        stack.enter_context(disable_dispatch_modes())
         stack.enter_context(DisableTorchFunction())
         yield
 
@@ -116,11 +118,10 @@ def _convert(model: nn.Module, dtype: torch.dtype, matched: Match) -> None:
     """Convert the parameters, and the buffers that are loaded, but for those that a model keeps in float32."""
     kept: dict[str, torch.dtype] = {}
     if is_of_transformers(model):
-        plan = getattr(model, "_get_dtype_plan", None)
-        kept = plan(dtype) if plan is not None else {}
+        kept = dict(plan_dtypes(model, dtype))
         vars(model)["config"].dtype = dtype
     elif is_of_diffusers(model) and dtype.itemsize < torch.float32.itemsize:
-        kept = dict.fromkeys(getattr(model, "_keep_in_fp32_modules", None) or (), torch.float32)
+        kept = dict.fromkeys(list_kept_in_float32(model), torch.float32)
     loaded = {id(tensor) for tensor in matched.tensors.values()}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_floating_point() and (isinstance(tensor, nn.Parameter) or id(tensor) in loaded):

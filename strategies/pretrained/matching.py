@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...common.errors import CheckpointError
+from ...common.internals.hugging_face import list_missing_patterns, list_unexpected_patterns
 from ..state.sources import TensorSource
 from .conversions import NamedSources, is_of_transformers
 from .derived_sources import read_whole
@@ -113,8 +114,8 @@ def _without_harmless(
     """Leave out what a model of transformers says may be missing, or may be left in a folder."""
     if not is_of_transformers(model):
         return missing, unexpected
-    may_lack = list(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
-    may_have = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    may_lack = list_missing_patterns(model)
+    may_have = list_unexpected_patterns(model)
     buffers = [name.rpartition(".")[2] for name, _ in model.named_buffers()]
     # once saved, now computed by the model
     may_have += [rf"(^|\.){name}$" for name in ("inv_freq", "position_ids") if name in buffers]

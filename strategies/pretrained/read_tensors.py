@@ -9,7 +9,7 @@ from weakref import ref
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..torch_tensors import version_of
+from ..torch_internals.tensors import read_version
 
 _READ: Final = "_echelon_read"
 """The attribute of a model with its `ReadTensors`."""
@@ -25,7 +25,7 @@ class ReadTensors:
         """Note that a parameter has the values of a file; call it after the last change."""
         # a weak reference, so that no other memory is found at the same address
         memory = StorageWeakRef(parameter.untyped_storage())
-        self._read[id(parameter)] = (ref(parameter), memory, version_of(parameter))
+        self._read[id(parameter)] = (ref(parameter), memory, read_version(parameter))
 
     def has(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter was read, and has neither been changed in place nor been given other memory."""
@@ -33,7 +33,7 @@ class ReadTensors:
             return False
         known, memory, version = self._read[id(parameter)]
         is_same = known() is parameter and memory == StorageWeakRef(parameter.untyped_storage())
-        return is_same and version == version_of(parameter)
+        return is_same and version == read_version(parameter)
 
     def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
         return type(self), ()

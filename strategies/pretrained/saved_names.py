@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...common.internals.hugging_face import find_conversions, list_unsaved
 from .conversions import Conversion, is_of_transformers
 
 Fetch = Callable[[str], Tensor]
@@ -118,7 +119,7 @@ def _reversed_conversions(model: nn.Module) -> list[Conversion]:
     """Return the conversions of a model's names to those of its files, as transformers finds them when it saves."""
     if not is_of_transformers(model):
         return []
-    used = getattr(model, "_weight_conversions", None)
+    used = find_conversions(model)
     if used is None:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange
@@ -135,7 +136,7 @@ def _reversed_conversions(model: nn.Module) -> list[Conversion]:
 def untied(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a model's state by name; a tied one under the name that its class expects in files."""
     ties = getattr(model, "all_tied_weights_keys", None) or {}
-    left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    left_out = list_unsaved(model)
     groups: dict[int, list[str]] = {}
     state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     for name, value in state.items():

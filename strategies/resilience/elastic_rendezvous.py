@@ -34,10 +34,10 @@ from ..cluster.start_wait import StartWait
 from ..cluster.tcp_store import host_store
 from ..distributed.noticeboard import Noticeboard
 from ..launch.static_rendezvous import Rendezvous
+from ..torch_internals.rendezvous import Exit, QuickSteps, StateHolder
 from .rendezvous_link import KEEP_ALIVE, MISSED, Link
 from .rounds import StoreAddress
 from .store_process import CLOSED, KEPT, reach_store
-from .torch_rendezvous import Exit, QuickSteps, StateHolder
 
 _AFTER_A_RUN: Final = 30.0  # seconds within which the store of the previous run ends
 _OVER: Final = "over"

@@ -12,8 +12,8 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import Token
 
+from ..torch_internals.rendezvous import Node, check_state, set_time_of, shift_times, takes_part
 from .store_process import CLOCK, LIFE
-from .torch_rendezvous import Node, check_state, set_time_of, shift_times, takes_part
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

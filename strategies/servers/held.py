@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..distributed.pickling import unpack
 from ..state.optimizer_state import remake
-from ..torch_tensors import values_of
+from ..torch_internals.tensors import find_values
 from .flat_layout import FlatLayout
 from .messages import Assignment, Push, Rows, Update, Updated
 
@@ -160,7 +160,7 @@ class HeldOptimizer:
     def _all_gradients(self) -> list[Tensor]:
         """Return the flat gradients, and those of the tables."""
         tables = [parameter.grad for parameter in self._tables.values() if parameter.grad is not None]
-        return [*self._gradients, *map(values_of, tables)]
+        return [*self._gradients, *map(find_values, tables)]
 
     def _squared_norm(self) -> float:
         norms = [torch.linalg.vector_norm(gradient).double() for gradient in self._all_gradients()]

@@ -19,7 +19,7 @@ from ..cluster.environment import hide_gpus
 from ..launch.fork_server import blank_main, preload
 from ..launch.proc_status import look_at
 from ..launch.worker import end_with_the_caller, makes_devices_unusable
-from ..torch_internals import kill_with_parent
+from ..torch_internals.distributed import kill_with_parent
 
 _PATIENCE: Final = 10.0  # seconds for an answer from the nursery
 _LOOKS: Final = 5  # one a second, that find it stopped

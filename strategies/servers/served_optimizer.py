@@ -15,7 +15,8 @@ from ...common.errors import ModuleError
 from ..distributed.collectives import Collectives
 from ..distributed.pickling import PICKLING_ERRORS, pack
 from ..state.optimizer_state import attributes_of, parameter_names
-from ..torch_tensors import note_step, put_step_back, replace_step
+from ..torch_internals.optimizers import note_step, put_step_back, replace_step
+from ..torch_internals.tensors import copy_together
 from .connection import Connection
 from .flat_layout import FlatLayout, deal, have_same_bits
 from .messages import Assignment, Push, Rows, Update, Updated
@@ -372,7 +373,7 @@ class ServedOptimizer:
     def _copy(self, flats: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
         values = self._views(flats)
         if values:
-            torch._foreach_copy_(self._pushed, values)
+            copy_together(self._pushed, values)
         return values
 
     def ledger(self) -> Tensor:

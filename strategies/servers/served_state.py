@@ -14,7 +14,7 @@ from ...common.errors import ConfigError, ModuleError
 from ..distributed.collectives import Collectives
 from ..distributed.pickling import is_importable
 from ..state.dtensor import multiply_all
-from ..torch_tensors import values_of, version_of
+from ..torch_internals.tensors import find_values, read_version
 
 Versions = Sequence[tuple[Tensor, int]]
 """Gradients, each with a number that grows with each edit in place."""
@@ -87,13 +87,13 @@ def mean_gradients(named: Mapping[str, nn.Parameter], collectives: Collectives) 
 def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor | float) -> None:
     """Multiply the gradients of these parameters in place, dense or sparse."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    multiply_all([values_of(gradient) for gradient in gradients], factor)
+    multiply_all([find_values(gradient) for gradient in gradients], factor)
 
 
 def versions_of(parameters: Iterable[nn.Parameter]) -> Versions:
     """Return the gradients of these parameters as they are now."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return [(gradient, version_of(gradient)) for gradient in gradients]
+    return [(gradient, read_version(gradient)) for gradient in gradients]
 
 
 def are_same(before: Versions, now: Versions) -> bool:

@@ -26,7 +26,7 @@ from torch.distributed.rpc import functions
 from ...common.errors import ConfigError, RunError
 from ..cluster.environment import overridden
 from ..distributed.pickling import PICKLING_ERRORS, pack, unpack
-from ..torch_internals import is_rpc_initialized, join_rpc, rpc_options
+from ..torch_internals.distributed import is_rpc_initialized, join_rpc, make_rpc_options
 from .transport import Arguments, Peers, RequestError, Service
 
 _LOOK: Final = 0.01  # seconds between two checks of the store
@@ -65,7 +65,7 @@ class TensorPipe:
     ) -> None:
         self._peers = peers
         rank = peers.names.index(name)
-        options = rpc_options(start_timeout.total_seconds())
+        options = make_rpc_options(start_timeout.total_seconds())
         if _SERVICES or is_rpc_initialized():
             raise RunError(
                 "torch.distributed.rpc must not be initialized before a fit with parameter servers, found that it is; "

@@ -15,8 +15,8 @@ from torch.nn.parameter import is_lazy
 
 from ...common.errors import CheckpointError, ModuleError
 from ..distributed.collectives import Collectives
-from ..torch_internals import is_traceable_wrapper_subclass, is_without_memory, strided_shard
-from ..torch_tensors import norms_of, read_by_placements, with_shard_elsewhere
+from ..torch_internals.fake_tensors import is_without_memory
+from ..torch_internals.tensors import compute_norms, is_traceable_wrapper_subclass, scale_together
 from ..wrapped.wrapped_tensors import (
     copied,
     held_tensors,
@@ -130,10 +130,12 @@ def _of_shard(
     """Return a DTensor with this very shard, wherever it is; torch (2.14) would move it to the mesh's devices."""
     from torch.distributed.tensor import DTensor
 
+    from ..torch_internals.dtensors import place_shard_elsewhere
+
     is_there = local.device.type in (mesh.device_type, "meta")
     shard = local if is_there else torch.empty_like(local, device="meta")
     made = DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)
-    return made if is_there else with_shard_elsewhere(made, local)
+    return made if is_there else place_shard_elsewhere(made, local)
 
 
 def with_even_shards(tensor: Tensor) -> Tensor:
@@ -235,18 +237,20 @@ def multiply_all(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
     """Multiply tensors in place; a factor is cast to their dtype, so that torch does not read it from the device."""
     if not isinstance(factor, Tensor):
         if tensors:
-            torch._foreach_mul_(list(tensors), factor)
+            scale_together(list(tensors), factor)
         return
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     for (device, dtype), group in groups.items():
-        torch._foreach_mul_(group, factor.to(device, dtype))
+        scale_together(group, factor.to(device, dtype))
 
 
 def whole_tensor(tensor: DTensor) -> Tensor:
     """Return a whole DTensor, which may be packed or quantized. Collective: the ranks of its mesh call it."""
     from torch.distributed.tensor import Shard
+
+    from ..torch_internals.dtensors import make_strided_shard
 
     mesh = tensor.device_mesh
     if is_wrapper(tensor):
@@ -259,7 +263,7 @@ def whole_tensor(tensor: DTensor) -> Tensor:
     shape, steps = list(tensor.shape), []
     for dim in range(tensor.dim()):
         for axis, split_factor in cuts_of(tensor, dim):
-            placement = Shard(dim) if split_factor == 1 else strided_shard(dim, split_factor)
+            placement = Shard(dim) if split_factor == 1 else make_strided_shard(dim, split_factor)
             steps.append((mesh[names[axis]], placement, torch.Size(shape)))
             shape[dim] = shard_size(shape[dim], mesh.shape[axis], split_factor, place[axis])
     local = local if local.numel() else local.new_empty(shape)  # fully_shard gives an empty shard an odd shape
@@ -304,6 +308,8 @@ def _full(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.Si
     """Return a whole tensor that is sharded over a mesh of one axis. Collective: the ranks of the mesh call it."""
     from torch.distributed.tensor import DTensor
 
+    from ..torch_internals.dtensors import read_by_placements
+
     stride = torch.empty(shape, device="meta").stride()
     on_mesh = DTensor.from_local(local, mesh, [placement], run_check=False, shape=shape, stride=stride)
     read_by_placements(on_mesh)
@@ -327,7 +333,7 @@ def clip_by_norm(
         number = len(holders.of(gradient)) if is_dtensor(gradient) else collectives.world_size
         by_share.setdefault(1 / (number * number_of_copies), []).append(local_shard(gradient))
     squares = [
-        torch.stack([norm.double() for norm in norms_of(shards)]).square().sum() * share
+        torch.stack([norm.double() for norm in compute_norms(shards)]).square().sum() * share
         for share, shards in by_share.items()
     ]
     # a stage of a pipeline may have no gradients, and takes part with what the others have
@@ -335,7 +341,7 @@ def clip_by_norm(
     total = sum(squares, torch.zeros((), dtype=torch.float64, device=device))
     norm = collectives.all_reduce(total).sqrt()
     for shards in by_share.values():
-        torch._foreach_mul_(shards, (limit / (norm + 1e-6)).clamp(max=1.0).to(shards[0]))
+        scale_together(shards, (limit / (norm + 1e-6)).clamp(max=1.0).to(shards[0]))
     return norm  # type: ignore[no-any-return]
 
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ...common.errors import CheckpointError
 from ..distributed.nested import map_tensors
-from ..torch_internals import DisableTorchFunctionSubclass
-from ..torch_tensors import as_instance
+from ..torch_internals.tensors import DisableTorchFunctionSubclass, make_instance
 from ..wrapped.wrapped_blocks import join_wrapped
 from ..wrapped.wrapped_tensors import copied, dequantized, is_here, is_wrapped
 
@@ -50,7 +49,7 @@ class StoredTensor(Tensor):
         """Return a tensor with this shape and dtype, but without elements."""
         shape = [max(ends) for ends in zip(*(_ends(block) for block in blocks), strict=True)]
         outline = torch.empty(shape, dtype=blocks[0][0].dtype, device="meta")
-        return as_instance(cls, outline)
+        return make_instance(cls, outline)
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self._blocks = blocks

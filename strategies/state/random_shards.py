@@ -8,7 +8,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..torch_internals import OpOverload, set_dtensor_handler
+from ..torch_internals.dtensors import set_dtensor_handler
+from ..torch_internals.operators import OpOverload
 from .dtensor import local_shard, shard_like
 
 _IN_PLACE: Final = (

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..torch_internals import root_mesh
-
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
@@ -107,7 +105,9 @@ def _holders(mesh: DeviceMesh, placements: Sequence[Placement]) -> list[int]:
     along = zip(placements, coordinate, strict=True)
     inside = mesh.mesh[tuple(slice(None) if placement.is_replicate() else at for placement, at in along)]
     # a tensor that tensor parallelism does not split is on a part of the mesh; it is repeated along the other axes
-    root = root_mesh(mesh)
+    from ..torch_internals.dtensors import find_root_mesh
+
+    root = find_root_mesh(mesh)
     world = root.mesh
     is_own, holds = torch.isin(world, mesh.mesh), torch.isin(world, inside)
     for axis in range(world.dim()):

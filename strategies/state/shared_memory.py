@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ...common.errors import ModuleError
-from ..torch_internals import is_traceable_wrapper_subclass, is_without_memory
+from ..torch_internals.fake_tensors import is_without_memory
+from ..torch_internals.tensors import is_traceable_wrapper_subclass
 from .dtensor import is_dtensor
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..torch_internals import is_without_memory
+from ..torch_internals.fake_tensors import is_without_memory
 from .dtensor import is_dtensor, local_shard
 from .shards import pieces_of
 

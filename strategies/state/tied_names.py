@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...common.errors import CheckpointError
-from ..torch_tensors import reads_by_itself
+from ..torch_internals.modules import reads_by_itself
 from .dtensor import shard_like
 from .lazy_tensor import StoredTensor
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..torch_internals import is_without_memory
+from ..torch_internals.fake_tensors import is_without_memory
 from .cross_entropy_call import CrossEntropyCall
 
 

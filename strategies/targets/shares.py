@@ -8,7 +8,7 @@ from typing import Final
 from torch import Tensor
 
 from ...common.errors import ModuleError
-from ..torch_tensors import notes_of
+from ..torch_internals.autograd import find_notes
 
 _NOTE: Final = "echelon.share"
 
@@ -30,12 +30,12 @@ class TokenShare:
 def note_share(loss: Tensor, share: float | None) -> None:
     """Say of which share of the tokens a loss is, in equal shares of ranks; None if the loss alone does not tell."""
     if loss.grad_fn is not None:
-        notes_of(loss.grad_fn)[_NOTE] = share
+        find_notes(loss.grad_fn)[_NOTE] = share
 
 
 def share_of(loss: Tensor) -> float | None:
     """Return what `note_share` has said of a loss; 1.0 for any other."""
-    return 1.0 if loss.grad_fn is None else notes_of(loss.grad_fn).get(_NOTE, 1.0)
+    return 1.0 if loss.grad_fn is None else find_notes(loss.grad_fn).get(_NOTE, 1.0)
 
 
 def unclear_share(what: str, remedy: str) -> ModuleError:

@@ -12,7 +12,7 @@ from typing import Final, Literal
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from ..torch_tensors import adds_as_it_is, counts_of_mean, is_of_one_element, notes_of
+from ..torch_internals.autograd import adds_as_it_is, find_notes, is_of_one_element, read_mean_counts
 
 _Kind = Literal["mean", "same", "one", "sum", "factor", "other"]
 _KINDS: Final[dict[str, _Kind]] = {
@@ -57,7 +57,7 @@ def target_mean_of(loss: Tensor) -> TargetMean | None:
         if kind == "mean":
             return _mean_at(node)
         if kind in ("factor", "sum"):
-            noted = notes_of(node).get(_NOTE)
+            noted = find_notes(node).get(_NOTE)
             if noted is not None or kind == "factor":
                 return noted
         if kind == "other" or (kind == "one" and not is_of_one_element(node)):
@@ -69,7 +69,7 @@ def target_mean_of(loss: Tensor) -> TargetMean | None:
 def note_target_mean(loss: Tensor, mean: TargetMean) -> None:
     """Say what a loss is the mean over, for one that was computed otherwise: as a quotient or a sum."""
     if loss.grad_fn is not None:
-        notes_of(loss.grad_fn)[_NOTE] = mean
+        find_notes(loss.grad_fn)[_NOTE] = mean
 
 
 def target_means_in(loss: Tensor) -> list[TargetMean]:
@@ -96,7 +96,7 @@ def _kind_of(operation: str) -> _Kind:
 
 
 def _mean_at(node: Node) -> TargetMean | None:
-    counts = counts_of_mean(node)
+    counts = read_mean_counts(node)
     return None if counts is None else TargetMean(*counts)
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..context_parallel.attention import AttentionMode, added_mask
-from ..torch_internals import function_modes
+from ..torch_internals.operators import list_function_modes
 from .exchanges import TensorGroup
 from .layers import CutLayer, Forward, Inputs, Named, Slices, local
 
@@ -56,7 +56,7 @@ class AttentionCut(CutLayer):
         call.apply_defaults()
         arguments = dict(call.arguments)
         del arguments["self"]
-        is_cut_along_sequence = any(isinstance(mode, AttentionMode) for mode in function_modes())
+        is_cut_along_sequence = any(isinstance(mode, AttentionMode) for mode in list_function_modes())
         attend = self._attend_over_ranks if is_cut_along_sequence else self._attend
         return attend(module, group, **arguments)
 

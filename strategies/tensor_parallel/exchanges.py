@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...common.errors import ModuleError
-from ..torch_internals import split_axis
-from ..torch_tensors import version_of
+from ..torch_internals.dtensors import split_axis
+from ..torch_internals.tensors import read_version
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -108,7 +108,7 @@ class TensorGroup:
         return largest
 
     def _share(self, tensor: Tensor, dim: int | None, change: _Change, change_gradient: _Change) -> Tensor:
-        key = (id(tensor), dim, version_of(tensor))  # it may change in place
+        key = (id(tensor), dim, read_version(tensor))  # it may change in place
         if self._shared is None:
             return self._exchange(tensor, change, change_gradient)
         if key not in self._shared:  # the tensor is kept, otherwise another one could get its id

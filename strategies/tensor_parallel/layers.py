@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..state.dtensor import is_dtensor
 from ..targets.in_place_of_logits import Columns, asked_of
-from ..torch_internals import strided_shard
+from ..torch_internals.dtensors import make_strided_shard
 from .exchanges import TensorGroup, bounds
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Slices:
         """Return the placements of the DTensor, on the mesh that `TensorGroup.mesh_of` gives."""
         from torch.distributed.tensor import Replicate, Shard
 
-        cut = Shard(self.dim) if self.sections == 1 else strided_shard(self.dim, self.sections)
+        cut = Shard(self.dim) if self.sections == 1 else make_strided_shard(self.dim, self.sections)
         return [cut] if self.copies == 1 else [cut, Replicate()]
 
 

@@ -1,18 +1,29 @@
 """GatheredUnit: the gathered parameters of a unit that ``fully_shard`` wraps, watched until they are freed."""
 
-# ruff: noqa: SLF001 - torch has no other names for what its parameters hold
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ...common.errors import ModuleError
-from .torch_units import keeping_version, parameter_groups
+from ..torch_internals.sharded_parameters import (
+    ShardedParameter,
+    call_before,
+    call_when_made,
+    find_replaced,
+    is_gathered,
+    list_sharded_parameters,
+    list_whole_parameters,
+)
+from ..torch_internals.sharded_units import list_parameter_groups
+from ..torch_internals.tensors import list_versions
+
+if TYPE_CHECKING:
+    from ..torch_internals.sharded_units import FSDPParamGroup
 
 
 class WatchedParameter(nn.Parameter):
@@ -46,81 +57,18 @@ class WatchedParameter(nn.Parameter):
         return nn.Parameter(data, self.requires_grad).__reduce_ex__(protocol)
 
 
-class ShardedParameter:
-    """A parameter of a ``fully_shard`` unit: the shard of this rank and, while it is gathered, the whole."""
-
-    def __init__(self, parameter: Any) -> None:
-        self._parameter = parameter
-
-    @property
-    def shard(self) -> nn.Parameter:
-        """The parameter of the module between steps, a DTensor."""
-        return self._parameter.sharded_param  # type: ignore[no-any-return]
-
-    @property
-    def whole(self) -> Tensor:
-        """The gathered values; of a parameter that is cut by tensor parallelism, the part of this rank."""
-        with torch.no_grad():
-            gathered = self._parameter._unsharded_param.detach()
-            local: Tensor = getattr(gathered, "_local_tensor", gathered)
-            return local
-
-    @property
-    def part(self) -> tuple[int, ...]:
-        """Which part the whole is, if tensor parallelism cuts the parameter."""
-        if not self._parameter.is_dtensor:
-            return ()
-        specs = (getattr(self._parameter, name, None) for name in ("_unsharded_dtensor_spec", "_tp_spec"))
-        spec: Any = next(spec for spec in specs if spec is not None)  # the second name until torch 2.12
-        return tuple(spec.mesh.get_coordinate() or ())
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether the whole has the precision of the shard."""
-        return self._parameter.param_dtype is None
-
-    @torch.no_grad()
-    def keep(self, whole: Tensor) -> None:
-        """Copy this rank's part of the whole to its shard."""
-        parameter = self._parameter
-        dim, size = parameter.fsdp_placement.dim, parameter.padded_sharded_param_size
-        local = parameter._sharded_local_tensor
-        if local.numel():
-            start = getattr(parameter.mesh_info, "shard_mesh_rank", 0) * size[dim]
-            local.copy_(whole.narrow(dim, start, local.shape[dim]))
-
-    @torch.no_grad()
-    def gather_as(self, whole: Tensor | None) -> None:
-        """Let the next gathers return these values instead of what the ranks hold; None ends that."""
-        vars(self._parameter).pop("init_unsharded_param", None)
-        if whole is None:
-            return
-        gathered = self._parameter.init_unsharded_param
-
-        def take() -> None:
-            gathered()
-            target = self.whole
-            with torch.no_grad(), keeping_version(target):
-                target.copy_(whole)
-
-        self._parameter.init_unsharded_param = take
-
-
 class GatheredUnit:
     """The parameters of a ``fully_shard`` unit, looked at each time before torch frees the gathered ones."""
 
-    def __init__(self, group: Any, note: Callable[[ShardedParameter], None]) -> None:
-        self.parameters = [ShardedParameter(parameter) for parameter in group.fsdp_params]
+    def __init__(self, group: FSDPParamGroup, note: Callable[[ShardedParameter], None]) -> None:
+        self.parameters = list_sharded_parameters(group)
         self.handed_out: list[tuple[Tensor, Tensor]] = []
         """Gathered parameters, each with a tensor that its ``.data`` returned."""
         self._group, self._note = group, note
-        self._gathered: list[Any] = []
+        self._gathered: list[nn.Parameter] = []
         self._versions: list[int] = []
-        for name in ("_to_sharded", "_to_sharded_post_forward"):
-            setattr(group, name, _after(self.look, getattr(group, name)))
-        group._to_unsharded = _after(self._check_given, group._to_unsharded)
-        for parameter in group.fsdp_params:
-            parameter.init_unsharded_param = _first_gather(parameter, self)
+        call_before(group, gathered=self._check_given, freed=self.look)
+        call_when_made(group, self._watch)
 
     def _check_given(self) -> None:
         """Check that the unit has its own parameters when they are gathered: torch then puts these into its layers.
@@ -128,62 +76,41 @@ class GatheredUnit:
         Raises:
             ModuleError: naming one in whose place there is another tensor.
         """
-        if self._group.is_unsharded:
+        if is_gathered(self._group) or (replaced := find_replaced(self._group)) is None:
             return
-        for parameter in self._group.fsdp_params:
-            info = parameter._module_info
-            held = info.module._parameters.get(info.param_name)
-            own = parameter.sharded_param, getattr(parameter, "_sharded_post_forward_param", None)
-            if not any(held is one for one in own):
-                name = (parameter._param_fqn or info.param_name).removeprefix("module.")
-                raise ModuleError(
-                    f"{name} was given another tensor of shape "
-                    f"{list(held.shape) if isinstance(held, Tensor) else held}, as by torch.func.functional_call, but "
-                    "its layer is in a unit that gathers its own parameters when it is called, and would compute with "
-                    "those. Call a part that is in no unit (print strategy.plan(module)), compute with the tensors "
-                    "yourself, or use strategy='ddp' or 'zero'."
-                )
+        name, held = replaced
+        raise ModuleError(
+            f"{name} was given another tensor of shape "
+            f"{list(held.shape) if isinstance(held, Tensor) else held}, as by torch.func.functional_call, but "
+            "its layer is in a unit that gathers its own parameters when it is called, and would compute with "
+            "those. Call a part that is in no unit (print strategy.plan(module)), compute with the tensors "
+            "yourself, or use strategy='ddp' or 'zero'."
+        )
+
+    def _watch(self, gathered: nn.Parameter, is_dtensor: bool) -> None:
+        """Let a gathered parameter note what its ``.data`` hands out."""
+        kind: object = type(gathered)
+        if kind is nn.Parameter or is_dtensor:
+            gathered.__class__ = WatchedParameter if kind is nn.Parameter else _watched(kind)
+            vars(gathered)["_unit"] = self
 
     def look(self) -> None:
         """Note the parameters that were written since the last look, if they are gathered."""
-        if not self._group.is_unsharded:
+        if not is_gathered(self._group):
             return
         if not self._gathered:
-            self._gathered = [parameter._unsharded_param for parameter in self._group.fsdp_params]
+            self._gathered = list_whole_parameters(self._group)
             self._versions = [0] * len(self._gathered)
-        versions = [parameter._version for parameter in self._gathered]
+        versions = list_versions(self._gathered)
         if versions == self._versions and not self.handed_out:
             return
-        written = {id(parameter) for parameter, data in self.handed_out if data._version}
+        written_to = list_versions(data for _, data in self.handed_out)
+        written = {id(one) for (one, _), version in zip(self.handed_out, written_to, strict=True) if version}
         self.handed_out.clear()
         before, self._versions = self._versions, versions
         for index, gathered in enumerate(self._gathered):
             if versions[index] != before[index] or id(gathered) in written:
                 self._note(self.parameters[index])
-
-
-def _after(first: Callable[[], None], then: Callable[[], None]) -> Callable[[], None]:
-    def both() -> None:
-        first()
-        then()
-
-    return both
-
-
-def _first_gather(parameter: Any, unit: GatheredUnit) -> Callable[[], None]:
-    """Return what a parameter does once instead of ``init_unsharded_param``."""
-    init = parameter.init_unsharded_param
-
-    def first() -> None:
-        vars(parameter).pop("init_unsharded_param")
-        init()
-        gathered = parameter._unsharded_param
-        kind: object = type(gathered)
-        if kind is nn.Parameter or parameter.is_dtensor:
-            gathered.__class__ = WatchedParameter if kind is nn.Parameter else _watched(kind)
-            vars(gathered)["_unit"] = unit
-
-    return first
 
 
 @cache
@@ -194,4 +121,4 @@ def _watched(kind: Any) -> Any:
 
 def watch_units(roots: Iterable[nn.Module], note: Callable[[ShardedParameter], None]) -> list[GatheredUnit]:
     """Call `note` with each parameter below ``fully_shard`` roots that was written while it was gathered."""
-    return [GatheredUnit(group, note) for group in parameter_groups(roots)]
+    return [GatheredUnit(group, note) for group in list_parameter_groups(roots)]

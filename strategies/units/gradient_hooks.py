@@ -1,7 +1,5 @@
 """GradientHooks: hooks that users register on parameters which ``fully_shard`` replaces by shards."""
 
-# ruff: noqa: SLF001 - torch has no other name for a tensor's hooks
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
@@ -10,10 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .torch_units import gathered_parameters
-
-_KINDS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-"""Where torch keeps what ``register_hook`` and ``register_post_accumulate_grad_hook`` register."""
+from ..torch_internals.sharded_units import list_gathered_parameters
+from ..torch_internals.tensors import find_hooks, have_gradient_hooks, set_hooks, share_gradient_hooks
 
 
 class GradientHooks:
@@ -25,12 +21,7 @@ class GradientHooks:
 
     def __init__(self, module: nn.Module) -> None:
         """Take the hooks of a module before it is sharded."""
-        self._registered = {
-            (name, kind): hooks
-            for name, parameter in module.named_parameters()
-            for kind in _KINDS
-            if (hooks := getattr(parameter, kind))
-        }
+        self._registered = {name: hooks for name, p in module.named_parameters() if (hooks := find_hooks(p))}
         self._roots: list[nn.Module] = []
         self._parameters: list[nn.Parameter] = []
 
@@ -38,16 +29,13 @@ class GradientHooks:
         """Give the hooks to the shards of a module; `is_manual` if its step computes the gradients itself."""
         self._roots, self._parameters = list(roots), list(module.parameters())
         named: Mapping[str, Any] = dict(module.named_parameters())
-        for (name, kind), hooks in self._registered.items():
+        for name, hooks in self._registered.items():
             if not named[name].is_meta:  # of another stage
-                setattr(named[name], kind, hooks)
+                set_hooks(named[name], hooks)
         for root in self._roots if is_manual else ():
             root.register_forward_hook(lambda *_: self.link())
 
     def link(self) -> None:
         """Let autograd call the hooks of shards for the gathered parameters, which a forward has made."""
-        if not torch.is_grad_enabled() or not any(p._backward_hooks for p in self._parameters):
-            return
-        for shard, gathered in gathered_parameters(self._roots):
-            if shard._backward_hooks and gathered._backward_hooks is not shard._backward_hooks:
-                gathered._backward_hooks = shard._backward_hooks  # the same, so that handles remove from both
+        if torch.is_grad_enabled() and have_gradient_hooks(self._parameters):
+            share_gradient_hooks(list_gathered_parameters(self._roots))

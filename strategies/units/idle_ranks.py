@@ -15,19 +15,19 @@ from ...common.errors import ModuleError
 from ..distributed.call_watch import CallWatch
 from ..distributed.collectives import Collectives
 from ..distributed.debug import user_call
-from ..torch_internals import is_in_backward
-from .torch_units import (
+from ..torch_internals.autograd import is_in_backward
+from ..torch_internals.sharded_units import (
     end_backward,
     forget_order,
     join_gather,
     join_reduce,
     lend_shards,
-    unit_groups,
+    list_unit_groups,
 )
 from .unit_order import UnitOrder
 
 if TYPE_CHECKING:
-    from .torch_units import FSDPParamGroup
+    from ..torch_internals.sharded_units import FSDPParamGroup
 
 
 class IdleRanks:
@@ -55,8 +55,8 @@ class IdleRanks:
         can_run_step: bool,
         run_by_all: Collection[str],
     ) -> None:
-        self._roots, self._collectives, self._can_run_step = list(roots), collectives, can_run_step
-        self._order = order
+        self.order, self.collectives, self.can_run_step = order, collectives, can_run_step
+        self._roots = list(roots)
         self._run_by_all = set(run_by_all)
         """The steps that all ranks run; those whose code sends something itself are added."""
         self._watched: _Watching | None = None
@@ -111,9 +111,9 @@ class IdleRanks:
             run: runs the step with what the first of them lends.
             join: takes part in what the busy ranks do `together`, and gets the same arguments.
         """
-        groups, has_reduced = unit_groups(self._roots), False
+        groups, has_reduced = list_unit_groups(self._roots), False
         while True:
-            kind, *content = self._collectives.recv(list(busy).index(True))
+            kind, *content = self.collectives.recv(list(busy).index(True))
             if kind == "gather":
                 index, from_part, in_forward = content
                 join_gather(groups[index], from_part=from_part, in_forward=in_forward)
@@ -139,14 +139,23 @@ class IdleRanks:
         forget_order(groups)
 
     @contextmanager
+    def note(self, step: _Watching) -> Iterator[None]:
+        """Note that a step of this rank, which runs inside, is watched."""
+        self._watched = step
+        try:
+            yield
+        finally:
+            self._watched = None
+
+    @contextmanager
     def together(self, *what: Any) -> Iterator[None]:
         """Let idle ranks take part in the collectives inside, which are the trainer's, by the `join` of `follow`."""
         if self._watched is None:
-            self._order.meet(what[0])
+            self.order.meet(what[0])
             yield
             return
         with self._watched.watch.paused():
-            self._order.meet(what[0])
+            self.order.meet(what[0])
             self._watched.note_together(*what)
             yield
 
@@ -162,12 +171,12 @@ class _Watching(ABC):
 
     def __init__(self, peers: IdleRanks, step_name: str, busy: Sequence[bool]) -> None:
         self._peers, self._step_name = peers, step_name
-        self._collectives = peers._collectives  # noqa: SLF001 - one file, one mechanism
+        self._collectives = peers.collectives
         self._busy = [rank for rank, is_busy in enumerate(busy) if is_busy]
         self._idle = [rank for rank, is_busy in enumerate(busy) if not is_busy]
         others = [rank for at, rank in enumerate(self._collectives.ranks) if at != self._collectives.rank]
         self.watch = CallWatch(others, self._find)
-        self.order = peers._order  # noqa: SLF001
+        self.order = peers.order
         self.members = self._busy
         """The data ranks that agree on what this one gathers and reduces."""
         self.groups: Sequence[FSDPParamGroup] = ()
@@ -178,14 +187,9 @@ class _Watching(ABC):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the step, which runs inside."""
-        peers = self._peers
-        peers._watched = self  # noqa: SLF001
-        try:
-            with self.order.among(self.members, self, self.watch), self.watch:
-                self.groups = self.order.groups
-                yield
-        finally:
-            peers._watched = None  # noqa: SLF001
+        with self._peers.note(self), self.order.among(self.members, self, self.watch), self.watch:
+            self.groups = self.order.groups
+            yield
 
     def _find(self) -> None:
         """Meet the other ranks that run the step before the user's code sends something; the idle ones run it, too."""
@@ -246,7 +250,7 @@ class _Leading(_Watching):
         self.tell("reduce", index, has_gradient)
 
     def _let_all_run(self) -> None:
-        if not self._peers._can_run_step or is_in_backward():  # noqa: SLF001
+        if not self._peers.can_run_step or is_in_backward():
             self.tell("refuse", self.found, self._idle)
             raise _refusal(self._step_name, self.found, self._idle)
         self.tell("catch up", self._lent)

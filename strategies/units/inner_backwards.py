@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from ..torch_internals import is_in_backward
-from .torch_units import TreeOfUnits
+from ..torch_internals.autograd import is_in_backward
+from ..torch_internals.sharded_units import TreeOfUnits
 
 
 class InnerBackwards:

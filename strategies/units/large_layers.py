@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..distributed.nested import iterate_tensors, map_tensors
-from ..torch_internals import is_wrapped
-from ..torch_tensors import is_view, memory_id, same_without_view
+from ..torch_internals.autograd import is_wrapped
+from ..torch_internals.modules import find_parameter_dict, set_parameter_dict
+from ..torch_internals.tensors import hide_view, is_view, read_memory_id
 
 
 class LayerUnit(nn.Module):
@@ -27,7 +28,7 @@ class LayerUnit(nn.Module):
         """Whether backward does not need the parameters, as with torch's embedding."""
         self._shards: dict[str, object] = {}
         self._own = layer.forward
-        self._unwatched: dict[str, object] | None = None
+        self._unwatched: dict[str, nn.Parameter | None] | None = None
         """The dictionary of the layer's parameters while another one watches them."""
         self._depth = 0
         self._is_read = False
@@ -35,7 +36,7 @@ class LayerUnit(nn.Module):
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Call the layer's own forward."""
-        own = vars(self.layer)["_parameters"]
+        own = find_parameter_dict(self.layer)
         if self.is_active and any(dict.get(own, name) is shard for name, shard in self._shards.items()):
             self._gather_again()
         self._depth += 1
@@ -50,22 +51,23 @@ class LayerUnit(nn.Module):
 
     def note_shards(self) -> None:
         """Remember the parameters as they are between steps."""
-        held = vars(self.layer)["_parameters"]
+        held = find_parameter_dict(self.layer)
         self._shards = {name: parameter for name, parameter in held.items() if parameter is not None}
 
     def watch(self) -> None:
         """Start to record whether the layer's parameters are read."""
         self._is_read = False
-        self._unwatched = vars(self.layer)["_parameters"]
-        vars(self.layer)["_parameters"] = _Watched(self._unwatched, self)
+        self._unwatched = find_parameter_dict(self.layer)
+        set_parameter_dict(self.layer, _Watched(self._unwatched, self))
 
     def stop_watching(self) -> bool:
         """Stop recording; return whether the parameters were read outside the layer's forward, or returned by it."""
-        watched, held = vars(self.layer)["_parameters"], self._unwatched
+        watched, held = find_parameter_dict(self.layer), self._unwatched
         if held is not None:  # the same dictionary as before, which others may hold, with what it would have now
             held.clear()
             held.update(dict.items(watched))
-            vars(self.layer)["_parameters"], self._unwatched = held, None
+            set_parameter_dict(self.layer, held)
+            self._unwatched = None
         return self._is_read
 
     def note_read(self) -> None:
@@ -152,11 +154,11 @@ def _no_view(tensor: Tensor) -> Tensor:
 
     An in-place operation on a view would bypass the backward that ``fully_shard`` waits for.
     """
-    return same_without_view(tensor) if tensor.requires_grad and is_view(tensor) else tensor
+    return hide_view(tensor) if tensor.requires_grad and is_view(tensor) else tensor
 
 
 def _shares_memory(tensor: Tensor, parameters: Sequence[nn.Parameter]) -> bool:
     if is_wrapped(tensor):
         return False  # in a transformation of torch.func, which hands out no storage
-    storage = memory_id(tensor)
-    return any(memory_id(parameter) == storage for parameter in parameters)
+    storage = read_memory_id(tensor)
+    return any(read_memory_id(parameter) == storage for parameter in parameters)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ...common.errors import ModuleError
 from ..distributed.collectives import Collectives
 from ..state.digest import digest, mixed
-from .gathered_units import ShardedParameter, watch_units
+from ..torch_internals.sharded_parameters import ShardedParameter
+from .gathered_units import watch_units
 
 _COMPARED: Final = ("training_step", "run_synchronized", "validation_step", "test_step", "predict_step")
 """The steps that all ranks run equally often."""
@@ -85,7 +86,7 @@ class ParameterWrites:
 
     def _note(self, parameter: ShardedParameter) -> None:
         """Keep what was written into a parameter that is still gathered."""
-        if self.is_ignoring or self._collectives.is_rehearsed:
+        if self.is_ignoring or self._collectives.is_fake:
             return
         key, whole = _Key(self._step, self._name_of(parameter.shard)), parameter.whole
         if not parameter.is_exact:
@@ -149,7 +150,7 @@ class ParameterWrites:
         """
         collectives = self._collectives
         has_written = float(bool(self._past or self._run))
-        is_alone = collectives.world_size == 1 or collectives.is_rehearsed
+        is_alone = collectives.world_size == 1 or collectives.is_fake
         if not is_alone and collectives.all_reduce(has_written, "max"):
             rows = collectives.all_gather_object((is_absent, _numbers(self._past), _numbers(self._run)))
             present = [rank for rank, row in enumerate(rows) if not row[0]]

@@ -15,25 +15,25 @@ from ..distributed.call_watch import CallWatch
 from ..distributed.collectives import Collectives
 from ..distributed.debug import user_call
 from ..distributed.noticeboard import Noticeboard
-from ..torch_internals import outside_transformations
-from ..torch_tensors import compiled_call_of
-from .torch_units import (
+from ..torch_internals.autograd import leave_transformations
+from ..torch_internals.modules import find_compiled_call
+from ..torch_internals.sharded_units import (
     call_instead,
     end_backward,
     gathers_next,
-    gradients_to_reduce,
     is_in_forward,
     is_kept_in_part,
     join_reduce,
     lend_to_gather,
     lend_to_reduce,
-    shards_of,
-    trained_parameters,
-    unit_groups,
+    list_gradients_to_reduce,
+    list_shards,
+    list_trained,
+    list_unit_groups,
 )
 
 if TYPE_CHECKING:
-    from .torch_units import FSDPParamGroup
+    from ..torch_internals.sharded_units import FSDPParamGroup
 
 _TRIALS: Final = 32
 """The runs in which ranks agree on every unit, for a step that leaves some parameters out."""
@@ -124,7 +124,7 @@ class UnitOrder:
         always: bool,
     ) -> None:
         self._roots, self._name_of, self._collectives, self._always = roots, name_of, collectives, always
-        self._is_alone = collectives.world_size == 1 or collectives.is_rehearsed
+        self._is_alone = collectives.world_size == 1 or collectives.is_fake
         self._habits: dict[tuple[object, ...], _Habit] = {}
         self._run: _Run | None = None
         self._listener: Listener | None = None
@@ -138,7 +138,7 @@ class UnitOrder:
     @cached_property
     def groups(self) -> Sequence[FSDPParamGroup]:
         """Those of the units, once the module has been sharded as a whole."""
-        groups = unit_groups(self._roots)
+        groups = list_unit_groups(self._roots)
         call_instead(groups, self._unshard, self._post_backward)
         return groups
 
@@ -178,7 +178,7 @@ class UnitOrder:
         gathered = {call.unit for call in run.calls if call.kind == "gather"}
         used = {call.unit: call.detail for call in run.calls if call.kind == "reduce"}
         for index, group in enumerate(self.groups):
-            trained = trained_parameters(group)
+            trained = list_trained(group)
             if index not in gathered | used.keys():
                 return False
             if used and any(trained) and used.get(index) != trained:
@@ -221,7 +221,7 @@ class UnitOrder:
     def _is_compiled(self) -> bool:
         """Whether modules are compiled, which would run uncompiled while they are watched."""
         modules = [module for root in self._roots for module in root.modules()]
-        return any(compiled_call_of(module) is not None for module in modules)
+        return any(find_compiled_call(module) is not None for module in modules)
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
@@ -246,7 +246,7 @@ class UnitOrder:
             type(group).unshard(group, async_op)
 
     def _post_backward(self, index: int, group: FSDPParamGroup) -> None:
-        has_gradient = gradients_to_reduce(group)
+        has_gradient = list_gradients_to_reduce(group)
         if any(has_gradient):
             if self._run is not None:
                 has_gradient = self._do(UnitCall("reduce", index, has_gradient))
@@ -270,7 +270,7 @@ class UnitOrder:
             if position < len(expected) and expected[position] == call:
                 return call.detail
             self._leave_order(run, call, expected[position] if position < len(expected) else None)
-        with self._watch.paused(), outside_transformations():
+        with self._watch.paused(), leave_transformations():
             return self._agree(run, call)
 
     def _agree(self, run: _Run, own: UnitCall) -> object:
@@ -367,7 +367,7 @@ class UnitOrder:
             return "ends"
         if call.kind == "meet":
             return f"calls {call.detail}"
-        names = [self._name_of(shard) for shard in shards_of(self.groups[call.unit])]
+        names = [self._name_of(shard) for shard in list_shards(self.groups[call.unit])]
         if call.kind == "gather":
             return f"gathers {', '.join(names[:3])}"
         used = [name for name, has in zip(names, call.detail, strict=True) if has]

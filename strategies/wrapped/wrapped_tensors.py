@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...common.errors import CheckpointError, ConfigError
-from ..torch_internals import is_traceable_wrapper_subclass
+from ..torch_internals.tensors import is_traceable_wrapper_subclass
 
 _RULE: Final = "__echelon_tensor__"
 """The attribute of a registered class with its `TensorRule`: where the class goes, also by value, its rule goes."""

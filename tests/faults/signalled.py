@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Callback, ModelCheckpoint, Trainer, TrainModule, seed_everything
 from echelon.strategies.launch.signal_handlers import ECHO
-from echelon.strategies.torch_internals import kill_with_parent
+from echelon.strategies.torch_internals.distributed import kill_with_parent
 from echelon.trainer import checkpoint
 
 CASES: dict[str, tuple[list[signal.Signals], bool]] = {

@@ -16,9 +16,9 @@ import pytest
 from beside import data, frameworks, net, trainer
 
 import echelon
+from echelon.common.other_trainers import OF_LIGHTNING_1
 from echelon.lightning.departures import DEPARTURES, OLD_HOOKS, RENAMED_SETTINGS
 from echelon.lightning.port import port
-from echelon.trainer.session.settings import OF_LIGHTNING_1
 
 RECORDED: dict[str, dict[str, tuple[Any, Any]]] = {
     "a_checkpoint_with_an_object": {

@@ -11,8 +11,8 @@ import torch
 from small import quiet
 
 import echelon
+from echelon.common.other_trainers import MARK_OF_FILES
 from echelon.lightning.names import VERSION
-from echelon.trainer.checkpoint.single_file import LIGHTNING
 
 FRAMEWORKS = beside.frameworks()
 
@@ -40,7 +40,7 @@ def loader() -> Any:
 
 
 def test_the_file_names_the_version_that_echelon_stands_in_for() -> None:
-    assert VERSION.partition("+")[0] == LIGHTNING
+    assert list(MARK_OF_FILES.values()) == [VERSION.partition("+")[0]]
 
 
 @pytest.mark.filterwarnings("ignore")  # of what Lightning has to say

@@ -29,8 +29,8 @@ from ...strategies.state.lazy_tensor import Block, StoredTensor
 from ...strategies.state.optimizer_state import BlockByBlock, Elsewhere, Sharded
 from ...strategies.state.safetensors_dtypes import SAFETENSORS_DTYPES
 from ...strategies.state.shards import Holders
-from ...strategies.torch_internals import is_without_memory
-from ...strategies.torch_tensors import memory_id
+from ...strategies.torch_internals.fake_tensors import is_without_memory
+from ...strategies.torch_internals.tensors import read_memory_id
 from ...strategies.wrapped.wrapped_tensors import field_values, is_trusted, is_wrapped, take_apart, why_not_kept
 from .tags import COLLECTIONS, SCALARS, name_of, named_member
 
@@ -315,7 +315,7 @@ def _memory(tensor: Tensor) -> tuple[object, ...]:
     if isinstance(tensor, StoredTensor):
         return (id(tensor),)
     if is_without_memory(tensor):
-        return memory_id(tensor), tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
+        return read_memory_id(tensor), tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import logging
-import zipfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from ...common.errors import CheckpointError, MissingCheckpointError
+from ...common.other_trainers import is_of_another_trainer
 from ...common.storage import AnyPath, StorePath, as_path
 from ...common.storage.store import in_parallel
 from ...strategies.state.schema import time_text
@@ -22,8 +22,6 @@ from .in_store.store_folder import candidates, linked
 from .manifest import MANIFEST, Manifest, is_checkpoint, is_checkpoint_file, read_manifest
 from .on_nodes.on_disk import files_on_other_nodes
 
-_LARGEST_PICKLE: Final = 1 << 24
-"""Bytes of the part of a file that is searched for the name of the program that wrote it."""
 _TRIES: Final = 20
 
 _logger = logging.getLogger("echelon")
@@ -178,7 +176,7 @@ def _checkpoint_at(path: Path) -> Path:
             f"ckpt_path={str(path)!r} is a link to {path.readlink()}, which no longer exists; give another path."
         )
     if path.is_file():
-        maker = " of Lightning's" if is_of_lightning(path) else ""
+        maker = " of Lightning's" if is_of_another_trainer(path) else ""
         raise CheckpointError(
             f"ckpt_path={str(path)!r} is a file{maker}, not a checkpoint of Echelon's; to load the weights in a file, "
             "call echelon.load_weights."
@@ -299,19 +297,6 @@ def _children(folder: AnyPath) -> Iterable[AnyPath]:
         return list(folder.iterdir()) if folder.is_dir() else []
     except OSError as error:
         raise CheckpointError(f"The folder {folder} cannot be read: {explain(error)}.") from error
-
-
-def is_of_lightning(path: Path) -> bool:
-    """Return whether a file is a checkpoint of Lightning, without unpickling it."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            pickled = next((name for name in archive.namelist() if name.endswith("/data.pkl")), None)
-            if pickled is None:
-                return False
-            with archive.open(pickled) as file:
-                return b"pytorch-lightning_version" in file.read(_LARGEST_PICKLE)
-    except (OSError, zipfile.BadZipFile, RuntimeError, NotImplementedError, ValueError):
-        return False
 
 
 def _nearest(path: AnyPath) -> str:

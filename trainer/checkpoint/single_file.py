@@ -21,6 +21,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ...common.other_trainers import MARK_OF_FILES
 from ...strategies.state.safetensors_dtypes import SAFETENSORS_DTYPES
 from .files import HASH_NAME, FilePiece, FileRecord, MappedFile, digests
 from .manifest import MANIFEST, NO_HASH, ROOT, STATE, TENSORS, Manifest, stems_of, trailer
@@ -31,8 +32,6 @@ from .tags import TENSOR_TAGS, array_of
 # The pickled member is for torch.load. We never read it: all that we need is in JSON members, and tensors are mapped
 # by their place in the file.
 
-LIGHTNING: Final = "2.6.6"
-"""The version of Lightning whose names and forms the pickled member has."""
 _HYPER_PARAMETERS: Final = ("hyper_parameters", "datamodule_hyper_parameters")
 """The parts that are encoded twice."""
 
@@ -302,7 +301,7 @@ def _torch_state(values: Mapping[str, object], references: _References) -> dict[
             state[f"{prefix}hparams_name"] = state[f"{prefix}hyper_parameters_argument"]
     loop = state.get("loop")
     counters = {name: loop[name] for name in ("epoch", "global_step") if isinstance(loop, dict) and name in loop}
-    return {**counters, "pytorch-lightning_version": LIGHTNING, **state}
+    return {**counters, **MARK_OF_FILES, **state}
 
 
 def _by_position(saved: Any) -> object:

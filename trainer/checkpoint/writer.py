@@ -242,7 +242,7 @@ class AsyncWriter(Writer):
             raise error
 
 
-class RehearsedWriter(Writer):
+class ManifestWriter(Writer):
     """Encodes a state as usual, but writes only a manifest with the names and sizes of this rank's files.
 
     Rank 0's also has ``state.json``, without what other ranks would add to it. Hashes are empty.
@@ -291,8 +291,8 @@ def _tidy(work: Callable[..., object], *arguments: object) -> None:
 
 def make_writer(group: ProcessGroup | None, *, is_async: bool) -> Writer:
     """Return the writer of a run: in a thread or not, for one process or all of a group. Collective."""
-    if group is not None and group.is_rehearsed:
-        return RehearsedWriter(group.rank, group.world_size)
+    if group is not None and group.is_fake:
+        return ManifestWriter(group.rank, group.world_size)
     saving_group = None
     if group is not None:
         saving_group = SavingGroup(group.store, group.rank, group.world_size, nodes=group.nodes)

@@ -10,6 +10,8 @@ from typing import Any, Final
 
 import torch
 
+from ...strategies.torch_internals.tensors import find_generator_address
+
 _NUM_WORDS: Final = 624
 """Words of a Mersenne Twister, which each of the three is; it also keeps the index of the next one."""
 _WORDS: Final = 4 * _NUM_WORDS
@@ -236,7 +238,7 @@ def _torch_memory(generator: torch.Generator) -> memoryview:
     """Return the memory of a generator: its seed, the index of the next word, the words, and kept normals."""
     seed = 2**40 + 1
     probes = [torch.Generator().manual_seed(seed), torch.Generator()]
-    addresses = [getattr(each, "_cdata", 0) for each in (*probes, generator)]
+    addresses = [find_generator_address(each) for each in (*probes, generator)]
     if not all(addresses):
         raise LookupError("torch's generator")
     start = bytes(_memory(addresses[0], 128)).find(struct.pack("=Qi?", seed, 1, True))

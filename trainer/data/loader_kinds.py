@@ -16,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ...common.errors import DataError
 from ...strategies.launch.signal_handlers import sheltering_forks
-from ...strategies.torch_tensors import end_workers, has_workers
+from ...strategies.torch_internals.utils import drop_iterator, end_workers, has_workers
 from .index_stream import Addressed, AddressedSampler, DataRanks, Order, Sequential, Shuffled
 from .sampled import Sampled, Share, has_own_order, length_of
 
@@ -162,7 +162,7 @@ def entries_of(loader: DataLoader[object]) -> Any:
 def end_persistent_workers(loader: Any) -> None:
     """End the workers that a loader keeps between epochs, so that new ones copy its data set as it is then."""
     if getattr(loader, "persistent_workers", False):
-        vars(loader)["_iterator"] = None  # ends them now; the garbage collector would take 10 s
+        drop_iterator(loader)
 
 
 def _is_web_loader(loader: object) -> bool:
@@ -257,7 +257,7 @@ def with_indices(loader: DataLoader[Any], indices: Iterable[object]) -> DataLoad
     batched = loader.batch_sampler is not None
     # a DataLoader forbids setting its sampler, which could leave it inconsistent: all that depends on it is set here
     vars(clone)["batch_sampler" if batched else "sampler"] = indices
-    vars(clone)["_iterator"] = None
+    drop_iterator(clone)
     if _keeps(loader):  # it does so to keep its workers; the iterator that it made reads its own sampler
         vars(clone)["persistent_workers"] = loader.num_workers > 0
         kept = [name for name, value in vars(loader).items() if _is_of_torch(value) and name != "_iterator"]

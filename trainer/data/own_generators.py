@@ -101,7 +101,11 @@ def _is_generator(value: object) -> bool:
     if numpy is None:
         return False
     kinds = numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator
-    return isinstance(value, kinds) and value is not numpy.random.mtrand._rand  # noqa: SLF001 - the global one
+    if not isinstance(value, kinds):
+        return False
+    from ...common.internals.numpy_generators import is_global_generator
+
+    return not is_global_generator(value)
 
 
 def _state_of(generator: object) -> object:
@@ -139,7 +143,9 @@ def _seed(generator: Any, seed: int) -> None:
     elif isinstance(generator, random.Random):
         generator.seed(seed)
     elif hasattr(generator, "set_state"):  # a RandomState, which also keeps the second half of a pair of normals
-        kind = type(generator._bit_generator)  # noqa: SLF001 - nothing public tells
+        from ...common.internals.numpy_generators import find_bit_generator
+
+        kind = type(find_bit_generator(generator))
         generator.set_state(type(generator)(kind(seed)).get_state(legacy=False))
     else:
         bits = getattr(generator, "bit_generator", generator)

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Subset
 
 from ...common.errors import RunError
+from ...strategies.torch_internals.utils import find_index_sampler
 
 
 def refuse_optimizers(known: Collection[object], parameters: Iterable[nn.Parameter], where: str) -> None:
@@ -36,7 +37,7 @@ def warn_of_loaders(world_size: int) -> None:
     """Warn of a DataLoader that is read by every rank from the first sample to the last, instead of being divided."""
     objects = gc.get_objects()
     iterators = [each for each in objects if type(each).__name__.endswith("DataLoaderIter")]
-    being_read = {id(vars(each).get("_index_sampler")) for each in iterators}
+    being_read = {id(find_index_sampler(each)) for each in iterators}
     for each in objects:
         if not issubclass(type(each), DataLoader) or being_read.isdisjoint((id(each.batch_sampler), id(each.sampler))):
             continue

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...common.errors import ConfigError, ModuleError, RunError
 from ...strategies.distributed.nested import map_tensors
 from ...strategies.placed.placed import Placed
-from ...strategies.torch_tensors import compiled_from
+from ...strategies.torch_internals.modules import find_uncompiled
 from .step_gradients import StepGradients
 
 _CALL: Final = "__call__"
@@ -145,7 +145,7 @@ def check_plain(module: object) -> None:
         raise ConfigError(
             f"{type(module).__name__} was set up before; call setup once for each module, or set up a copy.deepcopy."
         )
-    inner = compiled_from(module)
+    inner = find_uncompiled(module)
     if inner is not None:
         raise ConfigError(
             f"setup must get the module inside torch.compile, got torch.compile({type(inner).__name__}); call "

@@ -96,8 +96,21 @@ class EngineProcesses:
                 f"{self.strategy.environment.world_size} processes, got {function!r:.80}; write engine.launch(main) "
                 "with a main(engine), or start the program with torchrun."
             )
-        job = partial(_as_rank, self, function, args, kwargs, capture_rng())
+        job = partial(self._run_as_rank, function, args, kwargs, capture_rng())
         return self.strategy.launcher.launch(job, parts={"function": function, "args": args, "kwargs": kwargs})
+
+    def _run_as_rank(
+        self,
+        function: Callable[..., T],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        rng: Mapping[str, object],
+    ) -> T:
+        """Run a function in a process that was started for it, with the caller's random state."""
+        restore_rng(rng)
+        self._is_rank = True
+        self._connect()
+        return self._call(function, args, kwargs)
 
     def _call(self, function: Callable[..., T], args: Sequence[object], kwargs: Mapping[str, object]) -> T:
         try:
@@ -227,17 +240,3 @@ def _check_takes_engine(function: object, args: Sequence[object], kwargs: Mappin
             f"engine.launch calls {name}(engine, *args, **kwargs) with {len(args)} args and {len(kwargs)} kwargs, but "
             f"it takes {signature} ({error}); define {name}(engine, ...)."
         ) from None
-
-
-def _as_rank(
-    engine: EngineProcesses,
-    function: Callable[..., T],
-    args: Sequence[object],
-    kwargs: Mapping[str, object],
-    rng: Mapping[str, object],
-) -> T:
-    """Run a function in a process of an engine, with the caller's random state."""
-    restore_rng(rng)
-    engine._is_rank = True  # noqa: SLF001 - of this file
-    engine._connect()  # noqa: SLF001
-    return engine._call(function, args, kwargs)  # noqa: SLF001

@@ -18,7 +18,7 @@ from torch import nn
 from ...common.errors import MissingDependencyError
 from ...strategies.distributed.nested import to_device
 from ...strategies.module.traces import Traceless
-from ...strategies.torch_internals import file_writer_of
+from ...strategies.torch_internals.utils import find_file_writer
 from .base import FolderLogger, VersionFolder, flatten, is_installed
 from .dummy import DummyExperiment
 
@@ -163,7 +163,7 @@ class TensorBoardLogger(FolderLogger):
             image = Summary.Image(height=height, width=width, colorspace=4, encoded_image_string=content)
             tag = key if len(images) == 1 else f"{key}/{index}"
             summary = Summary(value=[Summary.Value(tag=tag, image=image)])
-            file_writer_of(self.experiment).add_summary(summary, step or 0)
+            find_file_writer(self.experiment).add_summary(summary, step or 0)
 
     def log_graph(self, module: nn.Module, example_input: Any = None) -> None:
         """Trace the module's ``forward`` and write its graph, if the logger was created with ``log_graph=True``.
@@ -264,7 +264,7 @@ class TensorBoardLogger(FolderLogger):
 
         self._written_at = time.time()
         with self._keeping_rows():
-            writer = file_writer_of(self.experiment)
+            writer = find_file_writer(self.experiment)
             while self._rows:
                 walltime, step, metrics = self._rows[0]
                 summary = Summary()
@@ -293,7 +293,7 @@ class TensorBoardLogger(FolderLogger):
         if purge_step is not None:
             # TensorBoard takes the first START mark that it sees as the beginning, and purges at the second
             mark = SessionLog(status=SessionLog.START)
-            file_writer_of(writer).add_event(Event(session_log=mark), purge_step)
+            find_file_writer(writer).add_event(Event(session_log=mark), purge_step)
         return writer
 
     def _add_end(self, status: str) -> None:
@@ -313,7 +313,7 @@ class TensorBoardLogger(FolderLogger):
         content.version = PLUGIN_DATA_VERSION
         plugin = SummaryMetadata.PluginData(plugin_name=PLUGIN_NAME, content=content.SerializeToString())
         value = Summary.Value(tag=tag, metadata=SummaryMetadata(plugin_data=plugin))
-        file_writer_of(self.experiment).add_summary(Summary(value=[value]))
+        find_file_writer(self.experiment).add_summary(Summary(value=[value]))
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_writer": None, "_rows": [], "_sent": [], "_texts": {}}

@@ -11,7 +11,7 @@ from typing import Final
 from torch import nn
 
 from ...strategies.module.own_code import names_in
-from ...strategies.torch_internals import Dropout
+from ...strategies.torch_internals.modules import Dropout
 from ..session.session import Session
 
 _MOST_NAMED: Final = 3

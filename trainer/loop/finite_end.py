@@ -15,7 +15,8 @@ from ...callbacks.model_checkpoint import ModelCheckpoint
 from ...common.errors import CheckpointError
 from ...common.storage import AnyPath
 from ...strategies.state.dtensor import local_shard, values_here
-from ...strategies.torch_internals import is_traceable_wrapper_subclass, is_without_memory
+from ...strategies.torch_internals.fake_tensors import is_without_memory
+from ...strategies.torch_internals.tensors import is_traceable_wrapper_subclass
 from ..checkpoint import list_checkpoints, load
 from ..session.not_finite import REMEDY
 from ..session.session import Session

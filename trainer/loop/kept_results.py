@@ -10,7 +10,10 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from ...callbacks.finetuning import BaseFinetuning
+from ...callbacks import __name__ as CALLBACKS
+from ...callbacks.callback import Callback
+from ...common.internals.metric_states import read_update_count
+from ...common.lazy_names import is_imported
 from ..session.session import Session
 from .eval_mode import EvalInSteps, warn_of_eval_mode, warn_of_overridden_train
 
@@ -34,10 +37,7 @@ class KeptResults:
         self._counts: dict[str, int] = {}
         self._num_epochs = 0
         self._modes: EvalInSteps | None = None
-        unfreezes = any(
-            isinstance(callback, BaseFinetuning) for callback in session.callbacks
-        )  # leaves out batch norms
-        is_watched = session.strategy.rank == 0 and not unfreezes
+        is_watched = session.strategy.rank == 0 and not _unfreezes(session.callbacks)
         self._frozen = [name for name, p in session.module.named_parameters() if is_watched and not p.requires_grad]
         self._batches = 0
 
@@ -95,8 +95,8 @@ class KeptResults:
         }
         counts |= {
             f"metric {name}": count
-            for name, part in session.module.named_children()  # torchmetrics has no other name for the count
-            if name in read and isinstance(count := getattr(part, "_update_count", None), int)
+            for name, part in session.module.named_children()
+            if name in read and (count := read_update_count(part)) is not None
         }
         before, self._counts = self._counts, counts
         for name, count in counts.items():
@@ -125,6 +125,15 @@ class KeptResults:
                 "optimizer.add_param_group({'params': ...}) when they are unfrozen (BaseFinetuning does).",
                 stacklevel=2,
             )
+
+
+def _unfreezes(callbacks: Sequence[Callback]) -> bool:
+    """Return whether a callback unfreezes layers step by step; it leaves out batch norms."""
+    if not is_imported(f"{CALLBACKS}.finetuning"):
+        return False
+    from ...callbacks.finetuning import BaseFinetuning
+
+    return any(isinstance(callback, BaseFinetuning) for callback in callbacks)
 
 
 def _held_by_optimizers(session: Session) -> set[Tensor]:

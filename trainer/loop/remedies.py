@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ...common.errors import DataError
-from ...strategies.torch_tensors import version_of
+from ...strategies.torch_internals.tensors import read_version
 from ..data.micro_batch import Window
 from ..session.session import Session
 
@@ -80,7 +80,7 @@ class Untrained:
 
 def _version_of(module: nn.Module) -> int:
     """Return a number that grows with each in-place change of a parameter, whichever optimizer makes it."""
-    return sum(version_of(parameter) for parameter in module.parameters() if not is_lazy(parameter))
+    return sum(read_version(parameter) for parameter in module.parameters() if not is_lazy(parameter))
 
 
 def tell_of_other_size(session: Session, saved_size: int | None) -> None:

@@ -11,7 +11,6 @@ from ...common.errors import DataError
 from ...strategies.module.compiled_calls import warn_if_uncalled
 from ..data.micro_batch import Window
 from ..data.sample_checks import compared
-from ..sequences.token_windows import counted, joined
 from ..session.session import Session
 from .document_check import check_documents
 from .evaluate import validate
@@ -187,6 +186,8 @@ def _windows(session: Session, checks: list[Check]) -> Iterator[Window]:
     windows = data.windows(state.batches_in_epoch)
     windows = compared(windows, session.strategy, _first_batch, data.drawn, state.epoch)
     if counts_tokens(session):
+        from ..sequences.token_windows import counted, joined
+
         windows = counted(windows, session.module.tokens_of, session.strategy)
         budget = session.settings.accumulate_tokens
         windows = windows if budget is None else joined(windows, budget)

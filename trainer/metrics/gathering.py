@@ -12,6 +12,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ...common.internals.metric_states import (
+    drop_gathering,
+    find_defaults,
+    find_gathering,
+    find_reductions,
+    set_gathering,
+)
 from ...strategies import Strategy
 
 _RUN: Final = weakref.WeakValueDictionary[str, Strategy]()
@@ -70,12 +77,12 @@ def gather_once(metric: Any, strategy: Strategy) -> None:
     has_peers = strategy.ranks.all.world_size > 1
     metric.dist_sync_fn = GatherOnce(strategy) if has_peers else None
     if not has_peers:
-        vars(metric).pop("_sync_dist", None)
+        drop_gathering(metric)
         return
-    synced = getattr(type(metric), "_sync_dist", None)
+    synced = find_gathering(type(metric))
     if getattr(synced, "__module__", "").partition(".")[0] == "torchmetrics":
         # a bound method follows the metric to its copies, and is pickled by name: as that of its class
-        metric._sync_dist = types.MethodType(_sync_dist, metric)  # noqa: SLF001
+        set_gathering(metric, types.MethodType(_sync_dist, metric))
 
 
 def gather_all_once(strategy: Strategy) -> None:
@@ -104,16 +111,17 @@ def _sync_dist(self: Any, dist_sync_fn: Callable[..., list[Tensor]], process_gro
     torchmetrics gathers the tensors of a list one by one: a rank with fewer of them calls fewer collectives, and one
     without any sends an empty float32 vector, whatever the others have.
     """
-    reductions: dict[str, Any] = self._reductions
+    reductions = find_reductions(self)
     if not isinstance(dist_sync_fn, GatherOnce) or not reductions:
-        type(self)._sync_dist(self, dist_sync_fn, process_group)  # noqa: SLF001
+        gather: Any = find_gathering(type(self))
+        gather(self, dist_sync_fn, process_group)
         return
     from torchmetrics.utilities import dim_zero_cat
 
     group = process_group or self.process_group
     counting = None if group else dist_sync_fn.ranks_that_count(self)
-    # by the defaults, which are the same on every rank
-    held = {name: getattr(self, name) for name in reductions if isinstance(self._defaults[name], list)}
+    defaults = find_defaults(self) or {}  # by these, which are the same on every rank
+    held = {name: getattr(self, name) for name in reductions if isinstance(defaults[name], list)}
     lists = {name: value if isinstance(value, list) else [value] for name, value in held.items()}
     described = []
     if lists:

@@ -10,6 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from ...common.errors import ModuleError
+from ...common.internals.metric_states import (
+    find_defaults,
+    find_reductions,
+    has_reductions,
+    read_update_count,
+    set_update_count,
+)
 from ...strategies import Strategy
 from .entry import Entry
 from .gathering import GatherOnce
@@ -30,8 +37,7 @@ def objects_state(module: nn.Module | None, strategy: Strategy) -> dict[str, Any
     of_ranks = strategy.ranks.count.all_gather_object(own)
     merged = {}
     for path in dict.fromkeys(path for of_rank in of_ranks for path in of_rank):
-        reductions = parts[path]._reductions  # noqa: SLF001
-        states = [of_rank.get(path) for of_rank in of_ranks]
+        reductions, states = find_reductions(parts[path]), [of_rank.get(path) for of_rank in of_ranks]
         if all(getattr(each, "__name__", "") in _MERGED for each in reductions.values()):
             counting = GatherOnce(strategy).ranks_that_count(parts[path])
             heard = states if counting is None else [states[rank] for rank in counting]
@@ -49,15 +55,18 @@ def load_objects(state: Mapping[str, Any], module: nn.Module | None, strategy: S
     """
     parts = dict(module.named_modules()) if module is not None else {}
     for path, of_all in state.items():
-        metric, saved = parts.get(path), _part_of_rank(path, of_all, strategy, is_heard=is_heard)
-        names = set(getattr(metric, "_defaults", {}))
-        if metric is None or (saved is not None and set(saved["states"]) != names):
+        metric: Any = parts.get(path)
+        defaults = find_defaults(metric)
+        if defaults is None:
+            continue  # the module has changed
+        saved = _part_of_rank(path, of_all, strategy, is_heard=is_heard)
+        if saved is not None and set(saved["states"]) != set(defaults):
             continue  # the module has changed
         metric.reset()
         if saved is not None:
             for name, value in saved["states"].items():
                 setattr(metric, name, _moved(value, metric.device))
-            metric._update_count = saved["count"]  # noqa: SLF001 - without updates it would have no value
+            set_update_count(metric, saved["count"])
 
 
 def _part_of_rank(path: str, of_all: Mapping[str, Any], strategy: Strategy, *, is_heard: bool) -> dict[str, Any] | None:
@@ -106,8 +115,8 @@ def warn_if_shared(stages: Mapping[Any, Mapping[str, Entry]], stage: str, entry:
 
 def _state_of(metric: Any) -> dict[str, object] | None:
     """Return the states of a torchmetrics object that has seen something."""
-    defaults, count = getattr(metric, "_defaults", None), getattr(metric, "_update_count", 0)
-    if not isinstance(defaults, dict) or not defaults or not count:
+    defaults, count = find_defaults(metric), read_update_count(metric)
+    if not defaults or not count or not has_reductions(metric):
         return None
     states = {name: _moved(getattr(metric, name), torch.device("cpu")) for name in defaults}
     return {"states": states, "count": count} if all(map(_is_plain, states.values())) else None

@@ -9,7 +9,7 @@ from typing import Final
 from torch import Tensor
 
 from ...strategies.targets.noted_means import NotedMeans
-from ...strategies.torch_tensors import has_compiled
+from ...strategies.torch_internals.compiler import has_compiled
 
 _MOST_BATCHES: Final = 16
 

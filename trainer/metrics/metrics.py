@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ...callbacks.run import Stage
 from ...common.errors import ModuleError
+from ...common.internals.metric_states import find_last_value
 from ...strategies import Strategy
 from ...strategies.state.dtensor import gathered
 from ...strategies.targets.shares import TokenShare
@@ -178,7 +179,7 @@ class Metrics:
                         entry.step_line.key, entry.step_line.name, value, self.dataloader_idx, self.batch_size
                     )
             entry.computed = value
-            newest = getattr(value, "_forward_cache", None)  # torchmetrics' value of the last batch
+            newest = find_last_value(value)
             return newest.detach() if isinstance(newest, Tensor) else float("nan")
         try:
             return float(value)

@@ -25,7 +25,7 @@ from ...common.storage import StorePath, any_path, send_folder
 from ...strategies.distributed.nested import to_device
 from ...strategies.module.untouched import Untouched
 from ...strategies.state.dtensor import is_dtensor
-from ...strategies.torch_tensors import drop_compiled_call
+from ...strategies.torch_internals.modules import drop_compiled_call
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...common.errors import ModuleError
 from ...strategies.devices.abilities import widest_float
-from ...strategies.torch_internals import is_without_memory
+from ...strategies.torch_internals.fake_tensors import is_without_memory
 
 
 @dataclass(frozen=True)

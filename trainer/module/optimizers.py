@@ -15,8 +15,9 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from ...common.errors import ModuleError, did_you_mean
 from ...strategies.state.optimizer_state import shapes_of_others
-from ...strategies.torch_internals import is_profiling
-from ...strategies.torch_tensors import has_noted_step, step_hooks, version_of
+from ...strategies.torch_internals.autograd import is_profiling
+from ...strategies.torch_internals.optimizers import has_noted_step, list_step_hooks
+from ...strategies.torch_internals.tensors import read_version
 
 _log = logging.getLogger(__name__)
 
@@ -161,13 +162,13 @@ class ManagedOptimizer:
             self._looks -= 1
             held = (p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None)
             one = next(held, None)
-            self._kept = None if one is None else (one, weakref.ref(one.grad), version_of(one.grad))
+            self._kept = None if one is None else (one, weakref.ref(one.grad), read_version(one.grad))
 
     @staticmethod
     def _is_added_up(parameter: nn.Parameter, kept: weakref.ref[Tensor], version: int) -> bool:
         """Return whether the gradients were added to those of the step before: by one backward, without a reset."""
         gradient = parameter.grad
-        return gradient is not None and gradient is kept() and version_of(gradient) == version + 1
+        return gradient is not None and gradient is kept() and read_version(gradient) == version + 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients."""
@@ -208,7 +209,7 @@ def step_of(optimizer: Optimizer) -> Callable[..., object]:
     """
     attributes, method = vars(optimizer), type(optimizer).step
     inner: Any = getattr(method, "__wrapped__", None) if getattr(method, "hooked", False) else None
-    hooks = step_hooks(optimizer)
+    hooks = list_step_hooks(optimizer)
     before, after, before_any, after_any = hooks
     is_direct = inner is not None and None not in hooks
 

@@ -17,7 +17,7 @@ from .plan import Profiles, Recomputed
 from .profiling import ProfilingStrategy, take_profile
 
 if TYPE_CHECKING:
-    from ...strategies.torch_internals import FakeTensorMode
+    from ...strategies.torch_internals.fake_tensors import FakeTensorMode
 
 FitOnce = Callable[[ProfilingStrategy, Callback, ActivationCheckpointing | None], None]
 """Trains the module with a strategy, a callback and a setting of activation checkpointing."""

@@ -28,19 +28,19 @@ from ...strategies.launch.signal_handlers import end_handling
 from ...strategies.module.deferred_init import without_trunc_normal
 from ...strategies.parallel.batch_split import split
 from ...strategies.placed.placed import ClipAlgorithm, Placed, Site
-from ...strategies.torch_internals import fake_mode, is_without_memory, unknown_values
-from ...strategies.torch_tensors import buffers_by_name, parameters_by_name
+from ...strategies.torch_internals.fake_tensors import find_value_errors, is_without_memory, make_fake_mode
+from ...strategies.torch_internals.modules import find_buffer_dict, find_parameter_dict
 from ..data.seed import capture_rng, restore_rng
 from ..module.train_module import TrainModule
 
 if TYPE_CHECKING:
-    from ...strategies.torch_internals import FakeTensorMode
+    from ...strategies.torch_internals.fake_tensors import FakeTensorMode
 
 _PACKAGE: Final = Path(__file__).parents[2]
 _WITHOUT_MEMORY: Final = re.compile(
     r"fake ?tensor|\bmeta\b|data_ptr|data is not allocated|tensor\.item\(\)|tensor subclasses", re.IGNORECASE
 )
-"""What the errors say that torch raises of tensors without memory, beside those of `unknown_values`."""
+"""What the errors say that torch raises of tensors without memory, beside those of `find_value_errors`."""
 
 Fit = Callable[["ProfilingStrategy", Callback], None]
 """Trains the module for a single step, with this strategy and this callback."""
@@ -71,7 +71,7 @@ class ProfilingStrategy(Strategy):
     ) -> None:
         super().__init__()
         self._num_samples, self._updates = num_samples, updates
-        self.mode = None if measures else mode or fake_mode()
+        self.mode = None if measures else mode or make_fake_mode()
         """The mode in which tensors have no memory; None if tensors are real."""
         self._profiled: ProfiledModule | None = None
 
@@ -282,7 +282,7 @@ def take_profile(fit: Fit, module: TrainModule, strategy: ProfilingStrategy) -> 
 
 def lacks_values(error: Exception) -> bool:
     """Return whether an error is that of a tensor without memory that was asked for its values."""
-    if isinstance(error, unknown_values()):
+    if isinstance(error, find_value_errors()):
         return True
     is_of_torch = isinstance(error, RuntimeError | TypeError) and not isinstance(error, EchelonError)
     return is_of_torch and _WITHOUT_MEMORY.search(str(error)) is not None
@@ -340,7 +340,7 @@ def without_memory(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype |
     # in place, under the same names
     for submodule in module.modules():
         held: Any
-        for held in (parameters_by_name(submodule), buffers_by_name(submodule)):
+        for held in (find_parameter_dict(submodule), find_buffer_dict(submodule)):
             held.update({name: replacement(tensor) for name, tensor in held.items() if tensor is not None})
 
 

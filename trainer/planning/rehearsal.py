@@ -21,11 +21,11 @@ from ...strategies.estimate.counted_traffic import CountedTraffic
 from ...strategies.estimate.live_memory import LiveMemory
 from ...strategies.experts.without_values import even_experts
 from ...strategies.placed.placed import Placed
-from ...strategies.torch_internals import fake_mode_beside_real, join_fake_group
+from ...strategies.torch_internals.fake_tensors import join_fake_group, make_fake_mode_beside_real
 from .profiling import without_memory
 
 if TYPE_CHECKING:
-    from ...strategies.torch_internals import FakeTensorMode
+    from ...strategies.torch_internals.fake_tensors import FakeTensorMode
 
 
 class RehearsedStrategy(ForwardingStrategy):
@@ -180,6 +180,6 @@ def as_rank(rank: int, world_size: int, local_world_size: int) -> Iterator[FakeT
     with overridden({name: str(value) for name, value in variables.items()}):
         join_fake_group(rank, world_size)
         try:
-            yield fake_mode_beside_real()
+            yield make_fake_mode_beside_real()
         finally:
             dist.destroy_process_group()

@@ -81,7 +81,7 @@ class TimeAdvisor(Callback):
         self._forget()
         self.savings = []
         ranks = trainer.strategy.ranks
-        self._is_measuring = trainer.is_global_zero and not ranks.all.is_rehearsed
+        self._is_measuring = trainer.is_global_zero and not ranks.all.is_fake
 
     def on_train_epoch_start(self, trainer: Run, module: nn.Module) -> None:
         """Leave out the first step of an epoch, which waits for workers that start."""

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from ...strategies.devices.kinds import CPU
 from ...strategies.state.dtensor import is_dtensor, local_shard
-from ...strategies.torch_internals import BatchNorm
+from ...strategies.torch_internals.modules import BatchNorm
 from .stopwatch import times_of
 from .watch import Saving, SavingWatch, Subject, TypicalStep
 

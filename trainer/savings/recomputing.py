@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...strategies.state.dtensor import is_dtensor, local_shard
-from ...strategies.torch_internals import TorchDispatchMode
+from ...strategies.torch_internals.operators import TorchDispatchMode
 from .stopwatch import Stopwatch
 from .watch import Saving, SavingWatch, Subject, TypicalStep
 

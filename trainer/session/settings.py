@@ -14,8 +14,7 @@ from ...callbacks.helpers.loggers import refuse_incomplete
 from ...callbacks.run import Logger
 from ...common.durations import Amount, parse_amount, parse_duration
 from ...common.errors import ConfigError, did_you_mean
-from ...common.other_trainers import OF_LIGHTNING_1 as OF_LIGHTNING_1
-from ...common.other_trainers import OF_OTHERS, WITHOUT_COUNTERPART
+from ...common.other_trainers import WITHOUT_COUNTERPART, explain_argument
 from ...common.storage import StorePath, any_path
 from ...strategies import ActivationCheckpointing, Precision, Strategy, check_strategy
 from ..loggers import DummyLogger, check_name
@@ -202,21 +201,6 @@ class Settings:
         }
 
 
-def _unknown_argument(name: str, value: object, known: Sequence[str]) -> ConfigError:
-    if name in WITHOUT_COUNTERPART:
-        return ConfigError(
-            f"{name} must be None, as Echelon has no {name}, got {value!r:.80}; {WITHOUT_COUNTERPART[name]}."
-        )
-    if name in OF_LIGHTNING_1:
-        return ConfigError(
-            f"Trainer has no argument {name!r} (given as {value!r:.80}), which was Lightning 1's; use "
-            f"{OF_LIGHTNING_1[name]}."
-        )
-    if name in OF_OTHERS:
-        return ConfigError(f"Trainer has no argument {name!r} (given as {value!r:.80}); use {OF_OTHERS[name]}.")
-    return ConfigError(f"Trainer has no argument {name!r} (given as {value!r}).{did_you_mean(name, known)}")
-
-
 def checked(args: Sequence[object], given: dict[str, Any]) -> Settings:
     """Return the settings of a Trainer's arguments; point out one that is misspelled, or Lightning's alone.
 
@@ -231,7 +215,10 @@ def checked(args: Sequence[object], given: dict[str, Any]) -> Settings:
     known = [field.name for field in fields(Settings)]
     for name, value in given.items():
         if name not in known:
-            raise _unknown_argument(name, value, known)
+            raise ConfigError(
+                explain_argument(name, value)
+                or f"Trainer has no argument {name!r} (given as {value!r}).{did_you_mean(name, known)}"
+            )
     if given.get("barebones"):
         _check_barebones(given)
     return Settings(**given)

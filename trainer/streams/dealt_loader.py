@@ -9,6 +9,8 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from ...common.errors import DataError
+from ...common.internals.hugging_face import is_split_by_node
+from ...strategies.torch_internals.utils import drop_iterator
 from .numbers import Numbers
 from .probe import Division, division_of, fingerprint, fingerprints_of_workers
 from .shards import InShards, Progress, ShardDataset
@@ -192,7 +194,7 @@ class DealtLoader:
             dataset.seek(epoch, seed, self._shares, self._before)
         has_state = bool(state)
         if has_state and getattr(self._loader, "persistent_workers", False):
-            vars(self._clone)["_iterator"] = None  # their copies would not have the state
+            drop_iterator(self._clone)  # their copies would not have the state
         self.warn_of_cost()
         return self._noted(self._begin(self._clone))
 
@@ -220,7 +222,7 @@ class DealtLoader:
     def close(self) -> None:
         """End the workers of the copy of the loader that was read."""
         if self._clone is not self._loader and getattr(self._clone, "persistent_workers", False):
-            vars(self._clone)["_iterator"] = None
+            drop_iterator(self._clone)
 
     def state_dict(self) -> dict[str, object]:
         """Return what the last batch left behind, to go on from there."""
@@ -253,7 +255,7 @@ def can_deal(loader: Any, num_ranks: int) -> bool:
         return False
     if isinstance(loader.dataset, IterDataPipe) or hasattr(loader, "state_dict"):  # these deal and go on by themselves
         return False
-    if getattr(loader.dataset, "_distributed", None) is not None:  # Hugging Face's split_dataset_by_node
+    if is_split_by_node(loader.dataset):
         return False
     if type(loader).__iter__ is not DataLoader.__iter__:
         return False

@@ -10,7 +10,8 @@ from typing import Any, Final, Protocol, runtime_checkable
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ...strategies.torch_tensors import hide_worker_info
+from ...common.internals.hugging_face import is_shuffled
+from ...strategies.torch_internals.utils import hide_worker_info
 from .numbers import Numbers
 from .stated import saves
 
@@ -83,7 +84,7 @@ class ShardDataset(IterableDataset[Any]):
     def order(self, epoch: int, seed: int) -> list[int]:
         """Return all shards, in the order in which they are dealt; at random if the stream is shuffled."""
         shards = list(range(self.num_shards))
-        if getattr(self.dataset, "_shuffling", None) is not None:  # Hugging Face's ``shuffle``
+        if is_shuffled(self.dataset):
             random.Random(seed ^ epoch).shuffle(shards)
         return shards
 

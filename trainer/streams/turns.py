@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ...strategies.torch_tensors import hide_worker_info
+from ...strategies.torch_internals.utils import hide_worker_info
 from .numbers import Numbers
 from .probe import NUM_PROBED, Division, fingerprint
 from .stated import saves

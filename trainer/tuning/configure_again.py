@@ -7,6 +7,7 @@ from typing import Any, Final
 from torch.optim import Optimizer
 
 from ...common.errors import ModuleError
+from ...strategies.torch_internals.optimizers import list_inner_schedulers
 from ..data.seed import isolated_rng
 from ..module.optimizers import Optimizers, parse_optimizers
 from ..session.session import Session
@@ -56,6 +57,6 @@ def _take_over(scheduler: Any, new: Any) -> None:
     owner = getattr(new, "optimizer", None)
     settings = {name: value for name, value in vars(new).items() if name not in _OF_OPTIMIZERS and value is not owner}
     vars(scheduler).update(settings)
-    inner = zip(getattr(scheduler, "_schedulers", ()), getattr(new, "_schedulers", ()), strict=True)
+    inner = zip(list_inner_schedulers(scheduler), list_inner_schedulers(new), strict=True)
     for each, new_each in inner:
         _take_over(each, new_each)

@@ -9,7 +9,7 @@ from typing import Final
 
 from torch import nn
 
-from ...strategies.torch_internals import BatchNorm
+from ...strategies.torch_internals.modules import BatchNorm
 from .differences import Deviation
 from .judge import First
 from .report import Divergence

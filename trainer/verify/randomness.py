@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from ...callbacks.dispatch import overrides
-from ...strategies.torch_internals import BatchNorm, Dropout
+from ...common.internals.stack_frames import find_frame
+from ...strategies.torch_internals.modules import BatchNorm, Dropout
 from ..data.generators import Generators
 from ..data.loader_kinds import is_indexed
 from ..data.seed import derive
@@ -74,7 +74,7 @@ class NotesRounding(NoDropout):
     ) -> object:
         output = super().__torch_function__(func, types, args, kwargs)
         if not self.line and type(output) is Tensor and output.dtype is torch.float32 and output.requires_grad:
-            frames = traceback.extract_stack(sys._getframe(1))  # noqa: SLF001 - the caller's
+            frames = traceback.extract_stack(find_frame(1))  # the caller's
             own = [frame for frame in frames if Path(torch.__file__).parent not in Path(frame.filename).parents]
             self.line = f"{own[-1].filename}:{own[-1].lineno} ({own[-1].line})" if own else "torch"
         return output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -17,6 +16,7 @@ from ...distributed.nested import iterate_tensors, map_tensors
 from ...module.untouched import Untouched
 from ...state.dtensor import is_dtensor, plain_kind
 from ...targets.in_place_of_logits import asked_of
+from ...torch_internals.compiler import is_compiler_imported
 from ..cutting import run_as
 from ..exchanges import TensorGroup
 from ..layers import SummedGradients
@@ -103,7 +103,7 @@ class BlockCheck:
     def during(self, *, is_training: bool) -> Iterator[None]:
         """Compare the blocks that are called inside the block: their gradients, too, in training."""
         compare: Any = partial(self._meet, is_training)
-        if "torch._dynamo" in sys.modules:  # the check of a compiled block must not be compiled
+        if is_compiler_imported():  # the check of a compiled block must not be compiled
             compare = torch.compiler.disable(compare)
         hooks = [
             self._module.get_submodule(name).register_forward_pre_hook(partial(compare, name), with_kwargs=True)

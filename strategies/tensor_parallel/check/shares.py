@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ....common.errors import ModuleError
 from ...distributed.nested import map_tensors
-from ...torch_internals import DisableTorchFunctionSubclass
+from ...torch_internals.tensors import DisableTorchFunctionSubclass
 
 _HARMLESS: Final = frozenset(
     [

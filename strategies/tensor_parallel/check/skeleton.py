@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ....common.errors import ModuleError
 from ...distributed.nested import map_tensors
 from ...state.dtensor import plain_kind
-from ...torch_tensors import buffers_by_name, drop_compiled_call, parameters_by_name
+from ...torch_internals.modules import drop_compiled_call, find_buffer_dict, find_parameter_dict
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -49,8 +49,10 @@ class Skeleton:
                     f"{type(submodule).__name__}, was not there when it was cut), so its layers cannot be cut; build "
                     "it as it runs (a BigBird with attention_type='original_full'), or leave its layers out of tp_plan."
                 )
-            parameters_by_name(mine).update({key: filled(p, whole) for key, p in parameters_by_name(submodule).items()})
-            buffers_by_name(mine).update({key: filled(b, _clone) for key, b in buffers_by_name(submodule).items()})
+            find_parameter_dict(mine).update(
+                {key: filled(p, whole) for key, p in find_parameter_dict(submodule).items()}
+            )
+            find_buffer_dict(mine).update({key: filled(b, _clone) for key, b in find_buffer_dict(submodule).items()})
         return self._module.forward(*args, **kwargs)
 
     def release(self) -> None:
@@ -59,8 +61,8 @@ class Skeleton:
         Not before its gradients are computed: activation checkpointing runs it again.
         """
         for own in self._copies.values():
-            parameters_by_name(own).clear()
-            buffers_by_name(own).clear()
+            find_parameter_dict(own).clear()
+            find_buffer_dict(own).clear()
 
     def _copy(self, module: M) -> M:
         if module in self._copies:

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from ...devices.cuda import rounds_float32
 from ...distributed.nested import iterate_tensors
 from ...state.dtensor import is_dtensor, whole_tensor
-from ...torch_internals import without_dispatch_modes
+from ...torch_internals.operators import disable_dispatch_modes
 from ..exchanges import TensorGroup
 from .shares import shared_dim
 
@@ -128,7 +128,7 @@ def apart() -> Iterator[None]:
     was_enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(_same, _same), without_dispatch_modes():
+        with torch.autograd.graph.saved_tensors_hooks(_same, _same), disable_dispatch_modes():
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(was_enabled)

@@ -10,7 +10,7 @@ import torch
 from small import Regression, loader, quiet
 from torch import Tensor, nn
 
-from echelon.strategies.torch_tensors import compiled_call_of
+from echelon.strategies.torch_internals.modules import find_compiled_call
 
 EAGER: dict[str, Any] = {"backend": "eager"}
 
@@ -33,7 +33,7 @@ def test_a_step_that_calls_what_is_compiled_is_not_named_and_later_calls_take_no
     module = Regression()
     with warnings.catch_warnings(action="error", category=UserWarning):
         quiet(compile=EAGER, max_epochs=1).fit(module, loader())
-    assert type(compiled_call_of(module)).__name__ == "function"
+    assert type(find_compiled_call(module)).__name__ == "function"
 
 
 def test_a_module_without_a_forward_compiles_what_it_calls():
@@ -43,5 +43,5 @@ def test_a_module_without_a_forward_compiles_what_it_calls():
     module = Plain()
     with warnings.catch_warnings(action="error", category=UserWarning):
         quiet(compile=EAGER, max_epochs=1).fit(module, loader())
-    assert compiled_call_of(module.net) is not None
+    assert find_compiled_call(module.net) is not None
     assert torch.isfinite(module.net.weight).all()

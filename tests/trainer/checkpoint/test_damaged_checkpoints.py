@@ -351,6 +351,6 @@ def test_the_package_neither_pickles_nor_loads_what_may_be_pickled() -> None:
 BETWEEN_OWN_PROCESSES = {
     ("trainer", "checkpoint", "single_file.py"),
     ("strategies", "distributed", "pickling.py"),
-    ("strategies", "resilience", "torch_rendezvous.py"),
+    ("strategies", "torch_internals", "rendezvous.py"),
 }
 UNSAFE = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "jsonpickle"}

@@ -19,7 +19,7 @@ from ....common.errors import ConfigError
 from ....common.table import fitted
 from ....common.units import in_units
 from ....strategies import ActivationCheckpointing, Hardware, Precision
-from ....strategies.torch_internals import fake_mode
+from ....strategies.torch_internals.fake_tensors import make_fake_mode
 from ...data.seed import seed_everything
 from ...module.data_module import DataModule
 from ...planning.machine import Machine, nodes_for, parse_bytes, this_machine
@@ -155,7 +155,7 @@ def _profiles(values: Mapping[str, Any], trainer: Mapping[str, Any], *, measures
     """Build the module, without memory unless it is measured, and return the profiles of its step."""
     if values.get("seed") is not None:
         seed_everything(values["seed"], verbose=False)
-    mode = None if measures else fake_mode()
+    mode = None if measures else make_fake_mode()
     try:
         with building(mode) if mode is not None else nullcontext():
             module = build_module(values)

@@ -27,7 +27,7 @@ from scenario import STRATEGIES, Fit  # noqa: E402 - its helpers are on the path
 from scenarios import SCENARIOS  # noqa: E402
 from surroundings import unchanged  # noqa: E402
 
-from echelon.strategies.torch_internals import kill_with_parent  # noqa: E402
+from echelon.strategies.torch_internals.distributed import kill_with_parent  # noqa: E402
 
 LIMIT = 180.0  # seconds of a scenario
 PATIENCE = 30.0  # seconds in which Python's helpers end after the program

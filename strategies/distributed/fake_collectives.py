@@ -1,4 +1,4 @@
-"""RehearsedCollectives: the collectives of a rank without other ranks, which are assumed to pass the same data."""
+"""FakeCollectives: the collectives of a rank without other ranks, which are assumed to pass the same data."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .tensor_collectives import ReduceOp
 T = TypeVar("T")
 
 
-class RehearsedCollectives(Collectives):
+class FakeCollectives(Collectives):
     """Returns at once, as if every other rank passed the same data as this one.
 
     Tensors go through torch's fake process group, so that tools which count collectives see those of a real run. Shapes
     are right, values are not.
     """
 
-    is_rehearsed: ClassVar[bool] = True
+    is_fake: ClassVar[bool] = True
 
     def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
         super().__init__(group, device)
@@ -33,7 +33,7 @@ class RehearsedCollectives(Collectives):
             return self
         # only this rank's part: the groups of the others would not be used here
         members = [self._group.ranks[rank] for rank in sorted(ranks)]
-        return RehearsedCollectives(self._group.among([members]), self.device)
+        return FakeCollectives(self._group.among([members]), self.device)
 
     def begin_all_reduce(self, numbers: Sequence[float], op: ReduceOp) -> Callable[[], list[float]]:
         return lambda: list(numbers)
@@ -70,6 +70,6 @@ class RehearsedCollectives(Collectives):
 
 
 def collectives_of(group: ProcessGroup | None, device: torch.device) -> Collectives:
-    """Return the collectives of a group's ranks, or rehearsed ones if its other ranks do not exist."""
-    kind = RehearsedCollectives if group is not None and group.is_rehearsed else Collectives
+    """Return the collectives of a group's ranks, or fake ones if its other ranks do not exist."""
+    kind = FakeCollectives if group is not None and group.is_fake else Collectives
     return kind(group, device)

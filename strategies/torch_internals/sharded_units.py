@@ -1,18 +1,21 @@
-"""Private state of torch's ``fully_shard``: what its units have gathered, and how other ranks take part in it."""
+"""Private names of the units of torch's ``fully_shard``: what is gathered, and how other ranks take part in it.
+
+A "group" is torch's object for the parameters of a unit. Seen in torch 2.11 to 2.15, with the differences named below.
+"""
 
 # ruff: noqa: SLF001 - torch has no other names for these
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from ...common.errors import ModuleError
-from ..torch_internals import names_of_torch
+from .versions import names_of_torch
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -26,12 +29,12 @@ def reduce_sharded_gradients(root: Any) -> None:
     root.set_reshard_after_backward(True)
     root.set_requires_gradient_sync(True)
     with names_of_torch:
-        for group in unit_groups([root]):
+        for group in list_unit_groups([root]):
             group.post_backward()
     end_backward([root])
 
 
-def end_backward(roots: Iterable[torch.nn.Module]) -> None:
+def end_backward(roots: Iterable[nn.Module]) -> None:
     """Do what torch does when a backward ends, for roots whose gradients were reduced without one."""
     with names_of_torch:
         for state in map(_state_of, roots):
@@ -42,14 +45,16 @@ def end_backward(roots: Iterable[torch.nn.Module]) -> None:
             state._root_post_backward_final_callback()
 
 
-def gathered_parameters(roots: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+def list_gathered_parameters(
+    roots: Iterable[nn.Module],
+) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
     """Yield the shards below ``fully_shard`` roots that have been gathered, each with its whole parameter."""
-    for parameter in (parameter for group in parameter_groups(roots) for parameter in group.fsdp_params):
+    for parameter in (parameter for group in list_parameter_groups(roots) for parameter in group.fsdp_params):
         if (gathered := getattr(parameter, "_unsharded_param", None)) is not None:
             yield parameter.sharded_param, gathered
 
 
-def parameter_groups(roots: Iterable[torch.nn.Module]) -> list[FSDPParamGroup]:
+def list_parameter_groups(roots: Iterable[nn.Module]) -> list[FSDPParamGroup]:
     """Return what gathers parameters below ``fully_shard`` roots: a group for each unit, or several."""
     from torch.distributed.fsdp import FSDPModule
 
@@ -59,17 +64,7 @@ def parameter_groups(roots: Iterable[torch.nn.Module]) -> list[FSDPParamGroup]:
         return [group for state in states for group in _groups_of(state)]
 
 
-def keeping_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
-    """Return a context in which writes to a tensor do not count as such for autograd."""
-    with names_of_torch:
-        context: Any = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
-        return context(tensor)  # type: ignore[no-any-return]
-
-
-# --- units, one by one: a "group" is torch's object for the parameters of a unit -------------------------------------
-
-
-def unit_groups(roots: Iterable[torch.nn.Module]) -> list[FSDPParamGroup]:
+def list_unit_groups(roots: Iterable[nn.Module]) -> list[FSDPParamGroup]:
     """Return the groups of all units below roots, in an order that is the same on all ranks."""
     with names_of_torch:
         groups: list[FSDPParamGroup] = []
@@ -194,7 +189,7 @@ def forget_order(groups: Sequence[FSDPParamGroup]) -> None:
             group.comm_ctx.post_forward_order.clear()
 
 
-def gradients_to_reduce(group: FSDPParamGroup) -> list[bool]:
+def list_gradients_to_reduce(group: FSDPParamGroup) -> list[bool]:
     """Return which parameters of a unit have a gradient that ``group.post_backward`` would reduce now."""
     with names_of_torch:
         if not group.reduce_grads:
@@ -237,12 +232,12 @@ def _replace(group: Any, index: int, unshard: Callable[..., object], post_backwa
     group.post_backward = lambda *_: post_backward(index, group)
 
 
-def trained_parameters(group: FSDPParamGroup) -> list[bool]:
+def list_trained(group: FSDPParamGroup) -> list[bool]:
     """Return which parameters of a unit need a gradient."""
     return [parameter.sharded_param.requires_grad for parameter in group.fsdp_params]
 
 
-def shards_of(group: FSDPParamGroup) -> list[torch.nn.Parameter]:
+def list_shards(group: FSDPParamGroup) -> list[nn.Parameter]:
     """Return the shards of a unit's parameters."""
     return [parameter.sharded_param for parameter in group.fsdp_params]
 
@@ -260,7 +255,7 @@ def _gathering_size(group: FSDPParamGroup) -> int:
     return group._all_gather_process_group.size() if is_sharded else 1
 
 
-def _state_of(module: torch.nn.Module) -> FSDPState:
+def _state_of(module: nn.Module) -> FSDPState:
     from torch.distributed.fsdp import fully_shard
 
     state: FSDPState = fully_shard.state(module)  # type: ignore[attr-defined]
@@ -278,7 +273,7 @@ def _groups_of(state: FSDPState) -> list[FSDPParamGroup]:
 class TreeOfUnits:
     """The units below a ``fully_shard`` root, whose part in backwards can be intercepted."""
 
-    def __init__(self, root: torch.nn.Module) -> None:
+    def __init__(self, root: nn.Module) -> None:
         with names_of_torch:
             self._root = _state_of(root)
             self._root._lazy_init()
@@ -315,10 +310,10 @@ class TreeOfUnits:
                     one._training_state = TrainingState.IDLE
 
 
-def answer_for_torch(module: torch.nn.Module) -> None:
+def answer_for_torch(module: nn.Module) -> None:
     """Give modules whose own ``__getattr__`` may raise anything what ``fully_shard`` asks of each (`REGISTRY_KEY`)."""
     with names_of_torch:
         from torch.distributed._composable.contract import REGISTRY_KEY
     for part in module.modules():
-        if type(part).__getattr__ is not torch.nn.Module.__getattr__:
+        if type(part).__getattr__ is not nn.Module.__getattr__:
             vars(part).setdefault(REGISTRY_KEY, {})

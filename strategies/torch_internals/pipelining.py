@@ -1,4 +1,7 @@
-"""Private names of torch that pipelines need."""
+"""Private names of torch.distributed.pipelining: the order of its schedules, and a backward in two parts.
+
+Seen in torch 2.11 to 2.15.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..torch_internals import names_of_torch
+from .versions import names_of_torch
 
 
 class _OrderStage:
@@ -23,7 +26,7 @@ class _OrderStage:
         self.stage_index_to_group_rank: dict[int, int] = {}
 
 
-def pipeline_order(
+def compute_pipeline_order(
     schedule: str, num_ranks: int, stages_a_rank: int, num_micro_batches: int
 ) -> list[list[tuple[str, int, int]]]:
     """Return each rank's order of computation under one of torch's schedules: kind, stage and micro-batch."""
@@ -48,7 +51,7 @@ def _order_stage_loss(*_: object) -> None:
     pass
 
 
-def with_transfers(
+def add_transfers(
     orders: Iterable[Iterable[tuple[str, int, int]]], rank_of: Callable[[int], int], num_stages: int
 ) -> list[list[tuple[str, int, int]]]:
     """Return the orders with transfers between ranks added, placed so that any two ranks transfer in the same order."""
@@ -65,20 +68,20 @@ def with_transfers(
     ]
 
 
-def backward_for_inputs(
+def compute_input_gradients(
     outputs: list[torch.Tensor],
     gradients: list[torch.Tensor] | None,
     inputs: list[torch.Tensor],
     weights: Iterable[torch.nn.Parameter],
 ) -> object:
-    """Compute the gradients of inputs, into ``.grad``; return what `backward_for_weights` needs to continue."""
+    """Compute the gradients of inputs, into ``.grad``; return what `add_weight_gradients` needs to continue."""
     with names_of_torch:
         from torch.distributed.pipelining._backward import stage_backward_input
     return stage_backward_input(outputs, gradients, inputs, iter(weights))[1]
 
 
-def backward_for_weights(weights: Iterable[torch.nn.Parameter], rest: Any) -> None:
-    """Add the gradients of weights that `backward_for_inputs` left out."""
+def add_weight_gradients(weights: Iterable[torch.nn.Parameter], rest: Any) -> None:
+    """Add the gradients of weights that `compute_input_gradients` left out."""
     with names_of_torch:
         from torch.distributed.pipelining._backward import stage_backward_weight
     stage_backward_weight(iter(weights), rest)

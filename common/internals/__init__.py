@@ -1,0 +1,1 @@
+"""Private names of Python, NumPy, torchmetrics and Hugging Face, each behind a function. Imports nothing of Echelon."""
