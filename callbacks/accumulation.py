@@ -49,7 +49,12 @@ class GradientAccumulationScheduler(Callback):
         return self.scheduling[max(start for start in self.scheduling if start <= epoch)]
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
-        """Refuse a trainer that also sets the number."""
+        """Refuse a trainer that also sets the number, and a module that steps by itself."""
+        if not getattr(module, "automatic_optimization", True):
+            raise ConfigError(
+                "GradientAccumulationScheduler needs automatic optimization, got "
+                f"{type(module).__name__} with automatic_optimization=False; accumulate in training_step instead."
+            )
         if trainer.accumulate_grad_batches != 1:
             raise ConfigError(
                 "You have set `accumulate_grad_batches` and are using the `GradientAccumulationScheduler`, which "

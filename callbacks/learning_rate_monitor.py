@@ -61,6 +61,7 @@ class LearningRateMonitor(Callback):
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
         self.log_key_prefix = log_key_prefix or ""
+        self._num_groups = 0
         self._by_step: list[_Group] = []
         self._by_epoch: list[_Group] = []
         self._of_this_epoch: dict[str, float] = {}
@@ -81,6 +82,11 @@ class LearningRateMonitor(Callback):
                 "LearningRateMonitor cannot be used with a `Trainer` that has no logger, got logger=False; remove the "
                 "callback, or pass a logger."
             )
+        self.lrs, self.last_momentum_values, self.last_weight_decay_values = {}, {}, {}
+        self._find_groups(trainer)
+
+    def _find_groups(self, trainer: Run) -> None:
+        """Name all parameter groups; the values of one that has another name now are kept under that."""
         groups = [group._replace(name=f"{self.log_key_prefix}{group.name}") for group in _groups_of(trainer)]
         for name, count in Counter(group.name for group in groups).items():
             if count > 1:
@@ -89,15 +95,23 @@ class LearningRateMonitor(Callback):
                     "`Optimizer` cannot have multiple parameter groups with identical names, nor two schedulers: "
                     "give each group, or each scheduler's config, its own name."
                 )
-        self.lrs = {group.name: [] for group in groups}
-        self.last_momentum_values = {f"{group.name}-momentum": None for group in groups}
-        self.last_weight_decay_values = {f"{group.name}-weight_decay": None for group in groups}
+        names = [group.name for group in groups]
+        self._num_groups = len(names)
+        before = {group.place: group.name for group in (*self._by_step, *self._by_epoch)}
+        values_of = {group.name: self.lrs.get(before.get(group.place, group.name), []) for group in groups}
+        order = [*(name for name in self.lrs if name in values_of), *names]
+        self.lrs = {name: values_of[name] for name in order}
+        for values, word in ((self.last_momentum_values, "momentum"), (self.last_weight_decay_values, "weight_decay")):
+            last = {f"{name}-{word}": values.get(f"{name}-{word}") for name in names}
+            values.clear()
+            values.update(last)
         interval = self.logging_interval
         self._by_step = [group for group in groups if (interval or group.interval) == "step"]
         self._by_epoch = [group for group in groups if (interval or group.interval) == "epoch"]
 
     def on_train_epoch_start(self, trainer: Run, module: nn.Module) -> None:
         """Log the values that the epoch starts with, unless a run that is resumed inside it has logged them."""
+        self._follow_groups(trainer)
         if self._by_epoch and trainer.batch_position == 0:
             self._of_this_epoch = self._read(self._by_epoch)
             trainer.log_metrics(self._of_this_epoch)
@@ -108,8 +122,14 @@ class LearningRateMonitor(Callback):
             self._publish(self._of_this_epoch)
             self._of_this_epoch = {}
         if trainer.is_log_step and self._by_step and self._of_this_step is None:
+            self._follow_groups(trainer)
             self._of_this_step = self._read(self._by_step)
             self._publish(self._of_this_step)
+
+    def _follow_groups(self, trainer: Run) -> None:
+        """Name the groups anew if some were added, as by `BackboneFinetuning`."""
+        if sum(len(optimizer.param_groups) for optimizer in trainer.optimizers) != self._num_groups:
+            self._find_groups(trainer)
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
         """Log what was read."""
@@ -148,6 +168,11 @@ class _Group(NamedTuple):
     position: int
     name: str
     interval: str
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """What it keeps when others are added: its optimizer, and its place in that."""
+        return id(self.optimizer), self.position
 
 
 def _groups_of(trainer: Run) -> list[_Group]:

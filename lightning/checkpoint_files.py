@@ -132,6 +132,9 @@ def read_checkpoint(source: Source, prefix: str = "") -> dict[str, Any]:
         )
     if isinstance(name := state.get(f"{prefix}hparams_name"), str):  # Lightning's name of it
         state.setdefault(f"{prefix}hyper_parameters_argument", name)
+    old = next((key for key in ("hparams", "module_arguments") if key in state), None)  # of Lightning before 0.9
+    if old is not None and not prefix:
+        state.setdefault("hyper_parameters", state.pop(old))
     return state
 
 

@@ -73,6 +73,8 @@ class FitLoop:
     def done(self) -> bool:
         """Whether the fit is over: a limit is reached, or training was told to stop and may."""
         trainer, counters = self._trainer, self._trainer.counters
+        if not trainer.has_begun:  # there is no loader yet
+            return 0 in (trainer.max_steps, trainer.max_epochs, trainer.limit_train_batches)
         steps, max_steps, max_epochs = trainer.global_step, trainer.max_steps, trainer.max_epochs
         # at the end of an epoch, whose hooks read this, its batches are done
         is_epoch_done = counters.is_epoch_over or counters.batches_in_epoch >= self.max_batches
@@ -239,7 +241,7 @@ class PredictionLoop(EvaluationLoop):
     @property
     def predictions(self) -> list[Any]:
         """The predictions of each batch, and for several loaders of each loader."""
-        return list(self._trainer.predictions)
+        return list(self._trainer.predictions or ())
 
 
 def _plain(progress: Any) -> dict[str, dict[str, int]]:

@@ -41,7 +41,8 @@ class InFabric(TrainModule):
 
     def set_up_in(self, fabric: Any, optimizers: Sequence[Any]) -> None:
         """Take the `Fabric` that has set up this module, and the optimizers as it has set them up."""
-        self.fabric, self._fabric_optimizers = fabric, optimizers
+        self.fabric = fabric  # also of the modules in it, which hold it weakly
+        self._fabric, self._fabric_optimizers = fabric, list(optimizers)
 
     @property
     def trainer(self) -> Any:

@@ -23,6 +23,7 @@ from ..trainer.module.load import (
 from ..trainer.module.optimizers import ManagedOptimizer
 from ..trainer.module.train_module import TrainModule
 from .checkpoint_files import Source, hyper_parameters, is_own_path, read_checkpoint
+from .extras.rank_zero import LightningDeprecationWarning
 from .in_fabric import InFabric
 from .kept_out import give_back, keep_out
 
@@ -87,7 +88,7 @@ class LightningModule(InFabric):
         warnings.warn(
             "LightningModule.to_torchscript has been deprecated in v2.7 and will be removed in v2.8 of Lightning; call "
             "to_exported_program() for torch.export, or to_onnx().",
-            DeprecationWarning,
+            LightningDeprecationWarning,
             stacklevel=2,
         )
         with warnings.catch_warnings():

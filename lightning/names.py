@@ -23,6 +23,7 @@ _SHELVES: Final = (
     "trainer.session.profiler",
     "trainer.session.detailed_profilers",
     "lightning.parts",
+    "lightning.extras.rank_zero",
     "lightning.extras.utilities",
     "lightning.extras.parsing",
     "lightning.extras.machine",
@@ -43,7 +44,7 @@ _ELSEWHERE: Final[Mapping[str, str]] = {
     "convert_inf": "lightning.tqdm_bar:convert_inf",
     "get_standard_metrics": "lightning.parts:get_standard_metrics",
     "CombinedLoader": "trainer.data.combined_loader:CombinedLoader",
-    "rank_zero_only": "lightning.parts:rank_zero_only",
+    "rank_zero_only": "lightning.extras.rank_zero:rank_zero_only",
     "PyTorchProfiler": "lightning.profiler:TorchProfiler",
     "SimpleProfiler": "lightning.profiler:RecordingProfiler",
     "AdvancedProfiler": "lightning.profiler:FunctionProfiler",
@@ -146,7 +147,6 @@ _OTHER_MEANING: Final = frozenset({"ParallelStrategy", "Precision"})
 _OF_OTHERS: Final[Mapping[str, str]] = {
     "LightningEnum": "enum:StrEnum",
     "PossibleUserWarning": "builtins:UserWarning",
-    "LightningDeprecationWarning": "builtins:DeprecationWarning",
     "SIGTERMException": "builtins:SystemExit",
     "Optimizable": "torch.optim:Optimizer",
     "LRScheduler": "torch.optim.lr_scheduler:LRScheduler",
@@ -187,6 +187,72 @@ WITHOUT_COUNTERPART: Final[Mapping[str, str]] = {
     "ServableModuleValidator": "a server of your own; docs/what_echelon_does_not_do.md",
 }
 """Names that raise when they are used."""
+
+
+_PRECISIONS: Final = (
+    *("BitsandbytesPrecision", "DeepSpeedPrecision", "DoublePrecision", "FSDPPrecision", "HalfPrecision"),
+    *("MixedPrecision", "Precision", "TransformerEnginePrecision", "XLAPrecision"),
+)
+_FILES: Final = ("AsyncCheckpointIO", "CheckpointIO", "TorchCheckpointIO", "XLACheckpointIO")
+_HELPERS: Final = (
+    *("AttributeDict", "disable_possible_user_warnings", "is_shared_filesystem", "LightningEnum", "measure_flops"),
+    *("move_data_to_device", "rank_zero_deprecation", "rank_zero_info", "rank_zero_only", "rank_zero_warn"),
+    "suggested_max_num_workers",
+)
+_OF_PYTORCH: Final[Mapping[str, tuple[str, ...]]] = {
+    "": ("Trainer", "LightningDataModule", "LightningModule", "Callback", "seed_everything"),
+    "accelerators": (
+        *("Accelerator", "CPUAccelerator", "CUDAAccelerator", "MPSAccelerator", "XLAAccelerator"),
+        "find_usable_cuda_devices",
+    ),
+    "callbacks": (
+        *("BackboneFinetuning", "BaseFinetuning", "BasePredictionWriter", "BatchSizeFinder", "Callback", "Checkpoint"),
+        *("DeviceStatsMonitor", "EarlyStopping", "GradientAccumulationScheduler", "LambdaCallback"),
+        *("LearningRateFinder", "LearningRateMonitor", "ModelCheckpoint", "ModelPruning", "ModelSummary"),
+        *("OnExceptionCheckpoint", "ProgressBar", "RichModelSummary", "RichProgressBar", "StochasticWeightAveraging"),
+        *("SpikeDetection", "ThroughputMonitor", "Timer", "TQDMProgressBar", "EMAWeightAveraging", "WeightAveraging"),
+    ),
+    "core": ("LightningDataModule", "LightningModule"),
+    "demos": (
+        *("LightningTransformer", "Transformer", "WikiText2", "BoringModel", "BoringDataModule"),
+        "DemoModel",
+    ),
+    "loggers": ("LitLogger", "CometLogger", "CSVLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger"),
+    "plugins": (*_FILES, *_PRECISIONS, "LayerSync", "TorchSyncBatchNorm"),
+    "plugins.io": _FILES,
+    "plugins.precision": _PRECISIONS,
+    "profilers": (
+        *("Profiler", "AdvancedProfiler", "PassThroughProfiler", "PyTorchProfiler", "SimpleProfiler", "XLAProfiler"),
+    ),
+    "serve": ("ServableModuleValidator", "ServableModule"),
+    "strategies": (
+        *("DDPStrategy", "DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy", "ParallelStrategy"),
+        *("SingleDeviceStrategy", "Strategy"),
+    ),
+    "trainer": ("Trainer", "seed_everything"),
+    "utilities": (
+        *(*_HELPERS, "CombinedLoader", "find_shared_parameters", "grad_norm", "GradClipAlgorithmType", "is_picklable"),
+        "set_shared_parameters",
+    ),
+}
+_OF_FABRIC: Final[Mapping[str, tuple[str, ...]]] = {
+    "": ("Fabric", "seed_everything"),
+    "plugins": ("ClusterEnvironment", *(name for name in _FILES if name[0] != "A"), *_PRECISIONS),
+    "utilities": (*_HELPERS, "Throughput", "ThroughputMonitor"),
+}
+
+
+def exported(path: str) -> tuple[str, ...] | None:
+    """Return what ``from <path> import *`` binds for one of Lightning's packages; None for a module in one."""
+    if path == "lightning":
+        return (*_OF_PYTORCH[""], "Fabric")
+    for root, table in (
+        *((root, _OF_PYTORCH) for root in ("lightning.pytorch", "pytorch_lightning")),
+        *((root, _OF_FABRIC) for root in ("lightning.fabric", "lightning_fabric")),
+    ):
+        if path == root or path.startswith(f"{root}."):
+            return table.get(path[len(root) + 1 :])
+    return None
 
 
 RENAMED: Final[Mapping[str, str]] = {"LightningModule": "TrainModule", "LightningDataModule": "DataModule"}

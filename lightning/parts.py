@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
 from abc import ABC
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,9 +12,6 @@ from ..callbacks import Callback, ModelSummary, ProgressDisplay
 from ..callbacks.dispatch import overrides
 from ..callbacks.run import Run
 from ..strategies.devices.kinds import device_type_of, is_available, num_devices
-from ..strategies.distributed.rank_zero import current_rank
-from ..strategies.distributed.rank_zero import rank_zero_only as own_rank_zero_only
-from ..trainer.loggers.dummy import DummyExperiment
 from ..trainer.module.data_module import DataModule
 from ..trainer.module.train_module import TrainModule
 from .checkpoint_files import load_checkpoint
@@ -43,16 +37,7 @@ __all__ = [
     "cli_lightning_logo",
     "is_overridden",
     "num_cuda_devices",
-    "rank_prefixed_message",
-    "rank_zero_debug",
-    "rank_zero_deprecation",
-    "rank_zero_experiment",
-    "rank_zero_info",
-    "rank_zero_only",
-    "rank_zero_warn",
 ]
-
-_log = logging.getLogger("echelon.lightning")
 
 # --- the state of a trainer, in Lightning's words ---
 
@@ -320,60 +305,8 @@ def num_cuda_devices() -> int:
     return CUDAAccelerator.auto_device_count()
 
 
-class RankZeroOnly:
-    """The decorator `rank_zero_only`, with the attribute ``rank`` that libraries read."""
-
-    __wrapped__ = staticmethod(own_rank_zero_only)
-
-    def __call__(self, fn: Callable[..., Any] | None = None, default: Any = None) -> Any:
-        """Decorate a function so that only rank 0 runs it; it returns `default` on the others."""
-        return partial(self, default=default) if fn is None else own_rank_zero_only(default=default)(fn)
-
-    @property
-    def rank(self) -> int:
-        """The rank of this process; before there are processes, the launcher's."""
-        return current_rank()
-
-
-rank_zero_only: Final = RankZeroOnly()
-
-
-def rank_zero_experiment(function: Callable[..., object]) -> Callable[..., Any]:
-    """Decorate a logger's ``experiment``: ranks other than 0 get one that accepts every call and does nothing."""
-    return own_rank_zero_only(default=DummyExperiment())(function)
-
-
-@own_rank_zero_only
-def rank_zero_info(*values: object, **options: Any) -> None:
-    """Log on rank 0 at level INFO."""
-    _log.info(*values, **options)
-
-
-@own_rank_zero_only
-def rank_zero_debug(*values: object, **options: Any) -> None:
-    """Log on rank 0 at level DEBUG."""
-    _log.debug(*values, **options)
-
-
-@own_rank_zero_only
-def rank_zero_warn(message: object, stacklevel: int = 4, category: type[Warning] = UserWarning, **_: object) -> None:
-    """Warn on rank 0."""
-    warnings.warn(str(message), category, stacklevel=stacklevel)
-
-
-@own_rank_zero_only
-def rank_zero_deprecation(message: object, stacklevel: int = 5, **_: object) -> None:
-    """Warn on rank 0 of a deprecation."""
-    warnings.warn(str(message), DeprecationWarning, stacklevel=stacklevel)
-
-
 def cli_lightning_logo() -> None:
     """Do nothing: Lightning prints its logo."""
-
-
-def rank_prefixed_message(message: str, rank: int | None) -> str:
-    """Return a message with the rank before it."""
-    return message if rank is None else f"[rank: {rank}] {message}"
 
 
 def is_overridden(method: str, instance: object, parent: type | None = None) -> bool:

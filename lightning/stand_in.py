@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ..common.errors import RunError
 from ..strategies.launch.worker import IMPORTED_FIRST
-from .names import VERSION, find
+from .names import VERSION, exported, find
 
 ROOTS: Final = ("lightning", "pytorch_lightning", "lightning_fabric")
 """Lightning's packages."""
@@ -162,6 +162,8 @@ class LightningNames(ModuleType):
             return (
                 importlib.import_module(f"{own}.{name}") if is_found else module_of(f"{path}.{name}", f"{own}.{name}")
             )
+        if name == "__all__" and (names := exported(path)) is not None:
+            return names
         if name.startswith("__"):
             raise AttributeError(name)
         below = path.removeprefix("lightning.pytorch.").removeprefix("pytorch_lightning.")

@@ -7,17 +7,22 @@ import logging
 import math
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 from ..callbacks import Callback, ModelCheckpoint, ProgressDisplay, Timer
+from ..strategies import Strategy
 from ..trainer.loggers import LoggersByName
 from ..trainer.module.data_module import DataModule
+from ..trainer.request import Request
+from ..trainer.runner import Runner, Work
 from ..trainer.session.train_state import TrainerState
 from ..trainer.trainer import Trainer
 from .extras.loggers import BY_NAME
 from .extras.plugins import PrecisionPlugin, precision_plugin, settings_of
 from .extras.saved_callbacks import SaverRead
+from .extras.strategy_read import shown
 from .fit_loop import EvaluationLoop, FitLoop, PredictionLoop
 from .parts import (
     Accelerator,
@@ -48,8 +53,23 @@ class AssignableState(TrainerState):
         super().__init__(**fields)
         self.__dict__["_assigned"] = assigned
 
+    def __eq__(self, other: object) -> bool:
+        fields = ("status", "fn", "stage")
+        return isinstance(other, TrainerState) and all(getattr(self, f) == getattr(other, f) for f in fields)
+
+    __hash__ = TrainerState.__hash__
+
     def __setattr__(self, name: str, value: Any) -> None:
         self.__dict__["_assigned"][name] = self.__dict__[name] = value
+
+
+class LightningRunner(Runner):
+    """A `Runner` whose hooks get the method as one of Lightning's enum, in ``setup(stage)`` and ``teardown(stage)``."""
+
+    def execute(self, work: Work, request: Request) -> Any:
+        """Do the work in this process, or in processes of its own."""
+        task: Any = TrainerFn(request.task)
+        return super().execute(work, replace(request, task=task))
 
 
 def _stage(stage: RunningStage) -> property:
@@ -80,6 +100,7 @@ class LightningTrainer(Trainer):
     """
 
     saves_single_files = True
+    runner_kind = LightningRunner
     keeps_classes = True  # libraries call them: hyper_parameters["encoder"].pop("cls")(...)
     _assigned_datamodule: DataModule | None = None
 
@@ -108,6 +129,11 @@ class LightningTrainer(Trainer):
         self.strategy.checkpoint_io = files[0] if files else TorchCheckpointIO()  # type: ignore[attr-defined]
 
     @property
+    def strategy(self) -> Strategy:
+        """The strategy, with the module and the optimizers that programs read of it."""
+        return shown(super().strategy, self)
+
+    @property
     def accelerator(self) -> Accelerator:
         """The accelerator of this trainer's devices; ``str`` returns its name."""
         return accelerator_for(self._runner.hardware.device_type)
@@ -126,6 +152,23 @@ class LightningTrainer(Trainer):
     def precision_plugin(self) -> PrecisionPlugin:
         """The precision as a plugin, for reading."""
         return precision_plugin(self.precision, self._runner.hardware.device_type)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is or was a run."""
+        return self._runner.current is not None
+
+    @property
+    def max_epochs(self) -> int | None:  # type: ignore[override]
+        """The number of epochs; -1 without a limit, and None before a run if none was given."""
+        is_chosen = self.has_begun or self.settings.max_epochs is not None
+        return super().max_epochs if is_chosen else None
+
+    @property
+    def fast_dev_run(self) -> bool | int:
+        """The batches of a run that only tries the program; True is one."""
+        number = self.settings.fast_dev_run
+        return True if number == 1 else number
 
     @property
     def num_sanity_val_steps(self) -> int | float:
@@ -172,7 +215,10 @@ class LightningTrainer(Trainer):
         runner = self._runner
         if runner.is_running or runner.current is not self._assigned_after:
             self._assigned_after, self._assigned_state = runner.current, {}
-        fields = {**vars(super().state), **self._assigned_state}
+        fields = vars(super().state).copy()
+        if fields["status"] == "running" and fields["stage"] is None:  # in setup and teardown
+            fields["stage"] = "train" if fields["fn"] == "fit" else fields["fn"]
+        fields.update(self._assigned_state)
         kinds = {"status": TrainerStatus, "fn": TrainerFn, "stage": RunningStage}
         return AssignableState(self._assigned_state, {n: None if v is None else kinds[n](v) for n, v in fields.items()})
 

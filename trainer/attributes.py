@@ -189,9 +189,9 @@ class TrainerAttributes(metaclass=_Names):
 
     @property
     def model(self) -> TrainModule | None:
-        """The module of the current or last run."""
+        """The module of the current or last run, also of one whose processes failed."""
         current = self._runner.current
-        return current.module if current is not None else None
+        return self._runner.asked_for or (current.module if current is not None else None)
 
     @property
     def lightning_module(self) -> TrainModule | None:

@@ -92,12 +92,11 @@ class Runner:
         self.origin = Origin(secrets.token_hex(16))
         self.current: Session | EndedRun | None = None
         """The current or last run."""
-        self.is_running = self.has_finished = self._has_fitted = False
-        self._has_described = False
-        """Whether the line with the processes was printed."""
+        self.is_running = self.has_finished = self._has_fitted = self._has_described = False
         self._reports = False
         """Whether this is a copy in another process, whose caller waits for a `Result`."""
         self._result: Result | None = None
+        self.asked_for: Any = None  # the module of the newest call, which may fail in processes of its own
 
     @property
     def session(self) -> Session:
@@ -140,6 +139,7 @@ class Runner:
     def execute(self, work: Work, request: Request) -> Any:
         """Do the work in this process, or in processes of its own."""
         with self._guarded(request) as checked:
+            self.asked_for = checked.module
             if self.strategy.launcher.starts_processes:
                 return self._launch(work, checked)
             with self._connected(checked) as session, numerics(self.settings):
@@ -255,7 +255,7 @@ class Runner:
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out the last run: a trainer that is sent to another process begins a new one there."""
-        return {**self.__dict__, "current": None, "_result": None}
+        return {**self.__dict__, "current": None, "_result": None, "asked_for": None}
 
     # --- in this process ---------------------------------------------------------------------------------------------
 

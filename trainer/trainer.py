@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Never
+from typing import Any, ClassVar, Never
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -54,9 +54,12 @@ class Trainer(TrainerArguments, TrainerAttributes, Checkpoints, Trials):
         trainer.callback_metrics["val_loss"]
     """
 
+    runner_kind: ClassVar[type[Runner]] = Runner
+    """What carries out the requests."""
+
     def _begin(self, settings: Settings) -> None:
         run: Run = self
-        self._runner = Runner(settings.effective(), run, self._loggers_by_name())
+        self._runner = self.runner_kind(settings.effective(), run, self._loggers_by_name())
 
     def _loggers_by_name(self) -> LoggersByName:
         """Return what makes a logger that is given by its name."""

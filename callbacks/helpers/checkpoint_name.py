@@ -28,6 +28,13 @@ class NameStyle:
     last: str = "last"
     """The name of the link to the newest checkpoint, without the extension."""
 
+    def __post_init__(self) -> None:
+        if "{" in self.last:
+            raise ConfigError(
+                f"CHECKPOINT_NAME_LAST={self.last!r} must have no fields: the link to the newest checkpoint keeps its "
+                "name; write them into filename, which the checkpoint itself has."
+            )
+
     @property
     def link(self) -> str:
         """The name of the link to the newest checkpoint."""

@@ -43,6 +43,7 @@ class FolderLock:
     def __init__(self) -> None:
         self._path = Path()
         self._descriptor = -1
+        self._has_made_folder = False
         self._in_store: StoreLock | None = None
         self._own: dict[str, Any] = {}
 
@@ -79,6 +80,7 @@ class FolderLock:
         if not hasattr(os, "O_DIRECTORY"):  # Windows: no folder can be opened, and no such lock is there
             return
         try:
+            self._has_made_folder = not folder.exists()
             while True:
                 folder.mkdir(parents=True, exist_ok=True)
                 with contextlib.suppress(FileNotFoundError), _alone(folder):  # removed by the run that held it
@@ -99,7 +101,7 @@ class FolderLock:
             self.release()
 
     def release(self) -> None:
-        """Release the lock, and remove its file, and the folder if nothing was saved into it."""
+        """Release the lock, and remove its file, and a folder that it has made and nothing was saved into."""
         if self._in_store is not None:
             lock, self._in_store = self._in_store, None
             lock.release()
@@ -107,7 +109,8 @@ class FolderLock:
             with contextlib.suppress(OSError), _alone(self._path.parent):
                 if os.path.samestat(os.fstat(self._descriptor), self._path.stat()):  # no other round has taken it over
                     self._path.unlink()
-                self._path.parent.rmdir()
+                if self._has_made_folder:
+                    self._path.parent.rmdir()
             descriptor, self._descriptor = self._descriptor, -1
             with contextlib.suppress(OSError):  # the descriptor is released anyway
                 os.close(descriptor)

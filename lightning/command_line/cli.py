@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from ...callbacks.dispatch import overrides
 from ...common.errors import RunError
-from ...trainer.data.seed import seed_everything
 from ...trainer.module.train_module import TrainModule
 from ...trainer.trainer import Trainer
 from ..checkpoint_files import load_checkpoint
+from ..extras.machine import seed_everything
 from ..module import LightningDataModule, LightningModule
 from ..names import VERSION
 from ..stand_in import stand_in
@@ -40,7 +40,7 @@ class LightningCLI:
         save_config_kwargs: its arguments.
         trainer_class: the trainer's class, or a function that returns a trainer.
         trainer_defaults: other defaults for the trainer, and callbacks that are always there.
-        seed_everything_default: the seed; True chooses 0, as `seed_everything()` does, False sets none.
+        seed_everything_default: the seed; True chooses that of an earlier `seed_everything`, or 0; False sets none.
         parser_kwargs: the parser's arguments; under the name of a subcommand, those of its parser.
         parser_class: the class of the parsers.
         subclass_mode_model: let the config choose a subclass of `model_class`.
@@ -282,7 +282,7 @@ class LightningCLI:
         seed = self._get(self.config, "seed_everything")
         if seed is False or seed is None:
             return
-        chosen = seed_everything(None if seed is True else seed)
+        chosen = seed_everything(None if seed is True else seed, workers=True)
         (self.config if self.subcommand is None else self.config[self.subcommand])["seed_everything"] = chosen
 
     def _run(self, subcommand: str) -> None:

@@ -25,6 +25,7 @@ from ...trainer.trainer import Trainer
 from ..extras.plugins import ClusterEnvironment, LayerSync, PrecisionPlugin
 from ..parts import CheckpointIO
 from ..trainer import LightningTrainer
+from .of_echelon import let_short_names_mean_lightnings
 from .types import LRSchedulerTypeTuple
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ class LightningArgumentParser(ArgumentParser):  # type: ignore[misc]  # without 
         from jsonargparse import register_unresolvable_import_paths
 
         register_unresolvable_import_paths(torch)
+        let_short_names_mean_lightnings()
         annotate_trainer()
         super().__init__(*args, description=description, env_prefix=env_prefix, default_env=default_env, **kwargs)
         self.callback_keys: list[str] = []
@@ -216,5 +218,5 @@ def _readable(hint: object) -> object:
         return hint
     parts = [part for part in get_args(hint) if part is not Path]  # a string is a path as well
     if Logger in parts:
-        return Union[None, bool, list[_LOGGERS], _LOGGERS, str]  # type: ignore[valid-type]  # noqa: UP007
+        return Union[None, bool, _LOGGERS, list[_LOGGERS], str]  # type: ignore[valid-type]  # noqa: UP007
     return Union[tuple(sorted(parts, key=lambda part: part is str))]  # noqa: UP007 - made at run time

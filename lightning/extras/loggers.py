@@ -17,6 +17,8 @@ from ...trainer.loggers import MLFlowLogger as MLFlowLoggerOfEchelon
 from ...trainer.loggers import TensorBoardLogger as TensorBoardLoggerOfEchelon
 from ...trainer.loggers import WandbLogger as WandbLoggerOfEchelon
 from ...trainer.loggers.base import FolderLogger
+from ...trainer.loggers.wandb import default_project
+from .followed_folder import follow
 from .utilities import known_as
 
 NAME: Final = "lightning_logs"
@@ -107,6 +109,10 @@ class _WithHparamsFile(_Named, FolderLogger):
 
     NAME_HPARAMS_FILE: ClassVar[str] = "hparams.yaml"
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._folder = follow(self, self._folder)
+
     def _write_hparams(self) -> None:
         name = self.NAME_HPARAMS_FILE
         is_known = self._hparams or name in self._texts or (self._folder.path / name).exists()
@@ -186,7 +192,7 @@ class LightningWandbLogger(_Named, WandbLoggerOfEchelon):
         if anonymous:
             kwargs["anonymous"] = "allow"
         if project is None and experiment is None:
-            project = _project()
+            project = default_project(NAME)
         super().__init__(name, save_dir, version, offline, dir, id, project=project, experiment=experiment, **kwargs)
 
 
@@ -205,14 +211,6 @@ class LightningMLFlowLogger(_Named, MLFlowLoggerOfEchelon):
         **kwargs: Any,
     ) -> None:
         super().__init__(experiment_name, run_name, tracking_uri, tags, save_dir, log_model, **kwargs)
-
-
-def _project() -> str | None:
-    try:
-        from wandb import env
-    except ImportError:  # which the logger says
-        return None
-    return str(env.get_project(NAME))
 
 
 def _tensorboard(save_dir: str | Path) -> AnyLogger:

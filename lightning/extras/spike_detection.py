@@ -106,8 +106,8 @@ class FabricSpikeDetection:
             self.last_val = value
 
     def _is_spike(self, value: float) -> bool:
-        if not math.isfinite(value):
-            return self.finite_only
+        if self.finite_only and not math.isfinite(value):
+            return True
         change = value - self.last_val
         if not self._losses or (change <= 0 if self.mode == "min" else change >= 0):
             return False

@@ -113,10 +113,15 @@ def is_at_least(flag: str) -> bool:
 Kind = TypeVar("Kind", bound=type)
 
 
+KNOWN_AS: Final[list[type]] = []
+"""The classes that programs know by the name of the one that they derive from."""
+
+
 def known_as(name: str) -> Callable[[Kind], Kind]:
     """Decorate a class so that programs know it by this name, as they compare and print the names of classes."""
 
     def rename(kind: Kind) -> Kind:
+        KNOWN_AS.append(kind)
         kind.__name__ = kind.__qualname__ = name
         setattr(sys.modules[kind.__module__], name, kind)  # where pickle looks for it
         return kind

@@ -64,13 +64,14 @@ class PlacedLocalSGD(PlacedReplica):
     def _plan_step(self) -> None:
         self._replica.averages_gradients = any(average.is_warming_up for average in self._averages.values())
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], object] | None = None) -> None:
+    def step(self, optimizer: Optimizer, closure: Callable[[], object] | None = None) -> object:
         """Step the optimizer, and average its parameters if that is due."""
-        super().step(optimizer, closure)
+        loss = super().step(optimizer, closure)
         if optimizer in self._averages:
             self._has_diverged |= not self._replica.averages_gradients
             self._averages[optimizer].end_step()
             self._plan_step()
+        return loss
 
     def sync_replicas(self, *, only_compares: bool = False, with_buffers: bool = False) -> ReplicaDifference | None:
         """Average the replicas and optimizer states, and copy rank 0's buffers. Collective: every rank calls it."""

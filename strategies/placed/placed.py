@@ -159,12 +159,12 @@ class Placed:
             return nn.utils.clip_grad_norm_(parameters, limit)
         return nn.utils.clip_grad_value_(parameters, limit)
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
-        """Step the optimizer unless its gradients overflowed."""
-        if self.precision.uses_scaler:
-            self.scaling.step(optimizer)
-        else:
-            optimizer.step(closure)
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> object:
+        """Step the optimizer unless its gradients overflowed; return the loss of a closure that it evaluates itself."""
+        if not self.precision.uses_scaler:
+            return optimizer.step(closure)
+        self.scaling.step(optimizer)
+        return None
 
     def end_step(self) -> bool:
         """Update the loss scale after all optimizers have stepped; return False if an update was skipped."""

@@ -241,16 +241,16 @@ class PlacedShards(Placed):
         """Return how many ranks hold each parameter beside those of its mesh; None for none."""
         return None
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], object] | None = None) -> None:
+    def step(self, optimizer: Optimizer, closure: Callable[[], object] | None = None) -> object:
         # a closure computes the gradients of DTensors, and torch's scaler reads them
         if id(optimizer) in self._plain_only:
             self.unscale(optimizer)
             with on_shards(optimizer):
-                super().step(optimizer, closure)
-        elif self.precision.uses_scaler or closure is not None:
-            super().step(optimizer, closure)
-        else:
-            step_on_shards(optimizer, optimizer.step)
+                return super().step(optimizer, closure)
+        if self.precision.uses_scaler or closure is not None:
+            return super().step(optimizer, closure)
+        step_on_shards(optimizer, optimizer.step)
+        return None
 
     # --- state -------------------------------------------------------------------------------------------------------
 

@@ -37,24 +37,24 @@ class OptimizerSteps:
         self._update: Callable[..., object] = step_of(optimizer) if is_plain else self._step_placed
         self._casts = placed.precision.autocast_dtype is not None
 
-    def __call__(self, closure: Callable[[], object] | None = None) -> None:
-        """Update the parameters; a closure, which computes loss and gradients, is called first."""
+    def __call__(self, closure: Callable[[], object] | None = None) -> object:
+        """Update the parameters, and return the closure's loss; it computes gradients as well, and is called first."""
         optimizer, gradients = self._optimizer, self._gradients
         if self._evaluates:
-            self._update(self._evaluating(closure))
+            loss = self._update(self._evaluating(closure))
         else:
-            if closure is not None:
-                closure()
+            loss = None if closure is None else closure()
             gradients.check_ready(optimizer, "step()")
             gradients.correct(optimizer)
             self._update()
         gradients.note_step(optimizer)
         if self._casts:
             torch.clear_autocast_cache()  # it holds the half-precision weights from before the update
+        return loss
 
-    def _step_placed(self, closure: Callable[[], object] | None = None) -> None:
+    def _step_placed(self, closure: Callable[[], object] | None = None) -> object:
         self._placed.unscale(self._optimizer)
-        self._placed.step(self._optimizer, closure)
+        return self._placed.step(self._optimizer, closure)
 
     def _evaluating(self, closure: Callable[[], object] | None) -> Callable[[], object]:
         """Return a closure that gives every rank the mean loss of all: they must search in the same direction."""

@@ -14,6 +14,7 @@ from torch import nn
 from ...callbacks.helpers.loggers import local_folder
 from ...common.errors import ConfigError, MissingDependencyError
 from ...common.storage import StorePath, any_path
+from ...strategies.cluster.environment import ENVIRON
 from .base import is_installed, plain
 from .dummy import DummyExperiment
 from .tracker import LoggedCheckpoint, LogModel, TrackerLogger, as_os_error
@@ -26,6 +27,11 @@ _STEP: Final = "trainer/global_step"
 """The axis of all curves; W&B's own step counts the calls of ``run.log``, including the user's."""
 
 _FLUSH_INTERVAL: Final = "x_transaction_log_flush_interval"
+
+
+def default_project(default: str) -> str:
+    """Return the project of runs that are given none, as W&B reads it."""
+    return ENVIRON.get("WANDB_PROJECT", default)
 
 
 class WandbLogger(TrackerLogger):
@@ -87,10 +93,8 @@ class WandbLogger(TrackerLogger):
                 "offline mode; drop one of the two."
             )
         super().__init__(version or id or (experiment.id if experiment is not None else None), prefix, log_model)
-        from wandb import env
-
         self._folder = local_folder(any_path("save_dir", save_dir if dir is None else dir)).absolute()
-        self._project = project or (experiment.project if experiment is not None else env.get_project("echelon_logs"))
+        self._project = project or (experiment.project if experiment is not None else default_project("echelon_logs"))
         self._init = {"name": name, "resume": "allow", **({"mode": "offline"} if offline else {}), **kwargs}
         self._checkpoint_name = checkpoint_name
         self._add_file_policy: Literal["mutable", "immutable"] = add_file_policy
@@ -154,7 +158,8 @@ class WandbLogger(TrackerLogger):
         options = {"dir": str(self._folder), "project": self._project, "id": self._run_id, **self._init}
         if not is_first:
             options["reinit"] = "create_new"
-        if "settings" not in options and _FLUSH_INTERVAL in wandb.Settings.model_fields:
+        known = getattr(getattr(wandb, "Settings", None), "model_fields", ())
+        if "settings" not in options and _FLUSH_INTERVAL in known:
             # by default, the file of a killed run lacks its last 15 seconds
             options["settings"] = wandb.Settings(**{_FLUSH_INTERVAL: 0.5})
         try:

@@ -56,11 +56,12 @@ def sanity_check(session: Session) -> None:
     limit = session.settings.num_sanity_val_steps
     if limit == 0 or not validates(session):
         return
-    session.hooks.call("on_sanity_check_start")
-    with isolated_rng(session.strategy.devices), session.streams.kept():
-        evaluate(session, "sanity_check", math.inf if limit == -1 else limit)
-    session.metrics.forget()
-    session.hooks.call("on_sanity_check_end")
+    with session.progress.in_stage("sanity_check"):
+        session.hooks.call("on_sanity_check_start")
+        with isolated_rng(session.strategy.devices), session.streams.kept():
+            evaluate(session, "sanity_check", math.inf if limit == -1 else limit)
+        session.metrics.forget()
+        session.hooks.call("on_sanity_check_end")
 
 
 def evaluate(session: Session, stage: EvaluationStage, limit: float = math.inf) -> Results:

@@ -70,23 +70,24 @@ class ManualCalls:
             del self._marks[_INSIDE]
 
     def step(
-        self, optimizer: Optimizer, step: Callable[[Callable[[], object] | None], None]
-    ) -> Callable[[Callable[[], Any] | None], None]:
+        self, optimizer: Optimizer, step: Callable[[Callable[[], object] | None], object]
+    ) -> Callable[[Callable[[], Any] | None], object]:
         """Return ``step`` of an optimizer as the module calls it."""
         return partial(self._step, optimizer, step) if self._is_needed else step
 
     def _step(
         self,
         optimizer: Optimizer,
-        step: Callable[[Callable[[], object] | None], None],
+        step: Callable[[Callable[[], object] | None], object],
         closure: Callable[[], object] | None,
-    ) -> None:
+    ) -> object:
         if closure is None and self._stepped_at.get(optimizer, 0) == self._num_backwards:
             self._check_gradients(optimizer)
-        step(closure)
+        loss = step(closure)
         self._stepped_at[optimizer] = self._num_backwards
         for handle in self._watched.pop(optimizer, ()):
             handle.remove()
+        return loss
 
     def _check_gradients(self, optimizer: Optimizer) -> None:
         """Refuse gradients that no ``manual_backward`` since the last step has computed, if they were not assigned."""

@@ -309,9 +309,9 @@ class Step(ABC):
             limit, algorithm = settings.gradient_clip_val, settings.gradient_clip_algorithm
             self.module.configure_gradient_clipping(optimizer, limit, algorithm)
 
-    def _managed_step(self, index: int, closure: Callable[[], object] | None) -> None:
-        """Carry out ``step`` of an optimizer that the user's module holds."""
-        optimizer = self.optimizers[index]
+    def _managed_step(self, index: int, closure: Callable[[], object] | None) -> object:
+        """Carry out ``step`` of an optimizer that the user's module holds; return its loss."""
+        optimizer, loss = self.optimizers[index], None
         if self.is_automatic and not self.is_updating:
             warnings.warn(
                 f"{type(optimizer).__name__}.step() was called with automatic_optimization=True, where "
@@ -322,16 +322,16 @@ class Step(ABC):
             closure = partial(self._evaluate, optimizer, closure)
         else:
             if closure is not None:
-                closure()
-                closure = None
+                loss, closure = closure(), None
             if not self.is_automatic or self.is_updating:
                 self._before_update(optimizer)
         with self.session.streams.common():
-            self._update_fns[index](closure)
+            updated = self._update_fns[index](closure)
         self.state.optimizer_steps[index] += 1
         if not self.is_automatic:
             self._has_stepped = True
             torch.clear_autocast_cache()  # it holds the half-precision weights from before the update
+        return loss if updated is None else updated
 
     def _evaluate(self, optimizer: Optimizer, closure: Callable[[], object]) -> object:
         """Return the loss to an optimizer that evaluates it itself, with gradients as for any update."""

@@ -1,9 +1,11 @@
-"""Arguments of a module's steps and hooks: how many a user's step takes, and whether the trainer can call it."""
+"""Arguments of a module's steps and hooks, and whether the trainer can call them; and those of an optimizer's step."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 from torch import nn
@@ -100,3 +102,17 @@ def check_called_methods(owner: object, base: type) -> None:
                 f"{type(owner).__name__}.{name} must take ({', '.join(names)}), got "
                 f"{name}({', '.join(signature.parameters)}); define {name}({', '.join(['self', *names])})."
             ) from None
+
+
+@contextmanager
+def given_to_step(optimizer: Any, own: Mapping[str, object]) -> Iterator[None]:
+    """Give an optimizer's ``step`` these arguments in a block, whoever calls it: a strategy, or torch's scaler."""
+    replaced = vars(optimizer).get("step")  # by a scheduler, for instance
+    optimizer.step = partial(optimizer.step, **own)
+    try:
+        yield
+    finally:
+        if replaced is None:
+            del optimizer.step
+        else:
+            optimizer.step = replaced

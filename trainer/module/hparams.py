@@ -196,13 +196,19 @@ def logged_hparams(module: HyperparametersMixin, datamodule: HyperparametersMixi
     )
     for name in of_module.keys() & of_data.keys():
         value, other = of_module[name], of_data[name]
-        if value is not other and (type(value) is not type(other) or isinstance(value, Tensor) or value != other):
+        if value is not other and not _is_same(value, other):
             raise ConfigError(
                 f"The hyper-parameter {name!r} must be the same in {type(module).__name__} and "
                 f"{type(datamodule).__name__}, got {value!r:.60} and {other!r:.60}; rename one, or leave it out with "
                 f"save_hyperparameters(ignore={name!r})."
             )
     return {name: without_environment(value) for name, value in {**of_data, **of_module}.items()}
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return value.device == other.device and value.equal(other)
+    return type(value) is type(other) and bool(value == other)
 
 
 def _marked(hparams: Any) -> dict[str, object]:

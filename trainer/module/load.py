@@ -111,8 +111,9 @@ def module_from(
         decode: returns the values of the stored hyper-parameters.
     """
     module = _build(cls, state, "", hparams_file, given, decode)
-    own = bool(getattr(module, "strict_loading", True))
-    is_set = not own or "strict_loading" in vars(module)
+    chosen = getattr(module, "strict_loading", True)  # None is Lightning's word for unset
+    own = chosen is None or bool(chosen)
+    is_set = not own or vars(module).get("strict_loading") is not None
     if is_set and strict is not None and strict != own:
         raise ConfigError(
             f"strict={strict} is in conflict with {cls.__name__}.strict_loading={own}; set both to the same value."

@@ -6,6 +6,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from ...strategies.state.optimizer_state import shapes_of_others
 from ...strategies.torch_internals.autograd import is_profiling
 from ...strategies.torch_internals.optimizers import has_noted_step, list_step_hooks
 from ...strategies.torch_internals.tensors import read_version
+from .arguments import given_to_step
 
 _log = logging.getLogger(__name__)
 
@@ -147,10 +149,11 @@ class ManagedOptimizer:
     def __class__(self) -> type[Optimizer]:  # type: ignore[override]
         return type(self.optimizer)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Update the parameters; a closure, which computes loss and gradients, is called first."""
+    def step(self, closure: Callable[[], Any] | None = None, **own: Any) -> Any:
+        """Update the parameters, and return the closure's loss; the closure goes first. `own` is for the class."""
         is_added_up = bool(self._looks) and self._kept is not None and self._is_added_up(*self._kept)
-        self._step(closure)
+        with given_to_step(self.optimizer, own) if own else nullcontext():
+            loss = self._step(closure)
         if is_added_up:
             self._looks = 0
             warnings.warn(
@@ -163,6 +166,7 @@ class ManagedOptimizer:
             held = (p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None)
             one = next(held, None)
             self._kept = None if one is None else (one, weakref.ref(one.grad), read_version(one.grad))
+        return loss
 
     @staticmethod
     def _is_added_up(parameter: nn.Parameter, kept: weakref.ref[Tensor], version: int) -> bool:
