@@ -38,7 +38,7 @@ from echelon.strategies.torch_internals.fake_tensors import make_fake_mode
 from echelon.trainer.planning.layouts import RunLayout
 from echelon.trainer.planning.machine import Machine
 from echelon.trainer.planning.plan import PlannedLayout, Profiles, Recomputed, choose_micro_batch
-from echelon.trainer.planning.profiling import ProfilingStrategy, building, take_profile
+from echelon.trainer.planning.profiling import ProfilingStrategy, build_without_memory, take_profile
 from echelon.trainer.planning.step_time import speed_of
 
 LLAMA: Final = {
@@ -151,7 +151,7 @@ class Model(TrainModule):
 def plan_of(row: Row) -> PlannedLayout:
     """Return the plan of the run of a row."""
     mode = make_fake_mode()
-    with building(mode):
+    with build_without_memory(mode):
         module = Model(row.model)
     settings: dict[str, Any] = {
         "": None,

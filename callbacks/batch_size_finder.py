@@ -12,9 +12,9 @@ from torch import nn
 from ..common.console import say
 from ..common.errors import ConfigError, ModuleError, RunError
 from ..strategies import Strategy
-from ..strategies.devices.queries import synchronize
+from ..strategies.devices.queries import synchronize_device
 from ..strategies.module.out_of_memory import is_out_of_memory, let_go_of
-from ..strategies.state.schema import COUNT, NUMBER, check
+from ..strategies.state.schema import COUNT, NUMBER, check_schema
 from .callback import Callback
 from .finders.trials import new_axes, refuse_trials
 from .run import Run, Tunable
@@ -268,7 +268,7 @@ class BatchSizeFinder(Callback):
         """Cut the steps of a resumed run as in its checkpoint, before its position is loaded."""
         state = checkpoint.get("callbacks", {}).get(self.state_key)
         if self._is_fit and state:
-            check(state, _STATE, "The saved state of BatchSizeFinder")
+            check_schema(state, _STATE, "The saved state of BatchSizeFinder")
             cast(Tunable, trainer).set_micro_batch_size(state["batch_size"])
 
     def on_fit_start(self, trainer: Run, module: nn.Module) -> None:
@@ -282,7 +282,7 @@ class BatchSizeFinder(Callback):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore them."""
-        check(state_dict, _STATE, "The saved state of BatchSizeFinder")
+        check_schema(state_dict, _STATE, "The saved state of BatchSizeFinder")
         self.optimal_batch_size, self.trials = state_dict["batch_size"], [dict(one) for one in state_dict["trials"]]
 
 
@@ -301,7 +301,7 @@ class _Probe(Callback):
             self._num_samples += cast(Any, module).batch_size_of(batch)
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
-        synchronize(trainer.strategy.device)
+        synchronize_device(trainer.strategy.device)
         now = perf_counter()
         if self._began is None:
             self._began = now

@@ -85,13 +85,13 @@ class DeviceStatsMonitor(Callback):
         elapsed = now - self._read_at
         stats = {"cpu_percent": 100 * (busy - self._busy) / elapsed if elapsed > 0 else 0.0}
         self._read_at, self._busy = now, busy
-        stats.update(_memory())
+        stats.update(_read_process_memory())
         if hasattr(os, "getloadavg"):
             stats["load_1min"] = os.getloadavg()[0]
         return stats
 
 
-def _memory() -> dict[str, float]:
+def _read_process_memory() -> dict[str, float]:
     """Return the memory of this process; empty on a system that does not report it."""
     pages = Path("/proc/self/statm")
     if pages.exists():

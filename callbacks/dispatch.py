@@ -41,12 +41,12 @@ class Hooks:
         callbacks = list(callbacks)
         for name in HOOK_NAMES:
             hooks: list[Callable[..., object]] = [
-                functools.partial(_fitted(getattr(callback, name), name, callback), run, module)
+                functools.partial(_fit_hook_arguments(getattr(callback, name), name, callback), run, module)
                 for callback in callbacks
-                if overrides(callback, name, Callback)
+                if overrides_method(callback, name, Callback)
             ]
-            if hasattr(module_base, name) and overrides(module, name, module_base):
-                hooks.append(_fitted(getattr(module, name), name, module))
+            if hasattr(module_base, name) and overrides_method(module, name, module_base):
+                hooks.append(_fit_hook_arguments(getattr(module, name), name, module))
             setattr(self, name, tuple(hooks))
         self.setup = (functools.partial(_lend_log, module, callbacks), *self.setup)
         self.teardown = (*self.teardown, functools.partial(_take_log_back, module, callbacks))
@@ -60,7 +60,7 @@ class Hooks:
             hook(*args)
 
 
-def _fitted(hook: Callable[..., object], name: str, owner: object) -> Callable[..., object]:
+def _fit_hook_arguments(hook: Callable[..., object], name: str, owner: object) -> Callable[..., object]:
     """Return a hook that takes the arguments of `Callback`'s, even if the user's leaves out ``dataloader_idx``.
 
     Raises:
@@ -71,9 +71,9 @@ def _fitted(hook: Callable[..., object], name: str, owner: object) -> Callable[.
     if not isinstance(owner, Callback):
         del names[:2]  # the trainer and the module
     signature = inspect.signature(hook)
-    if _takes(signature, len(names)):
+    if _accepts_arguments(signature, len(names)):
         return hook
-    if names[-1:] == ["dataloader_idx"] and _takes(signature, len(names) - 1):
+    if names[-1:] == ["dataloader_idx"] and _accepts_arguments(signature, len(names) - 1):
         return lambda *args: hook(*args[:-1])
     kind = ConfigError if isinstance(owner, Callback) else ModuleError
     raise kind(
@@ -82,7 +82,7 @@ def _fitted(hook: Callable[..., object], name: str, owner: object) -> Callable[.
     )
 
 
-def _takes(signature: inspect.Signature, number: int) -> bool:
+def _accepts_arguments(signature: inspect.Signature, number: int) -> bool:
     """Return whether a function with this signature can be called with this number of positional arguments."""
     try:
         signature.bind(*range(number))
@@ -106,7 +106,7 @@ def _take_log_back(module: nn.Module, callbacks: Iterable[Callback], stage: str)
                 del vars(callback)[name]
 
 
-def overrides(instance: object, name: str, base: type) -> bool:
+def overrides_method(instance: object, name: str, base: type) -> bool:
     """Return whether `instance` has a method `name` other than that of `base`."""
     method = getattr(instance, name, None)
     return callable(method) and getattr(method, "__func__", method) is not getattr(base, name, None)
@@ -120,7 +120,7 @@ def check_state_keys(callbacks: Iterable[Callback]) -> None:
     """
     seen: set[str] = set()
     for callback in callbacks:
-        if not overrides(callback, "state_dict", Callback):
+        if not overrides_method(callback, "state_dict", Callback):
             continue
         if callback.state_key in seen:
             raise ConfigError(

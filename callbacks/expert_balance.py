@@ -64,7 +64,7 @@ class ExpertBalance(Callback):
         for layer in self._layers.values():
             for counting in layer.counting:
                 vars(counting)[COUNTS] = torch.zeros(layer.number, dtype=torch.float64, device=trainer.strategy.device)
-                count = partial(_count, *_place_of_experts(counting))
+                count = partial(_count_chosen_experts, *_place_of_experts(counting))
                 self._hooks.append(counting.register_forward_pre_hook(count, with_kwargs=True))
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
@@ -80,7 +80,7 @@ class ExpertBalance(Callback):
                 layer.update(counts[name][0], self._rate)
             self.tokens = {name: [int(number) for number in chosen.tolist()] for name, (chosen, *_) in counts.items()}
             if is_logged and trainer.is_global_zero:
-                trainer.log_metrics(_metrics(list(counts.values())))
+                trainer.log_metrics(_balance_metrics(list(counts.values())))
         for each in own:
             each.zero_()
 
@@ -127,7 +127,7 @@ def _place_of_experts(layer: nn.Module) -> tuple[str, int]:
     return inputs[place], place
 
 
-def _count(name: str, place: int, layer: nn.Module, args: Any, kwargs: Any) -> None:
+def _count_chosen_experts(name: str, place: int, layer: nn.Module, args: Any, kwargs: Any) -> None:
     """Count the tokens of a layer's experts, unless nothing is trained with them, or backward computes them again."""
     if not torch.is_grad_enabled() or is_in_backward():
         return
@@ -136,7 +136,7 @@ def _count(name: str, place: int, layer: nn.Module, args: Any, kwargs: Any) -> N
     counts.scatter_add_(0, chosen.to(torch.int64), torch.ones_like(chosen, dtype=counts.dtype))
 
 
-def _metrics(counts: list[list[Tensor]]) -> dict[str, float]:
+def _balance_metrics(counts: list[list[Tensor]]) -> dict[str, float]:
     """Return what is logged of the tokens that have chosen, and of those that were taken."""
     chosen = [of_layer[0] for of_layer in counts]
     imbalances = torch.stack([each.max() / each.mean().clamp(min=1) for each in chosen])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..common.errors import ModuleError
-from ..strategies.state.schema import INTEGER, NUMBER, TEXT, check
+from ..strategies.state.schema import INTEGER, NUMBER, TEXT, check_schema
 from ..strategies.torch_internals.modules import BatchNorm
 from .callback import Callback
 from .run import Run
@@ -75,7 +75,7 @@ class BaseFinetuning(Callback):
         state = checkpoint.get("callbacks", {}).get(self.state_key)
         if not trainer.optimizers or not state:
             return
-        check(state, _STATE, f"The saved state of {type(self).__name__}")
+        check_schema(state, _STATE, f"The saved state of {type(self).__name__}")
         parameters = dict(module.named_parameters())
         missing = [name for name in state["trainable"] if name not in parameters]
         if missing or len(state["groups"]) != len(trainer.optimizers):
@@ -116,7 +116,7 @@ class BaseFinetuning(Callback):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore which parameters are trained."""
-        check(state_dict, _STATE, f"The saved state of {type(self).__name__}")
+        check_schema(state_dict, _STATE, f"The saved state of {type(self).__name__}")
         self._epoch, self._trainable = state_dict["epoch"], list(state_dict["trainable"])
         self._groups = [[group["params"] for group in optimizer] for optimizer in state_dict["groups"]]
 

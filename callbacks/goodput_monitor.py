@@ -31,12 +31,12 @@ from .goodput.ledger import (
     PeriodRecord,
     StartRecord,
     Status,
-    micros,
     read_ledger,
     take_over,
+    to_microseconds,
 )
-from .goodput.spans import account, clock, divide, goodput_of
-from .helpers.loggers import tell
+from .goodput.spans import account_for_time, divide_duration, format_clock, goodput_of
+from .helpers.loggers import tell_loggers
 from .run import Recoverable, Run
 
 RoundOf = Callable[[], tuple[int, Sequence[RoundEnd]]]
@@ -126,10 +126,10 @@ class GoodputMonitor(Callback):
         """Open the ledger and write the start of a round."""
         number, ends = (0, ()) if self._round_of is None else self._round_of()
         self._path, self._totals = Path(trainer.log_dir) / FILE_NAME, {}
-        self._written_at = micros(self._since + self._offset)
+        self._written_at = to_microseconds(self._since + self._offset)
         start = StartRecord(
             time=self._written_at,
-            process_start=micros(self._process_start),
+            process_start=to_microseconds(self._process_start),
             round=number,
             world_size=trainer.strategy.world_size,
             step=trainer.global_step,
@@ -192,7 +192,9 @@ class GoodputMonitor(Callback):
     def _is_long_enough(self) -> bool:
         """Return whether the time up to the last step is worth a line: snapshots in memory may be more frequent."""
         is_open = self._file is not None
-        return is_open and micros(self._since + self._offset) - self._written_at > micros(self._every_seconds / 10)
+        return is_open and to_microseconds(self._since + self._offset) - self._written_at > to_microseconds(
+            self._every_seconds / 10
+        )
 
     def on_validation_start(self, trainer: Run, module: nn.Module) -> None:
         """Begin a validation; the sanity check counts as start-up."""
@@ -231,7 +233,7 @@ class GoodputMonitor(Callback):
         self._status = "interrupted" if trainer.is_interrupted else "success"
         self._log(trainer)
         if self._file is not None:
-            tell(trainer.loggers, "log_text", "goodput", _markdown(self._totals, self._advice))
+            tell_loggers(trainer.loggers, "log_text", "goodput", _format_totals(self._totals, self._advice))
 
     def on_exception(self, trainer: Run, module: nn.Module, exception: BaseException) -> None:
         """Write the steps so far; the time of an incomplete step is lost."""
@@ -248,7 +250,7 @@ class GoodputMonitor(Callback):
     def teardown(self, trainer: Run, module: nn.Module, stage: str) -> None:
         """Write how the round ended, and close the ledger."""
         if self._file is not None:
-            self._write(EndRecord(micros(monotonic() + self._offset), self._status, self._cause))
+            self._write(EndRecord(to_microseconds(monotonic() + self._offset), self._status, self._cause))
         self._close()
 
     def __getstate__(self) -> dict[str, object]:
@@ -259,7 +261,7 @@ class GoodputMonitor(Callback):
         """Write what would shorten the steps of this round most; the table at the end shows it, too."""
         self._advice = text
         if self._file is not None:
-            self._write(AdviceRecord(micros(monotonic() + self._offset), text))
+            self._write(AdviceRecord(to_microseconds(monotonic() + self._offset), text))
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
@@ -275,9 +277,9 @@ class GoodputMonitor(Callback):
 
     def _flush(self, now: float) -> None:
         """Write the time since the last line, and the steps completed in it."""
-        end = max(self._written_at, micros(now + self._offset))
+        end = max(self._written_at, to_microseconds(now + self._offset))
         duration, self._written_at = end - self._written_at, end
-        parts: dict[str, int] = {name: max(0, micros(seconds)) for name, seconds in self._parts.items()}
+        parts: dict[str, int] = {name: max(0, to_microseconds(seconds)) for name, seconds in self._parts.items()}
         self._parts = dict.fromkeys(PARTS, 0.0)
         if self._is_starting:  # the first step counts, too: it compiles and warms up
             parts["start_up"] = max(0, duration - sum(parts.values()))
@@ -286,7 +288,7 @@ class GoodputMonitor(Callback):
         self._first = self._last
         self._write(period)
         if self._totals:
-            for category, part in divide(duration, parts).items():
+            for category, part in divide_duration(duration, parts).items():
                 self._totals[category] += part
 
     def _write(self, record: LedgerRecord) -> None:
@@ -313,7 +315,7 @@ class GoodputMonitor(Callback):
         if self._file is None:
             return
         try:
-            self._totals = self._totals or account(read_ledger(self._path)).micros
+            self._totals = self._totals or account_for_time(read_ledger(self._path)).micros
         except OSError as error:  # the ledger cannot be read: the run is over, and the file stays
             warnings.warn(f"GoodputMonitor cannot read its ledger ({error}); its figures are not logged.", stacklevel=2)
             return
@@ -322,9 +324,11 @@ class GoodputMonitor(Callback):
         trainer.log_metrics({"goodput/goodput": goodput_of(self._totals), **shares})
 
 
-def _markdown(totals: Mapping[Category, int], advice: str) -> str:
+def _format_totals(totals: Mapping[Category, int], advice: str) -> str:
     total = max(1, sum(totals.values()))
-    rows = [f"| {category} | {clock(part, tenths=True)} | {part / total:.1%} |" for category, part in totals.items()]
+    rows = [
+        f"| {category} | {format_clock(part, tenths=True)} | {part / total:.1%} |" for category, part in totals.items()
+    ]
     return "\n".join(
         [
             f"Goodput {goodput_of(totals):.1%}",

@@ -16,7 +16,7 @@ from ..strategies.pretrained.adapters import base_of, is_adapted
 from ..strategies.pretrained.find_folder import check_dtype
 from ..strategies.pretrained.save_folder import parse_size
 from ..strategies.pretrained.save_model import FolderSettings, find_model, save_model, tensors_of
-from ..strategies.state.schema import TEXT, check
+from ..strategies.state.schema import TEXT, check_schema
 from .callback import Callback
 from .run import Run
 
@@ -104,7 +104,7 @@ class HuggingFaceCheckpoint(Callback):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the folder that was written last."""
-        check(state_dict, {"last_path": TEXT}, "The saved state of HuggingFaceCheckpoint")
+        check_schema(state_dict, {"last_path": TEXT}, "The saved state of HuggingFaceCheckpoint")
         self.last_path = state_dict["last_path"]
 
     def on_fit_start(self, trainer: Run, module: nn.Module) -> None:

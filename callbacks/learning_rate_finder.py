@@ -152,11 +152,11 @@ class LearningRateFinder(Callback):
         name = tunable.find_attribute(*self._names)
         assert name is not None
         tunable.set_attribute(name, rate)
-        before = _rates(optimizer)
+        before = _initial_rates(optimizer)
         if trainer.global_step == 0:
             tunable.configure_again()
-        if _rates(optimizer) == before:  # after the first step, or in a module that does not use the attribute
-            _scale(trainer, rate / before[0] if before[0] else 1.0)
+        if _initial_rates(optimizer) == before:  # after the first step, or in a module that does not use the attribute
+            _scale_learning_rates(trainer, rate / before[0] if before[0] else 1.0)
         if trainer.is_global_zero:
             assert self.optimal_lr is not None
             tried = len(self.optimal_lr.results["lr"])
@@ -187,7 +187,7 @@ class _Sweep(Callback):
         self._total = self._num_samples = 0.0
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
-        first, *_ = rates = _rates(trainer.optimizers[0])
+        first, *_ = rates = _initial_rates(trainer.optimizers[0])
         self._ratios = [rate / first if first else 1.0 for rate in rates]
         self._set_rate(trainer.optimizers[0])
 
@@ -216,15 +216,15 @@ class _Sweep(Callback):
     def _set_rate(self, optimizer: Optimizer) -> None:
         rate = self._curve.rate(len(self._curve.results["lr"]))
         for group, ratio in zip(optimizer.param_groups, self._ratios, strict=True):
-            _set(group, "lr", rate * ratio)
+            _set_in_group(group, "lr", rate * ratio)
 
 
-def _rates(optimizer: Optimizer) -> list[float]:
+def _initial_rates(optimizer: Optimizer) -> list[float]:
     """Return the learning rate of each group, before schedulers changed it."""
     return [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
 
 
-def _set(group: dict[str, Any], name: str, value: float) -> None:
+def _set_in_group(group: dict[str, Any], name: str, value: float) -> None:
     if isinstance(group[name], Tensor):
         with torch.no_grad():
             group[name].fill_(value)  # a compiled or captured step holds this tensor
@@ -232,12 +232,12 @@ def _set(group: dict[str, Any], name: str, value: float) -> None:
         group[name] = value
 
 
-def _scale(trainer: Run, factor: float) -> None:
+def _scale_learning_rates(trainer: Run, factor: float) -> None:
     """Scale the learning rates of an optimizer, and the base rates of its schedulers."""
     for group in trainer.optimizers[0].param_groups:
         for name in ("lr", "initial_lr", "max_lr", "min_lr"):
             if name in group:
-                _set(group, name, float(group[name]) * factor)
+                _set_in_group(group, name, float(group[name]) * factor)
     for config in trainer.lr_scheduler_configs:
         if hasattr(config.scheduler, "base_lrs"):
             config.scheduler.base_lrs = [base * factor for base in config.scheduler.base_lrs]

@@ -145,15 +145,15 @@ class LearningRateMonitor(Callback):
         values: dict[str, float] = {}
         for group in groups:
             options = group.optimizer.param_groups[group.position]
-            values[group.name] = _number(options["lr"])
+            values[group.name] = _to_float(options["lr"])
             self.lrs[group.name].append(values[group.name])
             if self.log_momentum:
                 momentum = options["betas"][0] if "betas" in options else options.get("momentum", 0.0)
                 name = f"{group.name}-momentum"
-                values[name] = self.last_momentum_values[name] = _number(momentum)
+                values[name] = self.last_momentum_values[name] = _to_float(momentum)
             if self.log_weight_decay:
                 name = f"{group.name}-weight_decay"
-                values[name] = self.last_weight_decay_values[name] = _number(options.get("weight_decay", 0.0))
+                values[name] = self.last_weight_decay_values[name] = _to_float(options.get("weight_decay", 0.0))
         return values
 
     def _publish(self, values: Mapping[str, float]) -> None:
@@ -195,5 +195,5 @@ def _groups_of(trainer: Run) -> list[_Group]:
     return groups
 
 
-def _number(value: float | Tensor) -> float:
+def _to_float(value: float | Tensor) -> float:
     return value.item() if isinstance(value, Tensor) else float(value)

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from ..common.console import say
 from ..common.errors import ConfigError
-from ..common.table import boxed
+from ..common.table import render_boxed_table
 from ..strategies.devices.memory import peak_allocated
 from ..strategies.module.memory_estimate import KeptForBackward, expected_memory, held_memory
 from .callback import Callback
@@ -130,10 +130,12 @@ class MemoryReport(Callback):
 
     def _table(self, world_size: int) -> str:
         where = "measured" if world_size == 1 else f"measured, most of {world_size} ranks"
-        rows = [[kind, _size(self.measured.get(kind)), _size(self.expected.get(kind))] for kind in _KINDS[:4]]
-        rows += [[kind, _size(self.measured[kind]), "-"] for kind in _KINDS[4:] if kind in self.measured]
-        return boxed(["Memory", where, "expected"], rows, "<>>")
+        rows = [
+            [kind, _format_size(self.measured.get(kind)), _format_size(self.expected.get(kind))] for kind in _KINDS[:4]
+        ]
+        rows += [[kind, _format_size(self.measured[kind]), "-"] for kind in _KINDS[4:] if kind in self.measured]
+        return render_boxed_table(["Memory", where, "expected"], rows, "<>>")
 
 
-def _size(num_bytes: float | None) -> str:
+def _format_size(num_bytes: float | None) -> str:
     return "-" if num_bytes is None else f"{num_bytes / 1e6:.3f} MB"

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from ..common.errors import CheckpointError
 from ..common.storage import any_path, as_path, home_of
 from ..strategies import Strategy
-from ..strategies.state.schema import check
+from ..strategies.state.schema import check_schema
 from .callback import Callback
 from .helpers.checkpoint_name import EXTENSION, CheckpointName, NameStyle, free_name
 from .helpers.folder_lock import FolderLock
 from .helpers.kept_checkpoints import STATE, KeptCheckpoints, check_kept, is_own_checkpoint, is_there, own_names
-from .helpers.loggers import tell
+from .helpers.loggers import tell_loggers
 from .helpers.monitored import Mode, MonitoredMetric, chosen_mode, describe_logged
 from .helpers.save_schedule import IntervalClock, SaveSchedule
 from .on_exception_checkpoint import refuse_several
@@ -218,7 +218,7 @@ class ModelCheckpoint(Callback):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what is kept; after a launched fit, what rank 0 kept."""
-        check(state_dict, STATE, "The saved state of ModelCheckpoint")
+        check_schema(state_dict, STATE, "The saved state of ModelCheckpoint")
         if not (self.is_dirpath_given or self._is_dirpath_chosen):
             self.dirpath = state_dict["dirpath"]
         self._kept = KeptCheckpoints.loaded(state_dict["scores"], state_dict["newest"], self.FILE_EXTENSION)
@@ -379,7 +379,7 @@ class ModelCheckpoint(Callback):
         self._unconfirmed = (name, before)
         if self.save_last:
             trainer.point_to_checkpoint(self._path(self._style.link), self._path(kept.newest))
-        tell(trainer.loggers if trainer.is_global_zero else (), "after_save_checkpoint", self)
+        tell_loggers(trainer.loggers if trainer.is_global_zero else (), "after_save_checkpoint", self)
         self._remove_replaced(trainer)
         self.saved_at, self._has_saved, self._is_postponed = trainer.global_step, True, False
         if self._pause is not None:

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from ..common.console import say
 from ..common.errors import ConfigError
-from ..common.table import boxed
+from ..common.table import render_boxed_table
 from ..strategies import Precision
 from ..strategies.distributed.nested import to_device
 from ..strategies.module.memory_estimate import shared_bytes
@@ -147,9 +147,9 @@ class Summary:
     def __str__(self) -> str:
         lines = [self._table()] if self.layers else []
         facts = {
-            "trainable parameters": human(self.trainable_parameters),
-            "non-trainable parameters": human(self.total_parameters - self.trainable_parameters),
-            "parameters in total": human(self.total_parameters),
+            "trainable parameters": format_count(self.trainable_parameters),
+            "non-trainable parameters": format_count(self.total_parameters - self.trainable_parameters),
+            "parameters in total": format_count(self.total_parameters),
             "of parameters": f"{self.parameter_bytes / 1e6:.3f} MB",
         }
         if self.bytes_on_a_rank is not None:
@@ -157,7 +157,7 @@ class Summary:
         facts["modules in train mode"] = str(self.num_training)
         facts["modules in eval mode"] = str(self.num_eval)
         if self.flops is not None:
-            facts["FLOPs for one forward pass of the example input"] = human(self.flops)
+            facts["FLOPs for one forward pass of the example input"] = format_count(self.flops)
         width = max(len(value) for value in facts.values())
         lines += [f"{value:<{width}}  {fact}" for fact, value in facts.items()]
         if self.has_lazy:
@@ -170,10 +170,10 @@ class Summary:
         rows = []
         for index, layer in enumerate(self.layers):
             mode = "-" if layer.name == _OWN else "train" if layer.training else "eval"
-            count = human(layer.parameters) + ("+?" if layer.is_lazy else "")
+            count = format_count(layer.parameters) + ("+?" if layer.is_lazy else "")
             row = [str(index), layer.name, layer.type, count, mode]
-            rows.append([*row, _size(layer.in_size), _size(layer.out_size)] if has_sizes else row)
-        return boxed(head, rows, ">" + "<<" + ">" + "<" + "<<" * has_sizes)
+            rows.append([*row, _format_size(layer.in_size), _format_size(layer.out_size)] if has_sizes else row)
+        return render_boxed_table(head, rows, ">" + "<<" + ">" + "<" + "<<" * has_sizes)
 
 
 def summarize(
@@ -195,7 +195,7 @@ def summarize(
         ConfigError: unless the depth is an integer >= -1.
     """
     _check_depth(max_depth)
-    parts = _parts(module, max_depth)
+    parts = _submodules_to_depth(module, max_depth)
     parameters = list(module.parameters())
     has_lazy = any(is_lazy(parameter) for parameter in parameters)
     if example_input is None:
@@ -206,15 +206,15 @@ def summarize(
         if precision is not None:
             example_input = precision.convert_batch(example_input)
         sizes, flops = _try_forward(module, parts, example_input)
-    layers = [_layer(name, part, *sizes.get(name, (None, None))) for name, part in parts.items()]
-    own = _count(module.parameters(recurse=False))
+    layers = [_summarize_layer(name, part, *sizes.get(name, (None, None))) for name, part in parts.items()]
+    own = _count_parameters(module.parameters(recurse=False))
     if own and max_depth != 0:
         layers.append(LayerSummary(_OWN, type(module).__name__, own, False, module.training))
     modules = [part for part in module.modules() if part is not module]
     return Summary(
         layers=tuple(layers),
-        total_parameters=_count(parameters),
-        trainable_parameters=_count(parameter for parameter in parameters if parameter.requires_grad),
+        total_parameters=_count_parameters(parameters),
+        trainable_parameters=_count_parameters(parameter for parameter in parameters if parameter.requires_grad),
         parameter_bytes=round(sum(bytes_of(p) for p in parameters if not is_lazy(p))),
         num_training=sum(part.training for part in modules),
         num_eval=sum(not part.training for part in modules),
@@ -223,7 +223,7 @@ def summarize(
     )
 
 
-def human(number: int) -> str:
+def format_count(number: int) -> str:
     """Return a number with three significant digits and a unit: ``1.23 M``."""
     value = float(number)
     for unit in ("", " K", " M", " B"):
@@ -244,20 +244,20 @@ def _check_depth(max_depth: int) -> None:
         )
 
 
-def _parts(module: nn.Module, max_depth: int) -> dict[str, nn.Module]:
+def _submodules_to_depth(module: nn.Module, max_depth: int) -> dict[str, nn.Module]:
     """Return the submodules to show, by name."""
     named = ((name, part) for name, part in module.named_modules() if part is not module)
     return {name: part for name, part in named if max_depth == -1 or name.count(".") < max_depth}
 
 
-def _layer(name: str, part: nn.Module, in_size: object, out_size: object) -> LayerSummary:
+def _summarize_layer(name: str, part: nn.Module, in_size: object, out_size: object) -> LayerSummary:
     has_lazy = any(is_lazy(parameter) for parameter in part.parameters())
     return LayerSummary(
-        name, type(part).__name__, _count(part.parameters()), has_lazy, part.training, in_size, out_size
+        name, type(part).__name__, _count_parameters(part.parameters()), has_lazy, part.training, in_size, out_size
     )
 
 
-def _count(parameters: Iterable[Tensor]) -> int:
+def _count_parameters(parameters: Iterable[Tensor]) -> int:
     return sum(parameter.numel() for parameter in parameters if not is_lazy(parameter))
 
 
@@ -269,7 +269,7 @@ def _try_forward(
 
     def note(name: str) -> Any:
         def hook(part: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object], output: object) -> None:
-            sizes.setdefault(name, (_shapes([*args, *kwargs.values()]), _shapes(output)))
+            sizes.setdefault(name, (_shapes_in([*args, *kwargs.values()]), _shapes_in(output)))
 
         return hook
 
@@ -279,7 +279,7 @@ def _try_forward(
         if not isinstance(part, torch.jit.ScriptModule)  # cannot have hooks
     ]
     try:
-        with _evaluating(module) as device, counted_flops() as counter:
+        with _in_eval_mode(module) as device, counted_flops() as counter:
             example = to_device(example_input, device)
             if isinstance(example, Mapping):
                 module(**example)
@@ -302,23 +302,23 @@ def _try_forward(
 
 
 @contextmanager
-def _evaluating(module: nn.Module) -> Iterator[torch.device]:
+def _in_eval_mode(module: nn.Module) -> Iterator[torch.device]:
     """Switch to eval mode, without gradients, and leave no trace in the module."""
     with Untouched(module), torch.no_grad():
         yield next((p.device for p in module.parameters()), torch.device("cpu"))
 
 
-def _shapes(data: object) -> object:
+def _shapes_in(data: object) -> object:
     """Return the shapes of all tensors in a structure; for a single tensor, its shape."""
     if isinstance(data, Tensor) and data.dim():
         return list(data.shape)
     if isinstance(data, Mapping):
         data = list(data.values())
     if isinstance(data, list | tuple) and data:
-        shapes = [_shapes(part) for part in data]
+        shapes = [_shapes_in(part) for part in data]
         return shapes[0] if len(shapes) == 1 else shapes
     return _UNKNOWN
 
 
-def _size(size: object) -> str:
+def _format_size(size: object) -> str:
     return "-" if size is None else str(size)

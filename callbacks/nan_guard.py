@@ -54,7 +54,7 @@ class NaNGuard(Callback):
         parameters: Sequence[Tensor] = []
         if not trainer.strategy.precision.uses_scaler:
             parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        checked = _largest([*self._losses, *(p.grad for p in parameters)])
+        checked = _largest_magnitude([*self._losses, *(p.grad for p in parameters)])
         is_bad = checked is not None and not math.isfinite(checked)
         if trainer.strategy.ranks.all.all_reduce(float(is_bad), "max"):
             self._explain(trainer, module, parameters if is_bad else [])
@@ -102,7 +102,7 @@ class NaNGuard(Callback):
         )
 
 
-def _largest(tensors: Sequence[Tensor | None]) -> float | None:
+def _largest_magnitude(tensors: Sequence[Tensor | None]) -> float | None:
     """Return the largest magnitude, or NaN: one reduction per tensor, one number read from the device."""
     filled = [values for t in tensors if t is not None and (values := values_here(t)).numel()]
     if not filled:

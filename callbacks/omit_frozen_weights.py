@@ -10,7 +10,7 @@ from torch import nn
 
 from ..common.errors import ConfigError
 from ..strategies.state.omitted_weights import OMITTED, built_digests, bytes_of, left_out
-from ..strategies.state.schema import TEXT, check
+from ..strategies.state.schema import TEXT, check_schema
 from .callback import Callback
 from .run import Run
 
@@ -105,6 +105,6 @@ class OmitFrozenWeights(Callback):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore them, unless this run has its own."""
-        check(state_dict, _STATE, "The saved state of OmitFrozenWeights")
+        check_schema(state_dict, _STATE, "The saved state of OmitFrozenWeights")
         if not self._is_known:
             self._built = dict(state_dict["built"])

@@ -303,7 +303,7 @@ class ProgressDisplay(Callback):
 
     def _text(self, metrics: Mapping[str, float | str]) -> str:
         """Return the text behind the count."""
-        return ", ".join(f"{name}={_short(value)}" for name, value in metrics.items())
+        return ", ".join(f"{name}={_shorten_number(value)}" for name, value in metrics.items())
 
     def _close(self, postfix: Postfix) -> None:
         self._end_evaluation(keep=False)
@@ -323,7 +323,7 @@ def tell_beside_bar(callbacks: Iterable[object], line: str) -> None:
         _log.info("%s", line)
 
 
-def _short(value: float | str) -> str:
+def _shorten_number(value: float | str) -> str:
     """Return a number in about five characters, so that the bar barely moves."""
     if isinstance(value, int | str) or not math.isfinite(value):
         return str(value)

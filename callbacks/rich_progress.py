@@ -286,7 +286,7 @@ class RichBar:
             completed=done,
             total=total,
             count=f"{done}/{'--' if total is None else total}",
-            time=f"{_clock(elapsed)} • {_clock(remaining)}",
+            time=f"{_format_clock(elapsed)} • {_format_clock(remaining)}",
             rate=f"{rate:.2f}it/s",
             **fields,
         )
@@ -297,7 +297,7 @@ def _raise_again() -> None:
     raise  # noqa: PLE0704
 
 
-def _clock(seconds: float | None) -> str:
+def _format_clock(seconds: float | None) -> str:
     if seconds is None:
         return "-:--:--"
     minutes, rest = divmod(int(seconds), 60)

@@ -148,7 +148,7 @@ class StragglerMonitor(Callback):
         ranks = mean_steps([StepTimes(*row) for row in gathered.reshape(-1, len(times)).tolist()])
         if not self._clock.is_exact:
             ranks = split_compute(ranks)
-        metrics = series(ranks)
+        metrics = metrics_of_ranks(ranks)
         straggler = find_straggler(ranks)
         if straggler is not None:
             metrics |= {"stragglers/slowest_rank": float(straggler.rank), "stragglers/slowdown": straggler.slowdown}
@@ -174,7 +174,7 @@ class StragglerMonitor(Callback):
         )
 
 
-def series(ranks: dict[int, StepTimes]) -> dict[str, float]:
+def metrics_of_ranks(ranks: dict[int, StepTimes]) -> dict[str, float]:
     """Return the metrics to log for the mean steps: one per rank, or three if there are many ranks."""
     if len(ranks) <= _MOST_RANKS:
         return {f"time/{part}/rank_{rank}": getattr(ranks[rank], part) for part in _PARTS for rank in ranks}

@@ -10,13 +10,13 @@ from torch import nn
 
 from ..common.console import say
 from ..common.errors import ConfigError, RunError
-from ..common.storage import any_path, written
+from ..common.storage import any_path, writing_local_file
 from ..strategies import Strategy
 from ..strategies.pipeline.timeline import WindowRecorder, WindowTimeline
 from .callback import Callback
 from .figures.figure_file import need_matplotlib
 from .figures.timeline_figure import draw_timeline
-from .helpers.loggers import tell
+from .helpers.loggers import tell_loggers
 from .run import Run
 
 
@@ -124,9 +124,9 @@ class Timeline(Callback):
         path = self._path or Path(trainer.log_dir, "timeline.png")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with written(path) as file:
+            with writing_local_file(path) as file:
                 draw_timeline(window, file)
-                tell(trainer.loggers, "log_image", "timeline", [str(file)], trainer.global_step)
+                tell_loggers(trainer.loggers, "log_image", "timeline", [str(file)], trainer.global_step)
         except (OSError, RunError) as error:
             warnings.warn(f"Timeline cannot be drawn ({error}); training continues.", stacklevel=2)
             return

@@ -66,15 +66,15 @@ class Timer(Callback):
 
     def start_time(self, stage: TimedStage = "train") -> float | None:
         """Return the time at which a stage began, on the clock of ``time.monotonic``; None if it has not."""
-        return self._starts.get(_known(stage))
+        return self._starts.get(_check_stage(stage))
 
     def end_time(self, stage: TimedStage = "train") -> float | None:
         """Return the time at which a stage ended, on the same clock; None if it has not."""
-        return self._ends.get(_known(stage))
+        return self._ends.get(_check_stage(stage))
 
     def time_elapsed(self, stage: TimedStage = "train") -> float:
         """Return the seconds of a stage so far; for ``train``, including those before a resume."""
-        before = self._before if _known(stage) == "train" else 0.0
+        before = self._before if _check_stage(stage) == "train" else 0.0
         if stage not in self._starts:
             return before or self._seconds.get(stage, 0.0)
         return before + self._ends.get(stage, monotonic()) - self._starts[stage]
@@ -188,7 +188,7 @@ class Timer(Callback):
             say(f"Timer: Time limit reached. Training has lasted {elapsed} of {timedelta(seconds=self._duration)}.")
 
 
-def _known(stage: str) -> str:
+def _check_stage(stage: str) -> str:
     if stage not in _STAGES:
         raise ConfigError(f"stage must be one of {_STAGES}, got {stage!r}.{did_you_mean(str(stage), _STAGES)}")
     return stage

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..common.errors import ConfigError
 from ..strategies.servers.remote_embedding import RemoteEmbedding
-from ..strategies.state.dtensor import is_wrapper, unfit
+from ..strategies.state.dtensor import describe_if_unfit, is_wrapper
 from .callback import Callback
 from .helpers.averaged_weights import AveragedWeights, AverageMany, AverageOne, ExponentialAverage
 from .run import Run
@@ -199,8 +199,9 @@ def _check_weights(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and is_wrapper(parameter):
             raise ConfigError(
-                f"Weight averaging needs dense weights, got {name}, which is trained and {unfit(parameter)}; leave out "
-                "the callback, freeze that weight, or keep an average of the others in a callback of your own."
+                f"Weight averaging needs dense weights, got {name}, which is trained and "
+                f"{describe_if_unfit(parameter)}; leave out the callback, freeze that weight, or keep an average of "
+                "the others in a callback of your own."
             )
 
 

@@ -35,7 +35,7 @@ def say(text: str) -> None:
     if sys.stdout is None:
         return
     with outlives_output_errors():
-        text = _encodable(text, sys.stdout.encoding or "utf-8")
+        text = _make_encodable(text, sys.stdout.encoding or "utf-8")
         if "tqdm" not in sys.modules:
             print(text, flush=True)
             return
@@ -79,7 +79,7 @@ def lock_threads_only(bar: Any) -> None:
         bar.set_lock(threading.RLock())
 
 
-def _encodable(text: str, encoding: str) -> str:
+def _make_encodable(text: str, encoding: str) -> str:
     """Return the text as it is or, if needed, with ASCII boxes, as for a pipe of a Windows console."""
     try:
         text.encode(encoding)

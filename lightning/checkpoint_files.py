@@ -18,7 +18,7 @@ import torch
 from ..common.errors import CheckpointError
 from ..common.storage import AnyPath, StorePath, any_path, as_path, at_hand
 from ..strategies.state.regular_file import open_regular
-from ..strategies.state.schema import shown
+from ..strategies.state.schema import format_as_line
 from ..trainer import checkpoint
 from ..trainer.checkpoint.manifest import is_checkpoint
 from ..trainer.checkpoint.tags import ClassName, imported_class
@@ -68,7 +68,7 @@ def load_checkpoint(path: Source, map_location: object = None, weights_only: boo
     """
     if not is_own_path(path):
         return read_torch_file(path)
-    folder = checkpoint.resolve(path)
+    folder = checkpoint.resolve_checkpoint(path)
     if folder is None:
         raise CheckpointError(f"path must be a checkpoint of Echelon, got {str(path)!r}; give the path of one.")
     return as_hooks_see(checkpoint.load(folder))
@@ -109,7 +109,7 @@ def read_torch_file(source: Source, *, with_classes: bool = False, is_mapped: bo
             raise
         raise CheckpointError(
             f"{place} must be a file of torch.save with tensors and plain values, found "
-            f"{shown(str(error).partition(chr(10))[0])}; save state_dicts, not objects, in it."
+            f"{format_as_line(str(error).partition(chr(10))[0])}; save state_dicts, not objects, in it."
         ) from None
 
 
@@ -127,8 +127,8 @@ def read_checkpoint(source: Source, prefix: str = "") -> dict[str, Any]:
     if not isinstance(state, dict) or not isinstance(state.get("state_dict"), Mapping):
         found = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
         raise CheckpointError(
-            f"The file must be a checkpoint with weights under 'state_dict', found {shown(str(found))}; read it with "
-            "torch.load, and call load_state_dict."
+            f"The file must be a checkpoint with weights under 'state_dict', found {format_as_line(str(found))}; read "
+            "it with torch.load, and call load_state_dict."
         )
     if isinstance(name := state.get(f"{prefix}hparams_name"), str):  # Lightning's name of it
         state.setdefault(f"{prefix}hyper_parameters_argument", name)
@@ -167,10 +167,10 @@ def _class_names(source: Path | IO[bytes]) -> list[Any]:
         finally:
             if begin is not None:
                 source.seek(begin)  # type: ignore[union-attr]
-    return [(found, name) for name in names if (found := _imported(name)) is not None]
+    return [(found, name) for name in names if (found := _imported_name(name)) is not None]
 
 
-def _imported(path: str) -> ClassName | None:
+def _imported_name(path: str) -> ClassName | None:
     """Return the name of a class, given with dots only, if it is imported."""
     parts = path.split(".")
     places = (f"{'.'.join(parts[:count])}:{'.'.join(parts[count:])}" for count in range(len(parts) - 1, 0, -1))

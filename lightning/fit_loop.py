@@ -100,9 +100,9 @@ class FitLoop:
         """Return the counters, for reading: a trainer resumes from a checkpoint."""
         loop = self.epoch_loop
         return {
-            "epoch_progress": _plain(self.epoch_progress),
-            "epoch_loop.batch_progress": _plain(loop.batch_progress),
-            "epoch_loop.val_loop.batch_progress": _plain(loop.val_loop.batch_progress),
+            "epoch_progress": _to_dicts(self.epoch_progress),
+            "epoch_loop.batch_progress": _to_dicts(loop.batch_progress),
+            "epoch_loop.val_loop.batch_progress": _to_dicts(loop.val_loop.batch_progress),
             "epoch_loop.global_step": loop.global_step,
         }
 
@@ -111,7 +111,7 @@ class FitLoop:
         """The number of epochs, under ``current`` and ``total``."""
         counters = self._trainer.counters
         begun = counters.epoch + (not counters.is_epoch_over)
-        return _progress(begun, counters.current_epoch, begun, counters.current_epoch)
+        return _make_progress(begun, counters.current_epoch, begun, counters.current_epoch)
 
 
 class EpochLoop:
@@ -164,7 +164,9 @@ class EpochLoop:
     def batch_progress(self) -> Any:
         """The number of batches, of the epoch under ``current`` and of the run under ``total``."""
         counters = self._trainer.counters
-        return _progress(self.batch_idx + 1, counters.batches_in_epoch, self.total_batch_idx + 1, counters.batches_seen)
+        return _make_progress(
+            self.batch_idx + 1, counters.batches_in_epoch, self.total_batch_idx + 1, counters.batches_seen
+        )
 
     @property
     def val_loop(self) -> EvaluationLoop:
@@ -205,11 +207,11 @@ class EvaluationLoop:
         """The number of batches, under ``current`` and ``total``."""
         current = self._runner.current
         if current is None or current.task != self._task:
-            return _progress(0, 0, 0, 0)
+            return _make_progress(0, 0, 0, 0)
         progress = current.progress
         is_running = progress.stage not in ("train", None)
         done = progress.batch_idx + 1 if is_running else int(sum(self.max_batches))
-        return _progress(done, done, done, done)
+        return _make_progress(done, done, done, done)
 
     @property
     def _data_source(self) -> object:
@@ -244,11 +246,11 @@ class PredictionLoop(EvaluationLoop):
         return list(self._trainer.predictions or ())
 
 
-def _plain(progress: Any) -> dict[str, dict[str, int]]:
+def _to_dicts(progress: Any) -> dict[str, dict[str, int]]:
     return {name: dict(vars(counts)) for name, counts in vars(progress).items()}
 
 
-def _progress(ready: int, completed: int, total_ready: int, total_completed: int) -> object:
+def _make_progress(ready: int, completed: int, total_ready: int, total_completed: int) -> object:
     """Return counts under the names that Lightning's progress trackers have."""
 
     def counts(begun: int, done: int) -> Any:

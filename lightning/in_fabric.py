@@ -33,7 +33,7 @@ class InFabric(TrainModule):
             fabric = weakref.proxy(fabric)
         self._fabric = fabric
         # on the object, so that a step of a trainer's pays nothing
-        for name, function in (("log", _log), ("log_dict", _log_dict)):
+        for name, function in (("log", _log_value), ("log_dict", _log_dict)):
             if fabric is None:
                 vars(self).pop(name, None)
             else:
@@ -116,7 +116,7 @@ class FabricAsTrainer:
             ) from None
 
 
-def _log(fabric: object, name: str, value: object, *args: object, **options: Any) -> None:
+def _log_value(fabric: object, name: str, value: object, *args: object, **options: Any) -> None:
     _log_dict(fabric, {name: value}, *args, **options)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, MutableMapping
 from typing import Any, Final
 
 from ..common.errors import CheckpointError
-from ..trainer.checkpoint.encoding import encode
+from ..trainer.checkpoint.encoding import encode_value
 
 KEPT_OUT: Final = "kept_out"
 """The key under which a checkpoint lists the objects left out, each as the path of names that leads to it."""
@@ -26,7 +26,7 @@ def keep_out(checkpoint: dict[str, Any]) -> None:
     """
     places: list[list[object]] = []
     for name in [name for name in checkpoint if name not in _OURS]:
-        _prune(checkpoint, name, [name], places)
+        _remove_unstorable(checkpoint, name, [name], places)
     if not places:
         return
     checkpoint[KEPT_OUT] = [*checkpoint.get(KEPT_OUT, []), *places]
@@ -59,10 +59,12 @@ def give_back(checkpoint: dict[str, Any], save: Callable[[dict[str, object]], No
         )
         return
     for place in places:
-        _copy(place, known, checkpoint)
+        _copy_at_place(place, known, checkpoint)
 
 
-def _prune(holder: MutableMapping[Any, Any], name: object, place: list[Any], places: list[list[object]]) -> None:
+def _remove_unstorable(
+    holder: MutableMapping[Any, Any], name: object, place: list[Any], places: list[list[object]]
+) -> None:
     value = holder[name]
     if _is_storable(value):
         return
@@ -72,19 +74,19 @@ def _prune(holder: MutableMapping[Any, Any], name: object, place: list[Any], pla
         return
     plain = dict(value)  # also for a subclass, which the checkpoint would refuse; the module's own dict is not changed
     for key in list(plain):
-        _prune(plain, key, [*place, key], places)
+        _remove_unstorable(plain, key, [*place, key], places)
     holder[name] = plain
 
 
 def _is_storable(value: object) -> bool:
     try:
-        encode(value, "", "")
+        encode_value(value, "", "")
     except CheckpointError:
         return False
     return True
 
 
-def _copy(place: list[object], source: object, target: object) -> None:
+def _copy_at_place(place: list[object], source: object, target: object) -> None:
     """Copy the value at a place in `source` to that place in `target`, if the place exists in both."""
     *parents, last = place
     for name in parents:

@@ -37,7 +37,7 @@ class LightningModule(InFabric):
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        for name, around in (("on_save_checkpoint", _saving), ("on_load_checkpoint", _loading)):
+        for name, around in (("on_save_checkpoint", _wrap_saving), ("on_load_checkpoint", _wrap_loading)):
             hook = getattr(cls, name)
             if not hasattr(hook, "__wrapped__"):  # also a mixin's, which is not a LightningModule
                 setattr(cls, name, around(hook))
@@ -147,7 +147,7 @@ def load_from_checkpoint(
 Hook = Callable[[Any, dict[str, Any]], None]
 
 
-def _saving(hook: Hook) -> Hook:
+def _wrap_saving(hook: Hook) -> Hook:
     @wraps(hook)
     def on_save_checkpoint(self: Any, checkpoint: dict[str, object]) -> None:
         hook(self, checkpoint)
@@ -156,7 +156,7 @@ def _saving(hook: Hook) -> Hook:
     return on_save_checkpoint
 
 
-def _loading(hook: Hook) -> Hook:
+def _wrap_loading(hook: Hook) -> Hook:
     @wraps(hook)
     def on_load_checkpoint(self: Any, checkpoint: dict[str, object]) -> None:
         saved = type(self).on_save_checkpoint.__wrapped__

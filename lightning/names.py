@@ -272,7 +272,7 @@ PUBLIC_AT_ROOT: Final = frozenset(
 """Lightning's names that ``import echelon`` has, under this name or that in `RENAMED`."""
 
 
-def find(name: str, module: str = "") -> Any:
+def find_replacement(name: str, module: str = "") -> Any:
     """Return the object that replaces a Lightning name.
 
     Args:
@@ -284,47 +284,47 @@ def find(name: str, module: str = "") -> Any:
     """
     place = _IN_ONE_MODULE.get((module, name)) or _ELSEWHERE.get(name)
     if place is not None:
-        return _at(place)
+        return _object_at(place)
     for shelf in _SHELVES:
-        if name in _public(shelf):
-            return _public(shelf)[name]
+        if name in _public_names(shelf):
+            return _public_names(shelf)[name]
     if name in _OF_OTHERS:
         owner, _, attribute = _OF_OTHERS[name].partition(":")
         return getattr(importlib.import_module(owner), attribute)
     if name in ANNOTATIONS:
         return ANNOTATIONS[name]
     if name in WITHOUT_COUNTERPART:
-        return refusal(name)
+        return make_refusing_class(name)
     if name.endswith("_AVAILABLE"):
-        return _at("lightning.extras.utilities:is_available")(name)
+        return _object_at("lightning.extras.utilities:is_available")(name)
     if "_GREATER_EQUAL_" in name:
-        return _at("lightning.extras.utilities:is_at_least")(name)
-    raise AttributeError(f"{name!r} is not known.{_suggestion(name)}")
+        return _object_at("lightning.extras.utilities:is_at_least")(name)
+    raise AttributeError(f"{name!r} is not known.{_suggest_name(name)}")
 
 
 @cache  # jsonargparse asks for the same names hundreds of times, to find out where a class is
-def _suggestion(name: str) -> str:
-    return did_you_mean(name, difflib.get_close_matches(name, known(), n=1))
+def _suggest_name(name: str) -> str:
+    return did_you_mean(name, difflib.get_close_matches(name, known_names(), n=1))
 
 
 @cache
-def known() -> frozenset[str]:
+def known_names() -> frozenset[str]:
     """Return every Lightning name that is replaced or refused by name."""
-    shelves = (name for shelf in _SHELVES for name in _public(shelf))
+    shelves = (name for shelf in _SHELVES for name in _public_names(shelf))
     return frozenset({*_ELSEWHERE, *shelves, *_OF_OTHERS, *ANNOTATIONS, *WITHOUT_COUNTERPART})
 
 
 def is_known(name: str) -> bool:
     """Return whether a name is replaced, or is refused by name."""
-    return name in known()
+    return name in known_names()
 
 
 def has_counterpart(name: str) -> bool:
     """Return whether a name has a replacement that works."""
-    return name in known() and name not in WITHOUT_COUNTERPART
+    return name in known_names() and name not in WITHOUT_COUNTERPART
 
 
-def refusal(name: str) -> type:
+def make_refusing_class(name: str) -> type:
     """Return a class of this name that libraries may import and subclass, and that raises when it is called."""
     use = WITHOUT_COUNTERPART[name]
 
@@ -335,8 +335,8 @@ def refusal(name: str) -> type:
 
 
 @cache
-def _public(shelf: str) -> Mapping[str, object]:
-    module = _module(shelf)
+def _public_names(shelf: str) -> Mapping[str, object]:
+    module = _import_module(shelf)
     found = {name: getattr(module, name) for name in getattr(module, "__all__", vars(module))}
     return {
         name: value
@@ -349,10 +349,10 @@ def _public(shelf: str) -> Mapping[str, object]:
     }
 
 
-def _at(place: str) -> Any:
+def _object_at(place: str) -> Any:
     module, _, name = place.partition(":")
-    return getattr(_module(module), name)
+    return getattr(_import_module(module), name)
 
 
-def _module(name: str) -> ModuleType:
+def _import_module(name: str) -> ModuleType:
     return importlib.import_module(f"..{name}", __package__)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..callbacks import Callback, ModelSummary, ProgressDisplay
-from ..callbacks.dispatch import overrides
+from ..callbacks.dispatch import overrides_method
 from ..callbacks.run import Run
 from ..strategies.devices.kinds import device_type_of, is_available, num_devices
 from ..trainer.module.data_module import DataModule
@@ -319,4 +319,4 @@ def is_overridden(method: str, instance: object, parent: type | None = None) -> 
         raise ValueError(
             f"Expected a parent: give the base of {type(instance).__name__}, which is not one of Lightning's."
         )
-    return hasattr(parent, method) and overrides(instance, method, parent)
+    return hasattr(parent, method) and overrides_method(instance, method, parent)

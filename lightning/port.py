@@ -15,7 +15,7 @@ from ..common.errors import ConfigError
 from ..common.other_trainers import OF_LIGHTNING_1
 from .departures import DEPARTURES, OLD_HOOKS, RENAMED_SETTINGS, Departure
 from .imports import ELSEWHERE, Bound, is_lightning, new_name, rewrite_from, rewrite_import
-from .names import PUBLIC_AT_ROOT, WITHOUT_COUNTERPART, find, has_counterpart, is_known
+from .names import PUBLIC_AT_ROOT, WITHOUT_COUNTERPART, find_replacement, has_counterpart, is_known
 from .stand_in import MODULES
 
 Kind = Literal["departs", "no counterpart"]
@@ -42,7 +42,7 @@ class Ported:
     num_changes: int
 
 
-def port(source: str, name: str = "the program") -> Ported:
+def port_program(source: str, name: str = "the program") -> Ported:
     """Return a Lightning program with Echelon's imports and names, and notes on the differences.
 
     Args:
@@ -149,7 +149,7 @@ class _Porter(ast.NodeVisitor):
         for departure in DEPARTURES:
             if node.attr in departure.attributes:
                 self._note_departure(node, departure, node.attr)
-        root, names = _chain(node)
+        root, names = _split_chain(node)
         one = self.bound.get(root.id) if isinstance(root, ast.Name) else None
         if one is None or not one.is_module:
             self.generic_visit(node)
@@ -195,7 +195,7 @@ class _Porter(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _called(self, node: ast.Call) -> tuple[Literal["class", "method"], str]:
-        root, names = _chain(node.func)
+        root, names = _split_chain(node.func)
         last = names[-1][0] if names else root.id if isinstance(root, ast.Name) else ""
         one = self.bound.get(root.id) if isinstance(root, ast.Name) else None
         if one is not None and (one.is_module or not names):
@@ -207,7 +207,9 @@ class _Porter(ast.NodeVisitor):
     def _visit_arguments(self, node: ast.Call, name: str, keywords: dict[str, ast.keyword]) -> None:
         if not is_known(name) or not has_counterpart(name) or name not in PUBLIC_AT_ROOT:
             return
-        taken = inspect.signature(find(new_name(name) if new_name(name) in PUBLIC_AT_ROOT else name)).parameters
+        taken = inspect.signature(
+            find_replacement(new_name(name) if new_name(name) in PUBLIC_AT_ROOT else name)
+        ).parameters
         takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values()) and name != "Trainer"
         for argument, keyword in keywords.items():
             renamed = RENAMED_SETTINGS.get(f"{name}({argument})")
@@ -273,10 +275,12 @@ class _Porter(ast.NodeVisitor):
         self.notes.append(Note(node.lineno, kind, text))  # type: ignore[attr-defined]
 
     def _note_departure(self, node: ast.AST, departure: Departure, what: str) -> None:
-        self._note(node, "no counterpart" if departure.is_missing else "departs", f"{_shown(what)}: {departure.says}")
+        self._note(
+            node, "no counterpart" if departure.is_missing else "departs", f"{_format_pattern(what)}: {departure.says}"
+        )
 
     def _is_noted(self, line: int, what: str) -> bool:
-        return any(note.line == line and note.text.startswith(_shown(what)) for note in self.notes)
+        return any(note.line == line and note.text.startswith(_format_pattern(what)) for note in self.notes)
 
 
 def _is_given(argument: str, keywords: dict[str, ast.keyword], *, is_asked: bool) -> bool:
@@ -289,13 +293,13 @@ def _is_given(argument: str, keywords: dict[str, ast.keyword], *, is_asked: bool
     return is_asked or not (isinstance(value, ast.Constant) and value.value in (None, False))
 
 
-def _shown(pattern: str) -> str:
+def _format_pattern(pattern: str) -> str:
     if pattern.endswith("={})"):
         return pattern
     return f"{pattern[:-1]}=)" if pattern.endswith(")") else pattern.replace("torch_", "torch.")
 
 
-def _chain(node: ast.expr) -> tuple[ast.expr, list[tuple[str, ast.Attribute]]]:
+def _split_chain(node: ast.expr) -> tuple[ast.expr, list[tuple[str, ast.Attribute]]]:
     """Return the expression at the root of ``a.b.c``, and its attributes in order."""
     names: list[tuple[str, ast.Attribute]] = []
     while isinstance(node, ast.Attribute):

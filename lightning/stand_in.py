@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ..common.errors import RunError
 from ..strategies.launch.worker import IMPORTED_FIRST
-from .names import VERSION, exported, find
+from .names import VERSION, exported, find_replacement
 
 ROOTS: Final = ("lightning", "pytorch_lightning", "lightning_fabric")
 """Lightning's packages."""
@@ -168,7 +168,7 @@ class LightningNames(ModuleType):
             raise AttributeError(name)
         below = path.removeprefix("lightning.pytorch.").removeprefix("pytorch_lightning.")
         try:
-            return find(name, below)
+            return find_replacement(name, below)
         except AttributeError as error:
             raise AttributeError(f"{path}.{name} has no counterpart in Echelon: {error}") from None
 

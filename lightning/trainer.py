@@ -72,7 +72,7 @@ class LightningRunner(Runner):
         return super().execute(work, replace(request, task=task))
 
 
-def _stage(stage: RunningStage) -> property:
+def _stage_property(stage: RunningStage) -> property:
     def read(trainer: LightningTrainer) -> bool:
         return trainer.state.stage == stage
 
@@ -227,11 +227,11 @@ class LightningTrainer(Trainer):
         fields = {"status": value.status, "fn": value.fn, "stage": value.stage}
         self._assigned_after, self._assigned_state = self._runner.current, fields
 
-    training = _stage(RunningStage.TRAINING)
-    validating = _stage(RunningStage.VALIDATING)
-    testing = _stage(RunningStage.TESTING)
-    predicting = _stage(RunningStage.PREDICTING)
-    sanity_checking = _stage(RunningStage.SANITY_CHECKING)
+    training = _stage_property(RunningStage.TRAINING)
+    validating = _stage_property(RunningStage.VALIDATING)
+    testing = _stage_property(RunningStage.TESTING)
+    predicting = _stage_property(RunningStage.PREDICTING)
+    sanity_checking = _stage_property(RunningStage.SANITY_CHECKING)
 
     @property
     def progress_bar_callback(self) -> Any:
@@ -294,11 +294,11 @@ def _as_list(value: object) -> list[object]:
     return list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value]
 
 
-def _signature() -> inspect.Signature:
+def _make_signature() -> inspect.Signature:
     """Return the signature with named arguments, as libraries look for them."""
     own = inspect.signature(Trainer.__init__)
     only = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in ("plugins",)]
     return own.replace(parameters=[*own.parameters.values(), *only])
 
 
-LightningTrainer.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
+LightningTrainer.__init__.__signature__ = _make_signature()  # type: ignore[attr-defined]

@@ -99,7 +99,7 @@ class ElasticStrategy(ForwardingStrategy):
         last_call: timedelta = timedelta(seconds=3),
         chaos: str | Chaos | None = None,
     ) -> None:
-        super().__init__(_inner(inner))
+        super().__init__(_make_inner_strategy(inner))
         self.nodes = parse_nodes(nodes)
         RestartPolicy(max_restarts)  # raises if it is invalid
         if snapshot_every is not None and snapshot_every < 0:
@@ -154,7 +154,7 @@ def parse_nodes(nodes: int | str) -> tuple[int, int]:
     return least, most
 
 
-def _inner(inner: str | Strategy) -> Strategy:
+def _make_inner_strategy(inner: str | Strategy) -> Strategy:
     strategy = find_strategy(inner, argument="inner")()
     if not strategy.supports_restarts:
         names = ", ".join(name for name, make in STRATEGIES.items() if make().supports_restarts)

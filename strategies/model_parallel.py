@@ -17,7 +17,7 @@ from .distributed.collectives import Collectives
 from .distributed.process_group import ProcessSettings
 from .experts.find_experts import check_capacity, check_experts, find_experts
 from .module.precision import Precision
-from .parallel.equal_ranks import overrides
+from .parallel.equal_ranks import overrides_hook
 from .parallel.mesh import Degree, Degrees, check_degrees, make_mesh
 from .parallel.sharding_policy import ParallelPlan, Policy, Reshard, ShardingOptions
 from .pipeline.checks import check_module, check_number, check_pipeline, stage_table
@@ -161,15 +161,15 @@ class ParallelStrategy(ShardedStrategy):
     def validate_module(self, module: nn.Module, *, trains: bool = True) -> None:
         super().validate_module(module, trains=trains)
         is_sharded = any(is_dtensor(p) for p in module.parameters())
-        is_built = not overrides(module, "configure_model") and not is_sharded
+        is_built = not overrides_hook(module, "configure_model") and not is_sharded
         if self.degrees.pp > 1 and not is_sharded:
             check_module(module, self.stage_schedule, is_built=is_built)
-        if self.degrees.tp > 1 and is_built and not overrides(module, "configure_sharding"):
+        if self.degrees.tp > 1 and is_built and not overrides_hook(module, "configure_sharding"):
             self.find_tensor_plan(module).validate(module, self.degrees.tp)
         if self.degrees.cp > 1:
             check_capacity(module, self.degrees.cp)
         if self.ep > 1 and not is_sharded:
-            if overrides(module, "configure_sharding"):
+            if overrides_hook(module, "configure_sharding"):
                 raise ConfigError(
                     f"ep={self.ep} deals experts before parameters are sharded, but {type(module).__name__} shards "
                     "them in its own configure_sharding; remove it, or leave ep out."
@@ -196,7 +196,7 @@ class ParallelStrategy(ShardedStrategy):
         table, shapes, stages = "", dict[nn.Parameter, Sequence[int]](), ""
         if degrees.pp > 1:
             stages = stage_table(module, Schedule.of(self.schedule, degrees.pp, self.virtual_stages))
-        if degrees.tp > 1 and overrides(module, "configure_sharding"):
+        if degrees.tp > 1 and overrides_hook(module, "configure_sharding"):
             table = f"Layers are cut by {type(module).__name__}.configure_sharding."
         elif degrees.tp > 1:
             plan = self.find_tensor_plan(module)

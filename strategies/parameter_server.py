@@ -14,7 +14,7 @@ from .cluster.launchers import detect_environment
 from .ddp import ReplicaStrategy
 from .distributed.process_group import ProcessSettings
 from .module.precision import Precision
-from .parallel.equal_ranks import overrides
+from .parallel.equal_ranks import overrides_hook
 from .parallel.replica import DDPOptions
 from .placed.on_servers import PlacedOnServers, check_served
 from .servers.choices import ServerChoices
@@ -90,7 +90,7 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
                 "strategy='ps' needs automatic optimization, because its servers update the parameters, got a module "
                 "with automatic_optimization=False; use strategy='ddp', or let the trainer step the optimizers."
             )
-        if not overrides(module, "configure_model"):
+        if not overrides_hook(module, "configure_model"):
             tables = None if self.choices.serves_all else RemoteTables(module)
             check_served(module, tables, self.choices, self.num_servers)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from .cluster.environment import reconcile
+from .cluster.environment import reconcile_environment
 from .cluster.hardware import Hardware
 from .cluster.launchers import detect_environment
 from .registry import STRATEGIES, Factory, find_strategy, make
@@ -54,7 +54,7 @@ def place(
     is_open = devices == "auto"
     if chosen.uses_processes:
         num_devices = None if is_open and environment.is_external else len(hardware.devices)
-        reconciled = reconcile(environment, num_devices, None if num_nodes == 1 else num_nodes)
+        reconciled = reconcile_environment(environment, num_devices, None if num_nodes == 1 else num_nodes)
         return chosen, hardware.for_processes(reconciled)
     if is_open and not chosen.uses_many_devices:
         hardware = replace(hardware, devices=hardware.devices[:1])

@@ -19,7 +19,7 @@ from .parallel.sharding_policy import ShardingOptions, check_dimensions, check_g
 from .placed.cuts import Cuts
 from .placed.placed import Placed
 from .placed.shards import PlacedShards, Sharding
-from .pretrained.plain_builds import recording
+from .pretrained.plain_builds import recording_builds
 from .state.dtensor import is_dtensor
 from .state.sendable import check_lookups, check_sendable, check_shapes, check_shardable, check_wrapped
 from .state.shared_memory import check_unshared
@@ -104,7 +104,9 @@ class ShardedStrategy(Strategy):
 
     def init_context(self) -> AbstractContextManager[object]:
         self._deferred = DeferredInit()
-        return recording(self._deferred) if self.deferred_init and self.ranks.group is not None else nullcontext()
+        return (
+            recording_builds(self._deferred) if self.deferred_init and self.ranks.group is not None else nullcontext()
+        )
 
     def make_placed(self, module: nn.Module, *, is_manual: bool = False) -> Placed:
         if self.ranks.group is None:

@@ -144,6 +144,18 @@ def any_per_thousand(sources: Sequence[Source]) -> float:
     return 1000 * number / sum(1 for line in lines if line and not line.startswith("#"))
 
 
+def one_word_functions(sources: Iterable[Source]) -> tuple[list[str], int]:
+    """Return the functions of modules, not of classes, whose name is one word, and the number of all functions."""
+    functions = [
+        (source, node)
+        for source in sources
+        for node in source.tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    found = [f"{source.at(node)} {node.name}" for source, node in functions if "_" not in node.name.strip("_")]
+    return found, len(functions)
+
+
 def lines_by_room(sources: Iterable[Source]) -> Mapping[str, int]:
     """Return the lines of each folder of the package."""
     lines = Counter[str]()
@@ -166,6 +178,8 @@ def measures(sources: Sequence[Source]) -> dict[str, float]:
     found["lines that name CUDA or NCCL"] = len(cuda_places(sources))
     found["private names outside their rooms"] = len(private_names(sources))
     found["Any in a thousand lines"] = round(any_per_thousand(sources), 1)
+    one_word, number = one_word_functions(sources)
+    found["one-word names among module-level functions, percent"] = round(100 * len(one_word) / number, 1)
     return found
 
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import echelon
-from echelon.strategies.doctor.peers import versions
+from echelon.strategies.doctor.peers import versions_to_compare
 from echelon.trainer.cli.main import main
 
 
@@ -27,7 +27,7 @@ def test_a_checkout_that_is_not_installed_knows_its_version(monkeypatch, capsys)
         main(["--version"])
     assert caught.value.code == 0
     assert capsys.readouterr().out == f"echelon {echelon.__version__}\n"
-    assert versions()["echelon"] == echelon.__version__
+    assert versions_to_compare()["echelon"] == echelon.__version__
     with pytest.raises(SystemExit) as caught:
         main(["fit", "--help"])
     assert caught.value.code == 0

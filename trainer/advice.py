@@ -173,7 +173,7 @@ def _say_once(text: str) -> None:
     _log.info(text)
 
 
-def advise(error: BaseException) -> None:
+def add_advice(error: BaseException) -> None:
     """Add a note to an error from torch that says what to do about it."""
     text = str(error)
     if isinstance(error, StopIteration):

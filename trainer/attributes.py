@@ -43,14 +43,14 @@ _FIXED: Final = (
 
 
 def takes_no_others(method: Method) -> Method:
-    """Leave ``**others`` out of the signature of a method that takes them only to refuse them with `refuse`."""
+    """Leave ``**others`` out of the signature of a method that takes them only to refuse them with `refuse_others`."""
     signature = inspect.signature(method)
     known = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
     method.__signature__ = signature.replace(parameters=known)  # type: ignore[attr-defined]
     return method
 
 
-def refuse(method: Callable[..., object], others: Mapping[str, object]) -> None:
+def refuse_others(method: Callable[..., object], others: Mapping[str, object]) -> None:
     """Refuse arguments that a method does not have.
 
     Raises:
@@ -69,10 +69,10 @@ class _Names(ABCMeta):  # so that subclasses can be abstract
     if not TYPE_CHECKING:
 
         def __getattr__(cls, name: str) -> Any:
-            raise _lacking(f"type object {cls.__name__!r}", name)
+            raise _missing_attribute_error(f"type object {cls.__name__!r}", name)
 
 
-def _lacking(owner: str, name: str) -> AttributeError:
+def _missing_attribute_error(owner: str, name: str) -> AttributeError:
     """Return the error for an attribute that a Trainer does not have."""
     remedy = ATTRIBUTES_OF_LIGHTNING.get(name)
     hint = f", which was Lightning's; {remedy}" if remedy is not None else ""
@@ -92,7 +92,7 @@ class TrainerAttributes(metaclass=_Names):
             RunError: for a setting while a run reads it.
         """
         if name in _SETTINGS and name not in _SET_IN_RUNS:
-            _change(self._runner, name, value)
+            _change_setting(self._runner, name, value)
             return
         known = {*_SETTINGS, *_SET_IN_RUNS, "should_stop", "logger"}
         near = (
@@ -106,7 +106,7 @@ class TrainerAttributes(metaclass=_Names):
 
         def __getattr__(self, name: str) -> Any:
             """Raise an `AttributeError` that says what to use instead of one of Lightning's attributes."""
-            raise _lacking(f"{type(self).__name__!r} object", name)
+            raise _missing_attribute_error(f"{type(self).__name__!r} object", name)
 
     @property
     def settings(self) -> Settings:
@@ -351,7 +351,7 @@ class TrainerAttributes(metaclass=_Names):
         return self.settings.limit_val_batches != 0
 
 
-def _change(runner: Runner, name: str, value: Any) -> None:
+def _change_setting(runner: Runner, name: str, value: Any) -> None:
     """Change a setting for the runs that follow."""
     if name in _FIXED:
         raise ConfigError(f"trainer.{name} is fixed once the trainer is made, got {value!r:.80}; make another Trainer.")

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..callbacks import __name__ as CALLBACKS
 from ..callbacks.accumulation import GradientAccumulationScheduler
 from ..callbacks.callback import Callback
-from ..callbacks.dispatch import HOOK_NAMES, overrides
+from ..callbacks.dispatch import HOOK_NAMES, overrides_method
 from ..callbacks.helpers.loggers import refuse_incomplete
 from ..callbacks.progress_display import ProgressDisplay
 from ..callbacks.run import Logger
@@ -85,20 +85,20 @@ def check_module(module: object, datamodule: object, task: Task) -> None:
         raise ModuleError(f"{name}.__init__ must call super().__init__(), but did not; call it first.")
     _refuse_hidden_methods(module)
     _check_step(module, _STEPS[task], task)
-    if task == "fit" and overrides(module, "validation_step", TrainModule):
+    if task == "fit" and overrides_method(module, "validation_step", TrainModule):
         check_step_arguments(module, "validation_step", _STEP_ARGUMENTS)
     check_called_methods(module, TrainModule)
     if datamodule is not None:
         check_called_methods(datamodule, DataModule)
-    if task == "fit" and not overrides(module, "configure_optimizers", TrainModule):
+    if task == "fit" and not overrides_method(module, "configure_optimizers", TrainModule):
         raise ModuleError(
             "No `configure_optimizers()` method defined in "
-            f"{type(module).__name__}{_near(module, 'configure_optimizers')}; "
+            f"{type(module).__name__}{_suggest_method(module, 'configure_optimizers')}; "
             "define it to return an optimizer, such as torch.optim.Adam(self.parameters())."
         )
     _refuse_removed(module, task)
     point_out_misspelt(module, TrainModule)
-    if task == "fit" and overrides(module, "validation_step", TrainModule):
+    if task == "fit" and overrides_method(module, "validation_step", TrainModule):
         _point_out_loader(datamodule if isinstance(datamodule, DataModule) else module)
 
 
@@ -167,14 +167,14 @@ def check_stages(train: object) -> None:
 
 
 def _check_step(module: TrainModule, step: str, task: Task) -> None:
-    if overrides(module, step, TrainModule):
+    if overrides_method(module, step, TrainModule):
         check_step_arguments(module, step, _STEP_ARGUMENTS[:2] if task == "fit" else _STEP_ARGUMENTS)
         return
-    if task == "predict" and module.predict_step is not None and overrides(module, "forward", nn.Module):
+    if task == "predict" and module.predict_step is not None and overrides_method(module, "forward", nn.Module):
         return
     alternative = ", nor forward" if task == "predict" else ""
     raise ModuleError(
-        f"No `{step}()` method defined in {type(module).__name__}{alternative}{_near(module, step)}; "
+        f"No `{step}()` method defined in {type(module).__name__}{alternative}{_suggest_method(module, step)}; "
         f"define {step}(self, batch, batch_idx) to call trainer.{task}()."
     )
 
@@ -184,7 +184,7 @@ def _point_out_loader(owner: DataHooks) -> None:
     base = DataModule if isinstance(owner, DataModule) else TrainModule
     own = [name for name in _own_methods(owner, base) if name.endswith("loader")]
     near = difflib.get_close_matches("val_dataloader", own, n=1, cutoff=0.85)
-    if near and not overrides(owner, "val_dataloader", base):
+    if near and not overrides_method(owner, "val_dataloader", base):
         warnings.warn(
             f"{type(owner).__name__}.{near[0]} is not called, and without a val_dataloader nothing is validated. Did "
             "you mean 'val_dataloader'?",
@@ -192,7 +192,7 @@ def _point_out_loader(owner: DataHooks) -> None:
         )
 
 
-def _near(module: TrainModule, name: str) -> str:
+def _suggest_method(module: TrainModule, name: str) -> str:
     near = difflib.get_close_matches(name, _own_methods(module, TrainModule), n=1, cutoff=0.6)
     return f" (is {near[0]!r} meant to be it?)" if near else ""
 

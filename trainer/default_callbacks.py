@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..strategies.resilience.supervisor import Supervisor
 
 
-def supervised(strategy: Strategy, callbacks: Sequence[Callback], *, logs: bool) -> list[Callback]:
+def add_supervisors(strategy: Strategy, callbacks: Sequence[Callback], *, logs: bool) -> list[Callback]:
     """Return the callbacks of a run: the user's and, for an elastic run, those that supervise its workers.
 
     The heartbeat comes before the user's callbacks, so that their work after a step does not count as part of it. A

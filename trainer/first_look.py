@@ -13,10 +13,10 @@ from torch.utils.data import RandomSampler
 
 from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..strategies.torch_internals.modules import BatchNorm
-from .loop.schedule import num_steps, validates
+from .loop.schedule import has_validation, num_steps
 from .module.optimizers import LRSchedulerConfig
 from .session.session import Session
-from .told_lines import tell
+from .told_lines import tell_line
 
 _LENGTHS = {OneCycleLR: "total_steps", CosineAnnealingLR: "T_max", PolynomialLR: "total_iters", LinearLR: "total_iters"}
 """Schedules that are made for a whole run, and the attribute that holds their length."""
@@ -32,7 +32,7 @@ def look_at(session: Session, *, is_resumed: bool) -> None:
         *_of_savers(session),
         *_of_frozen_norms(session.module),
     ):
-        tell(session, line)
+        tell_line(session, line)
     _warn_of_half_weights(session)
     if not is_resumed and session.module.automatic_optimization:
         for config in session.schedulers:
@@ -55,7 +55,7 @@ def _of_limits(session: Session) -> Iterator[str]:
             f"accumulate_grad_batches={accumulated} is above the {data.num_batches} batches of an epoch: each epoch is "
             f"one step, on {data.num_batches} batches."
         )
-    if not validates(session):
+    if not has_validation(session):
         return
     if isinstance(interval, int) and interval == 1 and data.num_batches > 1:
         yield "val_check_interval=1 validates after each batch; 1.0 is once an epoch."
@@ -67,7 +67,7 @@ def _of_limits(session: Session) -> Iterator[str]:
 def _of_shuffled_validation(session: Session) -> Iterator[str]:
     """Yield a line about validations that are cut short, and draw other samples each time."""
     settings, data = session.settings, session.evaluation_data
-    if data is None or not validates(session) or settings.overfit_batches or settings.fast_dev_run:
+    if data is None or not has_validation(session) or settings.overfit_batches or settings.fast_dev_run:
         return
     for loader, num_batches in zip(data.loaders, data.num_batches, strict=True):
         sampler = getattr(loader, "sampler", None)

@@ -10,13 +10,13 @@ from functools import partial
 from typing import Any, Final
 
 from ..callbacks.prediction_writer import BasePredictionWriter
-from ..strategies.module.activation_checkpointing import ActivationCheckpointing, checkpointed
+from ..strategies.module.activation_checkpointing import ActivationCheckpointing, checkpointing_activations
 from ..strategies.state.omitted_weights import note_trained
 from .advice import advise_precision
 from .checkpoint.manifest import read_manifest
 from .first_look import look_at
 from .loop.eval_mode import left_in_eval_mode
-from .loop.evaluate import Results, evaluate, sanity_check
+from .loop.evaluate import Results, evaluate_stage, sanity_check
 from .loop.finite_end import warn_if_not_finite
 from .loop.schedule import is_over, start_clock, validates_in_this_epoch
 from .loop.step import Step
@@ -30,9 +30,9 @@ from .session.session import Session
 from .setup import (
     build_optimizers,
     check_interval,
-    introduce,
     load_evaluation_data,
     load_train_data,
+    log_hparams_and_graph,
     set_up_module,
     warn_if_endless,
     warn_of_late_parameters,
@@ -47,7 +47,7 @@ _SILENT: Final = 2.0
 
 def fit(session: Session, request: Request) -> None:
     """Train, from the beginning or from a checkpoint. Collective: every rank calls it."""
-    saved = _read(session, request)
+    saved = _read_saved(session, request)
     if saved is not None:
         load_position(session, saved)  # the order of the samples depends on the seed
         assert session.resumed_from is not None
@@ -60,7 +60,7 @@ def fit(session: Session, request: Request) -> None:
         _load_data(session, request, "validate", is_resumed=saved is not None)
     warn_if_endless(session)
     setting = ActivationCheckpointing.of(session.settings.activation_checkpointing)
-    with checkpointed(session.module, setting):
+    with checkpointing_activations(session.module, setting):
         set_up_module(session)
         build_optimizers(session)
         step = make_step(session)
@@ -73,7 +73,7 @@ def fit(session: Session, request: Request) -> None:
         note_trained(session.module, session.optimizers)
         # a run that asked for its last checkpoint, but was killed before there was one, starts its curves again
         asks_to_resume = request.ckpt_path is not None or session.is_restarted
-        session.strategy.ranks.all.on_first_rank(partial(introduce, session, is_resumed=asks_to_resume))
+        session.strategy.ranks.all.on_first_rank(partial(log_hparams_and_graph, session, is_resumed=asks_to_resume))
         session.streams.part(session.strategy, session.state.seed)
         if session.strategy.rank == 0:
             advise_precision(session.strategy.device, session.strategy.precision)
@@ -93,7 +93,7 @@ def fit(session: Session, request: Request) -> None:
                 load_generators(session, saved)
             is_resumed, saved = saved is not None, None  # closes its files
             with session.progress.in_stage("train"), first_step_of(session.state) if is_resumed else nullcontext():
-                _train(session, step, left_in_eval)
+                _train_unless_over(session, step, left_in_eval)
             note_trained(session.module, session.optimizers)  # some may be unfrozen by now
             _finish_saves(session)
         warn_if_not_finite(session)
@@ -101,10 +101,10 @@ def fit(session: Session, request: Request) -> None:
         tell_end(session)
 
 
-def _train(session: Session, step: Step, left_in_eval: Sequence[str]) -> None:
+def _train_unless_over(session: Session, step: Step, left_in_eval: Sequence[str]) -> None:
     """Train, if anything is left to train."""
     start_clock(session)
-    if _trains(session):
+    if _has_training_left(session):
         check_savable(session)
         train(session, step, left_in_eval=left_in_eval, after_first=partial(check_savable, session))
     elif session.resumed_from is not None and not session.is_restarted and session.strategy.rank == 0:
@@ -133,7 +133,7 @@ def run_evaluation(session: Session, request: Request) -> Results:
     load_evaluation_data(session, request.task, request.evaluation_loaders)
     assert session.evaluation_data is not None
     set_up_module(session)
-    saved = _read(session, request)
+    saved = _read_saved(session, request)
     if saved is not None:
         load_weights(session, saved)
     session.is_built = True
@@ -141,19 +141,19 @@ def run_evaluation(session: Session, request: Request) -> Results:
     if request.keeps_predictions or (writes and request.task == "predict"):
         session.predictions = Predictions([[] for _ in session.evaluation_data.loaders])
     stage: Any = request.task
-    results = evaluate(session, stage)
+    results = evaluate_stage(session, stage)
     if not request.keeps_predictions:
         session.predictions = None
     return results
 
 
-def _trains(session: Session) -> bool:
+def _has_training_left(session: Session) -> bool:
     """Return whether there is anything to train (not with ``max_epochs=0``, say). Collective: every rank calls it."""
     assert session.train_data is not None
     return session.train_data.num_batches > 0 and not is_over(session)
 
 
-def _read(session: Session, request: Request) -> dict[str, object] | None:
+def _read_saved(session: Session, request: Request) -> dict[str, object] | None:
     """Return the contents of the checkpoint, if there is one."""
     if session.resumed_from is None:
         return None
@@ -172,15 +172,15 @@ def _load_data(session: Session, request: Request, kind: LoaderKind, *, is_resum
     is_due = every > 0 and kind == "train" and loaded_in is not None and epoch - loaded_in >= every
     if is_resumed and loaded_in is not None and not is_due:
         with state.as_in_epoch(loaded_in) if every else nullcontext():
-            _load(session, request, kind)
+            _load_loaders(session, request, kind)
         return
-    _load(session, request, kind)
+    _load_loaders(session, request, kind)
     # as in Lightning, loaders used only for the sanity check are requested again at the first validation
     if kind == "train" or validates_in_this_epoch(session):
         state.loaded_in[kind] = epoch
 
 
-def _load(session: Session, request: Request, kind: LoaderKind) -> None:
+def _load_loaders(session: Session, request: Request, kind: LoaderKind) -> None:
     state = session.state
     if kind == "train":
         load_train_data(session, request.train_loaders)

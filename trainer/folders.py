@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from ..callbacks.callback import Callback
-from ..callbacks.helpers.loggers import local_folder, run_folder, tell
+from ..callbacks.helpers.loggers import local_folder, run_folder, tell_loggers
 from ..callbacks.run import Logger
 from ..common.storage import Mirror, StorePath, check_store, home_of, is_url
 from .checks import check_current_folder, check_writable
@@ -46,7 +46,7 @@ def settle_folders(
         if isinstance(store, StorePath) and not (writes and store.is_relative_to(home_of(root))):
             check_store(store, "save_dir")
     settle_callbacks(callbacks)
-    tell(loggers, "settle")
+    tell_loggers(loggers, "settle")
     return root.absolute()
 
 
@@ -65,18 +65,20 @@ def mirror_folders(session: Session) -> None:
     The first process of each node copies: the files of a ledger may be those of any rank.
     """
     if session.strategy.local_rank == 0:
-        session.held.mirrors = [_mirror(session, folder, home) for folder, home in _spooled(session).items()]
+        session.held.mirrors = [
+            _make_mirror(session, folder, home) for folder, home in _spooled_folders(session).items()
+        ]
         for mirror in session.held.mirrors:
             if session.task == "fit" and mirror.is_first:
                 mirror.fetch()
             mirror.start()
-        session.held.callback(_end, session)
+        session.held.callback(_close_mirrors, session)
 
 
-def _end(session: Session) -> None:
+def _close_mirrors(session: Session) -> None:
     """Send what is left, also of a run that found another folder taken, and so writes elsewhere than it had thought."""
     mirrored = {mirror.folder for mirror in session.held.mirrors}
-    late = [_mirror(session, *place) for place in _spooled(session).items() if place[0] not in mirrored]
+    late = [_make_mirror(session, *place) for place in _spooled_folders(session).items() if place[0] not in mirrored]
     interruption = session.interruption
     with interruption.listening(lambda: session.saves.last):
         for mirror in (*session.held.mirrors, *late):
@@ -85,11 +87,11 @@ def _end(session: Session) -> None:
         interruption.signal = interruption.received  # only now: the run ends as it asks for, after the last copies
 
 
-def _mirror(session: Session, folder: Path, home: StorePath) -> Mirror:
+def _make_mirror(session: Session, folder: Path, home: StorePath) -> Mirror:
     return Mirror(folder, home, names_only=NAMES_ONLY, is_first=session.strategy.rank == 0)
 
 
-def _spooled(session: Session) -> dict[Path, StorePath]:
+def _spooled_folders(session: Session) -> dict[Path, StorePath]:
     """Return the local folders of a run that belong to a URL, with that."""
     root = session.run.default_root_dir
     folders = [Path(session.run.log_dir), *(run_folder(logger, root) for logger in session.loggers)]

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 from torch import nn
 
-from ..callbacks.dispatch import overrides
+from ..callbacks.dispatch import overrides_method
 from ..common.errors import ConfigError
 from ..common.storage import AnyPath, any_path
 from ..strategies import Strategy
@@ -59,7 +59,7 @@ class Request:
 M = TypeVar("M")
 
 
-def unwrapped(model: M, strategy: Strategy) -> M:
+def unwrap_compiled(model: M, strategy: Strategy) -> M:
     """Return the module inside ``torch.compile(module)``, compiled in place; return anything else as it is.
 
     As with `Settings.compile`, ``forward`` is compiled, or each child if the module has no ``forward``.
@@ -75,7 +75,7 @@ def unwrapped(model: M, strategy: Strategy) -> M:
             f"model must be a plain module where strategy={strategy.name!r} starts processes, got "
             f"torch.compile({type(module).__name__}); set compile=True, or to a dict of torch.compile's arguments."
         )
-    for part in [module] if overrides(module, "forward", nn.Module) else module.children():
+    for part in [module] if overrides_method(module, "forward", nn.Module) else module.children():
         compile_calls(part, model.dynamo_ctx)  # type: ignore[attr-defined]  # with the options that it was given
     return module  # type: ignore[return-value]
 

@@ -222,11 +222,11 @@ class EndedRun:
         """Move the training state that the processes left into a folder that lives as long as this."""
         with suppress(OSError, ProcessError):  # then there is none to save
             self.folder = NodeFolder.create(left.parent.parent)
-            weakref.finalize(self, _remove, self.folder, os.getpid())
+            weakref.finalize(self, _remove_if_owner, self.folder, os.getpid())
             left.rename(self.folder.path / _LEFT)
 
 
-def _remove(folder: NodeFolder, owner: int) -> None:
+def _remove_if_owner(folder: NodeFolder, owner: int) -> None:
     """Remove the folder in the process that owns it, not in one forked from it."""
     if os.getpid() == owner:
         folder.remove()

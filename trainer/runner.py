@@ -16,7 +16,7 @@ import torch
 
 from ..callbacks.callback import Callback
 from ..callbacks.dispatch import Hooks, check_state_keys
-from ..callbacks.helpers.loggers import local_folder, tell
+from ..callbacks.helpers.loggers import local_folder, tell_loggers
 from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.run import Logger, Run, Stage
 from ..common.console import say
@@ -26,7 +26,7 @@ from ..common.storage import AnyPath
 from ..strategies import Precision, is_auto, place
 from ..strategies.launch.node_folder import NodeFolder
 from . import planning
-from .advice import advise, name_roles, show_batch
+from .advice import add_advice, name_roles, show_batch
 from .checkpoint import make_writer
 from .checkpoint.manifest import Origin
 from .checks import (
@@ -39,7 +39,7 @@ from .checks import (
 )
 from .data.loader_kinds import ending_workers
 from .data.seed import capture_rng, restore_rng
-from .default_callbacks import supervised, with_omission
+from .default_callbacks import add_supervisors, with_omission
 from .folders import settle_folders
 from .loggers import BY_NAME, LoggersByName
 from .loggers.base import continue_loggers
@@ -56,7 +56,7 @@ from .session.detailed_profilers import profiler_by_name
 from .session.interruption import Interruption
 from .session.session import Session
 from .session.settings import Settings
-from .session.torch_flags import numerics
+from .session.torch_flags import set_torch_flags
 from .session.train_state import TrainState
 from .setup import make_callbacks, make_loggers, set_up, with_module_callbacks
 
@@ -142,7 +142,7 @@ class Runner:
             self.asked_for = checked.module
             if self.strategy.launcher.starts_processes:
                 return self._launch(work, checked)
-            with self._connected(checked) as session, numerics(self.settings):
+            with self._connected(checked) as session, set_torch_flags(self.settings):
                 return work(session, checked)
 
     @contextmanager
@@ -184,7 +184,7 @@ class Runner:
             return
         trainer: Any = type(self._run)
         data = request.train_loaders, request.datamodule
-        choice = planning.choose(trainer, self.given, self.hardware, request.module, *data)
+        choice = planning.choose_layout(trainer, self.given, self.hardware, request.module, *data)
         if choice is None:
             return
         self.settings, self.strategy = choice.applied_to(self.given), choice.layout.make()
@@ -248,7 +248,7 @@ class Runner:
         """Do the work in a process of the run, with the caller's random state, and return its result."""
         restore_rng(rng)
         self._reports = True
-        with self._connected(request) as session, numerics(self.settings):
+        with self._connected(request) as session, set_torch_flags(self.settings):
             value = work(session, request)
         assert self._result is not None
         return self._result, value
@@ -280,7 +280,7 @@ class Runner:
             from ..strategies.launch.peer_failures import blame_peer
 
             self.strategy.annotate(error)
-            advise(error)
+            add_advice(error)
             name_roles(error, self.strategy, self.strategy.rank)
             planning.comment_on_memory(session, error)
             progress = session.progress
@@ -319,7 +319,7 @@ class Runner:
         is_link = names_a_link(session, request.ckpt_path)
         session.named_checkpoint = None if is_link else session.resumed_from
         if strategy.rank:
-            tell(self.loggers, "silence")
+            tell_loggers(self.loggers, "silence")
         if request.task == "fit":
             go_on(session)
         hold_and_choose(session, request.ckpt_path, is_link=is_link)
@@ -339,7 +339,7 @@ class Runner:
 
     def _callbacks_of(self, request: Request) -> list[Callback]:
         callbacks = with_omission(with_module_callbacks(self._callbacks, request.module))
-        callbacks = supervised(self.strategy, callbacks, logs=bool(self.loggers))
+        callbacks = add_supervisors(self.strategy, callbacks, logs=bool(self.loggers))
         check_state_keys(callbacks)
         return callbacks
 
@@ -391,7 +391,7 @@ class Runner:
             if session.datamodule is not None:
                 session.datamodule.teardown(session.task)
             if self.strategy.rank == 0:
-                tell(self.loggers, "finalize", status)
+                tell_loggers(self.loggers, "finalize", status)
         except BaseException as error:
             self.strategy.annotate(error)
             raise

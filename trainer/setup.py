@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..callbacks.callback import Callback
-from ..callbacks.dispatch import overrides
-from ..callbacks.helpers.loggers import outlives_disk_errors, tell
+from ..callbacks.dispatch import overrides_method
+from ..callbacks.helpers.loggers import outlives_disk_errors, tell_loggers
 from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.model_summary import ModelSummary
 from ..callbacks.progress import TQDMProgressBar
@@ -38,7 +38,7 @@ from .data.train_data import TrainData
 from .default_callbacks import omit_pretrained_base
 from .folders import mirror_folders, settle_callbacks
 from .loggers import BY_NAME, LoggersByName, default_logger
-from .loop.schedule import validates
+from .loop.schedule import has_validation
 from .metrics.gathering import gather_all_once, gather_once
 from .module.data_module import DataHooks, DataModule
 from .module.hparams import logged_hparams
@@ -54,7 +54,7 @@ from .module.train_module import TrainModule
 from .savings.advisor import TimeAdvisor
 from .session.session import Session, take_placed
 from .session.settings import Settings
-from .unplaced import forget_placed, place
+from .unplaced import forget_placed, place_weights
 
 _LOADER_HOOKS = {
     "train": "train_dataloader",
@@ -134,7 +134,7 @@ def source_of(kind: str, given: object, datamodule: DataModule | None, module: T
         return given
     hook = _LOADER_HOOKS[kind]
     for owner in (datamodule, module):
-        is_own = owner is not None and (overrides(owner, hook, DataHooks) or not callable(getattr(owner, hook)))
+        is_own = owner is not None and (overrides_method(owner, hook, DataHooks) or not callable(getattr(owner, hook)))
         loader = getattr(owner, hook) if is_own else None  # None also switches a loader off
         if loader is not None:
             return loader()
@@ -149,7 +149,7 @@ def load_train_data(session: Session, given: object) -> None:
     """
     settings = session.settings
     source = source_of("train", given, session.datamodule, session.module)
-    if source is None and overrides(session.module, "train_dataloader", DataHooks):
+    if source is None and overrides_method(session.module, "train_dataloader", DataHooks):
         raise ModuleError(
             f"{type(session.module).__name__}.train_dataloader must return a loader, got None (is `return` missing?); "
             "return a DataLoader."
@@ -162,7 +162,7 @@ def load_train_data(session: Session, given: object) -> None:
     check_loaders(source, "train_dataloaders")
     session.state.data_size = session.state.data_size or session.strategy.data_size
     pins = pins_memory(session.strategy.device)
-    cut = Cut(settings.accumulate_grad_batches, settings.global_batch_size, _ranks(session), pins_memory=pins)
+    cut = Cut(settings.accumulate_grad_batches, settings.global_batch_size, _data_ranks(session), pins_memory=pins)
     session.train_data = TrainData(
         source,
         seed=session.state.seed,
@@ -194,7 +194,7 @@ def load_evaluation_data(session: Session, kind: str, given: object) -> None:
         ModuleError: if there is none where there must be.
     """
     if session.task == "fit":
-        has_step = overrides(session.module, "validation_step", TrainModule)
+        has_step = overrides_method(session.module, "validation_step", TrainModule)
         if session.settings.limit_val_batches == 0 or not has_step:
             if given is not None and not has_step:
                 warnings.warn(
@@ -218,11 +218,11 @@ def load_evaluation_data(session: Session, kind: str, given: object) -> None:
     from .data.evaluation_data import EvaluationData
 
     session.evaluation_data = EvaluationData.of(
-        source, limit, kind, in_order=in_order, ranks=_ranks(session), seed=session.state.seed
+        source, limit, kind, in_order=in_order, ranks=_data_ranks(session), seed=session.state.seed
     )
 
 
-def _ranks(session: Session) -> DataRanks:
+def _data_ranks(session: Session) -> DataRanks:
     """Return which ranks read the data."""
     strategy = session.strategy
     return DataRanks(
@@ -243,7 +243,7 @@ def check_interval(session: Session) -> None:
     """
     data, interval = session.train_data, session.settings.val_check_interval
     assert data is not None
-    if not data.num_batches or not validates(session) or session.settings.check_val_every_n_epoch is None:
+    if not data.num_batches or not has_validation(session) or session.settings.check_val_every_n_epoch is None:
         return
     if isinstance(interval, float) and interval != 1.0 and data.num_batches == math.inf:
         raise ConfigError(
@@ -322,7 +322,7 @@ def warn_of_late_parameters(session: Session, known: set[nn.Parameter]) -> None:
         )
 
 
-def _prepares(strategy: Strategy, owner: DataHooks) -> bool:
+def _prepares_data(strategy: Strategy, owner: DataHooks) -> bool:
     return strategy.local_rank == 0 if owner.prepare_data_per_node else strategy.rank == 0
 
 
@@ -332,7 +332,7 @@ def set_up(session: Session) -> None:
     mirror_folders(session)
     forget_placed(module)
     for owner in (datamodule, module):
-        if owner is not None and _prepares(session.strategy, owner):
+        if owner is not None and _prepares_data(session.strategy, owner):
             owner.prepare_data()
     session.strategy.ranks.all.barrier()
     if datamodule is not None:
@@ -367,26 +367,26 @@ def set_up_module(session: Session) -> None:
         _compile_in_place(session.module, blocks, {} if compiled is True else dict(compiled))
     is_manual = session.task == "fit" and not session.module.automatic_optimization
     take_placed(session, session.strategy.place(session.module, is_manual=is_manual))
-    place(session.module, session.strategy)
+    place_weights(session.module, session.strategy)
 
 
 def _compile_in_place(module: nn.Module, blocks: Sequence[nn.Module], options: dict[str, object]) -> None:
     """Compile the blocks, if any, else ``forward`` if the module has one, else each child; names do not change."""
-    for part in blocks or ([module] if overrides(module, "forward", nn.Module) else module.children()):
+    for part in blocks or ([module] if overrides_method(module, "forward", nn.Module) else module.children()):
         compile_calls(part, partial(torch.compile, **options))
 
 
-def introduce(session: Session, *, is_resumed: bool) -> None:
+def log_hparams_and_graph(session: Session, *, is_resumed: bool) -> None:
     """Send the hyperparameters and the graph to the loggers, on rank 0."""
     hparams = logged_hparams(session.module, session.datamodule) if session.settings.enable_autolog_hparams else {}
     # a forward that communicates cannot be traced on one rank alone
     example = None if session.strategy.forward_is_collective else session.module.example_input_array
     if is_resumed:
-        tell(session.loggers, "resume_at", session.state.global_step)
+        tell_loggers(session.loggers, "resume_at", session.state.global_step)
     if hparams:
         for logger in session.loggers:
             with outlives_disk_errors(logger):
                 logger.log_hyperparams(hparams)
     if example is not None:
         wanting = [logger for logger in session.loggers if getattr(logger, "wants_graph", True)]
-        tell(wanting, "log_graph", session.module, example)
+        tell_loggers(wanting, "log_graph", session.module, example)

@@ -28,7 +28,7 @@ def tell_start(session: Session, request: Request) -> None:
     else:
         origin = ""
     device = strategy.device.type if num_processes else strategy.device
-    tell(session, f"Training on {device}{num_processes}{origin}.")
+    tell_line(session, f"Training on {device}{num_processes}{origin}.")
 
 
 def tell_frozen_base(session: Session) -> None:
@@ -63,7 +63,7 @@ def tell_frozen_base(session: Session) -> None:
             f"Each checkpoint holds {in_units(size)} of frozen weights beside the adapters; if the module always "
             "builds the same base, as from a folder, ModelCheckpoint(frozen='omit') leaves them out."
         )
-    tell(session, line)
+    tell_line(session, line)
 
 
 def _bytes_of(parameter: nn.Parameter) -> int:
@@ -75,7 +75,7 @@ def _bytes_of(parameter: nn.Parameter) -> int:
 
 def tell_upload(session: Session, upload: Pending) -> None:
     """Tell that training is over, and what of its last checkpoint the fit still waits for."""
-    tell(session, f"Waiting until {in_units(upload.left)} of {in_units(upload.size)} are sent to {upload.path}.")
+    tell_line(session, f"Waiting until {in_units(upload.left)} of {in_units(upload.size)} are sent to {upload.path}.")
 
 
 def tell_end(session: Session) -> None:
@@ -98,10 +98,10 @@ def tell_end(session: Session) -> None:
             parts.append(
                 f"the module has the weights of the last step ({float(now):.4g}): ckpt_path='best' tests the best"
             )
-    tell(session, "; ".join(parts))
+    tell_line(session, "; ".join(parts))
 
 
-def tell(session: Session, line: str) -> None:
+def tell_line(session: Session, line: str) -> None:
     """Print a line beside the progress bar; without a bar, only log it."""
     if not session.run.is_global_zero or session.strategy.ranks.all.is_fake:
         return

@@ -17,7 +17,7 @@ from ..common.console import say
 from ..common.errors import RunError
 from ..common.table import render_table
 from ..strategies import Strategy
-from .attributes import TrainerAttributes, refuse, takes_no_others
+from .attributes import TrainerAttributes, refuse_others, takes_no_others
 from .checkpoints import Checkpoints
 from .fit import fit, run_evaluation
 from .loggers import BY_NAME, LoggersByName
@@ -26,7 +26,7 @@ from .loop.schedule import num_steps
 from .module.data_module import DataModule
 from .module.optimizers import LRSchedulerConfig
 from .module.train_module import TrainModule
-from .request import Request, evaluation_request, unwrapped
+from .request import Request, evaluation_request, unwrap_compiled
 from .result import EndedRun
 from .resume.changed_settings import Winner
 from .resume.take_snapshot import take_snapshot
@@ -105,10 +105,10 @@ class Trainer(TrainerArguments, TrainerAttributes, Checkpoints, Trials):
             # later, or after an interruption: two epochs more
             Trainer(max_epochs=4).fit(module, train_loader, val_loader, ckpt_path="last")
         """
-        refuse(Trainer.fit, others)
+        refuse_others(Trainer.fit, others)
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
-        module = unwrapped(model, self.strategy)
+        module = unwrap_compiled(model, self.strategy)
         request = Request("fit", module, datamodule, train_dataloaders, val_dataloaders, ckpt_path, optimizer_settings)
         self._runner.execute(fit, request)
         self._ran.interruption.raise_if_requested(self._ran.saves.last)
@@ -139,7 +139,7 @@ class Trainer(TrainerArguments, TrainerAttributes, Checkpoints, Trials):
             metrics = trainer.validate(module, val_loader)
             metrics[0]["val_loss"]  # those of the first loader
         """
-        refuse(Trainer.validate, others)
+        refuse_others(Trainer.validate, others)
         return self._evaluate("validate", model, dataloaders, ckpt_path, verbose, datamodule)
 
     @takes_no_others
@@ -168,7 +168,7 @@ class Trainer(TrainerArguments, TrainerAttributes, Checkpoints, Trials):
             trainer.fit(module, train_loader, val_loader)
             trainer.test(dataloaders=test_loader, ckpt_path="best")
         """
-        refuse(Trainer.test, others)
+        refuse_others(Trainer.test, others)
         return self._evaluate("test", model, dataloaders, ckpt_path, verbose, datamodule)
 
     @takes_no_others
@@ -197,8 +197,8 @@ class Trainer(TrainerArguments, TrainerAttributes, Checkpoints, Trials):
             batches = trainer.predict(module, test_loader)
             predictions = torch.cat(batches)
         """
-        refuse(Trainer.predict, others)
-        module = unwrapped(model, self.strategy)
+        refuse_others(Trainer.predict, others)
+        module = unwrap_compiled(model, self.strategy)
         request = evaluation_request("predict", module, dataloaders, datamodule, ckpt_path, last=self._runner.current)
         self._runner.execute(run_evaluation, replace(request, keeps_predictions=return_predictions is not False))
         return list(self.predictions) if self.predictions is not None else None
@@ -206,7 +206,7 @@ class Trainer(TrainerArguments, TrainerAttributes, Checkpoints, Trials):
     def _evaluate(
         self, task: Task, model: TrainModule | None, loaders: object, ckpt_path: Any, verbose: bool, datamodule: Any
     ) -> Results:
-        module = unwrapped(model, self.strategy)
+        module = unwrap_compiled(model, self.strategy)
         request = evaluation_request(task, module, loaders, datamodule, ckpt_path, last=self._runner.current)
         results: Results = self._runner.execute(run_evaluation, request)
         if verbose and self.is_global_zero and any(results):

@@ -24,7 +24,7 @@ def load_trained(module: TrainModule, trained: Mapping[str, object]) -> str:
     anything: nothing is lost by it.
     """
     module.unplaced_weights = {}
-    note_changed(module, _changed(nn.Module.state_dict(module), trained))
+    note_changed(module, _changed_names(nn.Module.state_dict(module), trained))
     raised = ""
     try:
         if module.state_dict().keys() != trained.keys():
@@ -34,7 +34,7 @@ def load_trained(module: TrainModule, trained: Mapping[str, object]) -> str:
     except Exception as error:  # noqa: BLE001 - see above
         raised = f"{type(error).__name__}: {error}"
     own = nn.Module.state_dict(module)
-    fitting = {name: value for name, value in trained.items() if name in own and _fits(own[name], value)}
+    fitting = {name: value for name, value in trained.items() if name in own and _can_load(own[name], value)}
     module.unplaced_weights = {name: value for name, value in trained.items() if name not in fitting}
     try:
         nn.Module.load_state_dict(module, fitting, strict=False)
@@ -46,10 +46,10 @@ def load_trained(module: TrainModule, trained: Mapping[str, object]) -> str:
     untrained = [name for name in own if name in chosen and name not in trained] if module.strict_loading else []
     if not (module.unplaced_weights or untrained):
         return ""
-    return _loss(module, own, untrained, raised)
+    return _describe_loss(module, own, untrained, raised)
 
 
-def _changed(own: Mapping[str, object], trained: Mapping[str, object]) -> Iterator[str]:
+def _changed_names(own: Mapping[str, object], trained: Mapping[str, object]) -> Iterator[str]:
     """Yield the names of the weights that the run has trained, or that only it has built."""
     for name, value in trained.items():
         here: object = own.get(name)
@@ -61,19 +61,19 @@ def _is_same(here: Tensor, value: object) -> bool:
     return isinstance(value, Tensor) and here.shape == value.shape and torch.equal(here.cpu(), value.cpu())
 
 
-def _fits(own: object, trained: object) -> bool:
+def _can_load(own: object, trained: object) -> bool:
     if not isinstance(own, Tensor) or not isinstance(trained, Tensor):
         return isinstance(own, Tensor) == isinstance(trained, Tensor)
     return isinstance(own, nn.UninitializedParameter | nn.UninitializedBuffer) or own.shape == trained.shape
 
 
-def _loss(module: TrainModule, own: Mapping[str, object], untrained: list[str], raised: str) -> str:
+def _describe_loss(module: TrainModule, own: Mapping[str, object], untrained: list[str], raised: str) -> str:
     kind, parts = type(module).__name__, []
     if module.unplaced_weights:
-        described = (_described(name, value, own.get(name)) for name, value in module.unplaced_weights.items())
-        parts.append(f"has no place for {_listed(described, len(module.unplaced_weights))}")
+        described = (_describe_weight(name, value, own.get(name)) for name, value in module.unplaced_weights.items())
+        parts.append(f"has no place for {_list_first(described, len(module.unplaced_weights))}")
     if untrained:
-        parts.append(f"keeps {_listed(map(repr, untrained), len(untrained))} as they were before it")
+        parts.append(f"keeps {_list_first(map(repr, untrained), len(untrained))} as they were before it")
     where = (
         "They are in module.unplaced_weights, and trainer.save_checkpoint(path, weights_only=True) saves all that was "
         "trained. "
@@ -88,13 +88,13 @@ def _loss(module: TrainModule, own: Mapping[str, object], untrained: list[str], 
     )
 
 
-def _described(name: str, trained: object, own: object) -> str:
+def _describe_weight(name: str, trained: object, own: object) -> str:
     if isinstance(own, Tensor) and isinstance(trained, Tensor) and own.shape != trained.shape:
         return f"{name!r} ({tuple(trained.shape)} there, {tuple(own.shape)} here)"
     return repr(name)
 
 
-def _listed(names: Iterable[str], number: int) -> str:
+def _list_first(names: Iterable[str], number: int) -> str:
     first = [name for name, _ in zip(names, range(_MOST_NAMES), strict=False)]
     return f"{', '.join(first)}{f' and {number - len(first)} more' if number > len(first) else ''}"
 
@@ -109,11 +109,11 @@ def forget_placed(module: TrainModule) -> None:
     """Forget the unplaced weights that the user has made a place for since."""
     if module.unplaced_weights:
         own = nn.Module.state_dict(module)
-        rest = {name: value for name, value in module.unplaced_weights.items() if not _has(own, name, value)}
+        rest = {name: value for name, value in module.unplaced_weights.items() if not _has_place(own, name, value)}
         module.unplaced_weights = rest
 
 
-def place(module: TrainModule, strategy: Strategy) -> None:
+def place_weights(module: TrainModule, strategy: Strategy) -> None:
     """Load the unplaced weights for which this run's ``setup`` or ``configure_model`` has built layers.
 
     Collective: every rank calls it.
@@ -121,12 +121,12 @@ def place(module: TrainModule, strategy: Strategy) -> None:
     if not module.unplaced_weights:
         return
     own = nn.Module.state_dict(module)
-    found = {name: value for name, value in module.unplaced_weights.items() if _has(own, name, value)}
+    found = {name: value for name, value in module.unplaced_weights.items() if _has_place(own, name, value)}
     if found:
         strategy.load_model_state(found, strict=False)
     module.unplaced_weights = {name: value for name, value in module.unplaced_weights.items() if name not in found}
     if module.unplaced_weights and strategy.rank == 0:
-        names = _listed(map(repr, module.unplaced_weights), len(module.unplaced_weights))
+        names = _list_first(map(repr, module.unplaced_weights), len(module.unplaced_weights))
         warnings.warn(
             f"{type(module).__name__} runs without {names}, which its last fit has trained and it has no place for; "
             "they are in module.unplaced_weights.",
@@ -134,5 +134,5 @@ def place(module: TrainModule, strategy: Strategy) -> None:
         )
 
 
-def _has(own: Mapping[str, object], name: str, value: object) -> bool:
-    return name in own and _fits(own[name], value)
+def _has_place(own: Mapping[str, object], name: str, value: object) -> bool:
+    return name in own and _can_load(own[name], value)

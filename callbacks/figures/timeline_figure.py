@@ -63,7 +63,7 @@ def _draw_rows(axes: Axes, window: WindowTimeline) -> None:
         axes.annotate(
             f"idle {idle:.0%}", (end, rank), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8
         )
-        _number(axes, [span for span in own if span.doing != "transfer"], end)
+        _write_batch_numbers(axes, [span for span in own if span.doing != "transfer"], end)
     for doing in dict.fromkeys(span.doing for span in window.spans):
         axes.broken_barh([], (0, 0), facecolors=_COLOURS[doing], label=doing)
     axes.set_yticks(range(schedule.num_ranks), labels, fontsize=8)
@@ -85,7 +85,7 @@ def _draw_spans(axes: Axes, rank: int, doing: Doing, spans: Sequence[StageSpan],
     )
 
 
-def _number(axes: Axes, spans: Sequence[StageSpan], end: float) -> None:
+def _write_batch_numbers(axes: Axes, spans: Sequence[StageSpan], end: float) -> None:
     """Write the micro-batch numbers where there is room."""
     for span in spans:
         text = str(span.micro_batch)

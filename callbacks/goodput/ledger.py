@@ -50,18 +50,18 @@ class StartRecord:
 
     def to_fields(self) -> dict[str, object]:
         """Return the fields of the line."""
-        times = {"time": _seconds(self.time), "process_start": _seconds(self.process_start)}
+        times = {"time": _to_seconds(self.time), "process_start": _to_seconds(self.process_start)}
         return {"kind": "start", **asdict(self), **times}
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
         """Return the record in a line."""
         return cls(
-            time=_time(fields["time"]),
-            process_start=_time(fields["process_start"]),
-            round=_count(fields["round"]),
-            world_size=_count(fields["world_size"]),
-            step=_count(fields["step"]),
+            time=_parse_time(fields["time"]),
+            process_start=_parse_time(fields["process_start"]),
+            round=_parse_count(fields["round"]),
+            world_size=_parse_count(fields["world_size"]),
+            step=_parse_count(fields["step"]),
             is_resumed=bool(fields["is_resumed"]),
             ends=tuple(_round_end(end) for end in fields["ends"]),
         )
@@ -92,22 +92,24 @@ class PeriodRecord:
 
     def to_fields(self) -> dict[str, object]:
         """Return the fields of the line."""
-        parts = {name: _seconds(part) for name, part in self.parts.items() if part}
+        parts = {name: _to_seconds(part) for name, part in self.parts.items() if part}
         steps = {"from": self.first, "to": self.last}
         upload = {} if self.upload is None else {"upload": asdict(self.upload)}
-        times = {"time": _seconds(self.time), "seconds": _seconds(self.duration)}
+        times = {"time": _to_seconds(self.time), "seconds": _to_seconds(self.duration)}
         return {"kind": "steps", **times, **steps, **parts, **upload}
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
         """Return the record in a line."""
-        parts: dict[str, int] = {name: _time(fields[name]) for name in PARTS if name in fields}
-        first, last = _count(fields["from"]), _count(fields["to"])
+        parts: dict[str, int] = {name: _parse_time(fields[name]) for name in PARTS if name in fields}
+        first, last = _parse_count(fields["from"]), _parse_count(fields["to"])
         if last < first:
             raise ValueError(f"from={first} must not be above to={last}; skip this line.")
         found = fields.get("upload")
-        upload = None if found is None else LeftUpload(*(_count(found[name]) for name in ("step", "left", "size")))
-        return cls(_time(fields["time"]), _time(fields["seconds"]), first, last, parts, upload)
+        upload = (
+            None if found is None else LeftUpload(*(_parse_count(found[name]) for name in ("step", "left", "size")))
+        )
+        return cls(_parse_time(fields["time"]), _parse_time(fields["seconds"]), first, last, parts, upload)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +122,15 @@ class EndRecord:
 
     def to_fields(self) -> dict[str, object]:
         """Return the fields of the line."""
-        return {"kind": "end", **asdict(self), "time": _seconds(self.time)}
+        return {"kind": "end", **asdict(self), "time": _to_seconds(self.time)}
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, object]) -> Self:
         """Return the record in a line."""
         statuses: tuple[Status, ...] = get_args(Status)
-        return cls(_time(fields["time"]), statuses[statuses.index(fields["status"])], _text(fields["cause"]))
+        return cls(
+            _parse_time(fields["time"]), statuses[statuses.index(fields["status"])], _parse_text(fields["cause"])
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +142,12 @@ class AdviceRecord:
 
     def to_fields(self) -> dict[str, object]:
         """Return the fields of the line."""
-        return {"kind": "advice", "time": _seconds(self.time), "text": self.text}
+        return {"kind": "advice", "time": _to_seconds(self.time), "text": self.text}
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, object]) -> Self:
         """Return the record in a line."""
-        return cls(_time(fields["time"]), _text(fields["text"], _LONGEST_ADVICE))
+        return cls(_parse_time(fields["time"]), _parse_text(fields["text"], _LONGEST_ADVICE))
 
 
 LedgerRecord: TypeAlias = StartRecord | PeriodRecord | AdviceRecord | EndRecord
@@ -175,7 +179,7 @@ class Ledger:
     num_skipped: int = 0
 
 
-def micros(seconds: float) -> int:
+def to_microseconds(seconds: float) -> int:
     """Return whole microseconds, which a float holds exactly for times of this century."""
     return round(seconds * 1_000_000)
 
@@ -236,8 +240,8 @@ def read_ledger(path: Path) -> Ledger:
     rounds: list[LedgerRound] = []
     periods: list[PeriodRecord] = []
     num_skipped = 0
-    for line in _lines(path):
-        record = parse(line)
+    for line in _read_lines(path):
+        record = parse_record(line)
         if isinstance(record, StartRecord):
             periods = []
             rounds.append(LedgerRound(record, periods, None))
@@ -258,7 +262,7 @@ def to_line(record: LedgerRecord) -> bytes:
     return body[:-1] + _CHECKSUM + b"%08x" % zlib.crc32(body) + b'"}\n'
 
 
-def parse(line: bytes) -> LedgerRecord | None:
+def parse_record(line: bytes) -> LedgerRecord | None:
     """Return the record in a line; None unless `to_line` wrote it."""
     body, _, checksum = line.rstrip(b"\n").rpartition(_CHECKSUM)
     body += b"}"
@@ -271,7 +275,7 @@ def parse(line: bytes) -> LedgerRecord | None:
         return None
 
 
-def _lines(path: Path) -> Iterator[bytes]:
+def _read_lines(path: Path) -> Iterator[bytes]:
     with open_regular(path, _LARGEST) as file:
         while line := file.readline(_LONGEST_LINE):
             if line != b"\n":
@@ -279,29 +283,36 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _round_end(fields: Mapping[str, object]) -> RoundEnd:
-    rank, step = (None if fields[name] is None else _count(fields[name]) for name in ("rank", "step"))
+    rank, step = (None if fields[name] is None else _parse_count(fields[name]) for name in ("rank", "step"))
     kinds: tuple[EndKind, ...] = get_args(EndKind)
     kind = kinds[kinds.index(fields["kind"])]
-    return RoundEnd(_count(fields["round"]), _seconds(_time(fields["time"])), kind, _text(fields["cause"]), rank, step)
+    return RoundEnd(
+        _parse_count(fields["round"]),
+        _to_seconds(_parse_time(fields["time"])),
+        kind,
+        _parse_text(fields["cause"]),
+        rank,
+        step,
+    )
 
 
-def _seconds(time: int) -> float:
+def _to_seconds(time: int) -> float:
     return time / 1_000_000
 
 
-def _time(value: object) -> int:
+def _parse_time(value: object) -> int:
     if not isinstance(value, int | float) or not 0 <= value <= _LATEST:
         raise ValueError(f"A time must be from 0 to {_LATEST:g} seconds, got {value!r}; skip this line.")
-    return micros(value)
+    return to_microseconds(value)
 
 
-def _count(value: object) -> int:
+def _parse_count(value: object) -> int:
     if not isinstance(value, int) or not 0 <= value < 1 << 63:
         raise ValueError(f"A count must be from 0 to 2**63 - 1, got {value!r}; skip this line.")
     return value
 
 
-def _text(value: object, longest: int = _LONGEST_TEXT) -> str:
+def _parse_text(value: object, longest: int = _LONGEST_TEXT) -> str:
     """Return one printable line: text from a foreign ledger must not move the terminal's cursor."""
     if not isinstance(value, str):
         raise TypeError(f"A text must be a string, got {value!r}; skip this line.")

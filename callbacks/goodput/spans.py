@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...strategies.resilience.rounds import RoundEnd
-from .ledger import CATEGORIES, PARTS, Category, EndRecord, Ledger, LedgerRound, LeftUpload, micros
+from .ledger import CATEGORIES, PARTS, Category, EndRecord, Ledger, LedgerRound, LeftUpload, to_microseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Goodput:
     @property
     def micros(self) -> dict[Category, int]:
         """The time of each category."""
-        return _sum(self.spans)
+        return _sum_by_category(self.spans)
 
     @property
     def total(self) -> int:
@@ -90,7 +90,7 @@ def goodput_of(micros: Mapping[Category, int]) -> float:
     return (micros["productive"] + micros["validation"]) / total if total else 0.0
 
 
-def account(ledger: Ledger, since: int = 0) -> Goodput:
+def account_for_time(ledger: Ledger, since: int = 0) -> Goodput:
     """Assign all time of a ledger to categories, from the round of index `since` on.
 
     Time is that of each round's process, whose clock cannot go back. If the clock of a later round is behind the end of
@@ -110,7 +110,7 @@ def account(ledger: Ledger, since: int = 0) -> Goodput:
     return Goodput(spans, rounds, ledger.num_skipped)
 
 
-def divide(duration: int, parts: Mapping[str, int], rest: Category = "productive") -> dict[Category, int]:
+def divide_duration(duration: int, parts: Mapping[str, int], rest: Category = "productive") -> dict[Category, int]:
     """Divide a duration into its parts and a remainder; parts that exceed it are cut."""
     shares: Counter[Category] = Counter()
     for category in PARTS:
@@ -120,7 +120,7 @@ def divide(duration: int, parts: Mapping[str, int], rest: Category = "productive
     return dict(shares)
 
 
-def clock(micros: int, *, tenths: bool = False) -> str:
+def format_clock(micros: int, *, tenths: bool = False) -> str:
     """Return a time as h:mm:ss, with tenths of a second if asked for."""
     count = round(micros / 100_000) if tenths else round(micros / 1_000_000) * 10
     text = f"{count // 36000}:{count // 600 % 60:02}:{count // 10 % 60:02}"
@@ -169,7 +169,7 @@ class _Timeline:
     ) -> None:
         begin = self.spans[-1].end
         end = max(begin, end)
-        self.spans.append(Span(index, begin, end, first, last, divide(end - begin, parts or {}, rest)))
+        self.spans.append(Span(index, begin, end, first, last, divide_duration(end - begin, parts or {}, rest)))
 
     def _add_failure(self, index: int, next_begin: int) -> None:
         """Add the time after the last record of a round that could not record its end.
@@ -187,7 +187,7 @@ class _Timeline:
             rest = "productive"
         elif not self.rounds[index].periods:
             rest = "start_up"
-        end = self.spans[-1].end if seen is None else min(micros(seen.time), next_begin)
+        end = self.spans[-1].end if seen is None else min(to_microseconds(seen.time), next_begin)
         self._add(index, end, done, last, rest)
 
 
@@ -240,7 +240,7 @@ def _with_limit(span: Span, limit: float) -> Span:
     return replace(span, lost=lost, micros={**span.micros, "productive": work - lost_work, "redone": redone})
 
 
-def _sum(spans: Iterable[Span]) -> dict[Category, int]:
+def _sum_by_category(spans: Iterable[Span]) -> dict[Category, int]:
     totals: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
     for span in spans:
         for category, part in span.micros.items():
@@ -257,7 +257,7 @@ def _of_round(rounds: Sequence[LedgerRound], index: int, spans: Sequence[Span], 
         first_step=start.step,
         last_step=max((span.last for span in spans), default=start.step),
         lost_steps=sum(span.lost for span in spans),
-        micros=_sum(spans),
+        micros=_sum_by_category(spans),
         end=end,
         cause=cause,
         upload=rounds[index].periods[-1].upload if rounds[index].periods else None,

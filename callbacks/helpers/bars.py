@@ -181,7 +181,7 @@ class LineBar:
         elapsed = monotonic() - self._started
         rate = (done - self._initial) / elapsed if elapsed > 0 else 0.0
         count = f"{done}" if math.isinf(self._total) else f"{done}/{int(self._total)}"
-        details = [_clock(elapsed), f"{rate:.1f}it/s", postfix() if postfix is not None else ""]
+        details = [_format_clock(elapsed), f"{rate:.1f}it/s", postfix() if postfix is not None else ""]
         say(f"{self._description}: {count} [{', '.join(filter(None, details))}]")
         self._printed_at = monotonic()
 
@@ -203,14 +203,14 @@ def new_tqdm(console: Console, description: str, *, line: int) -> Any:
     # without tqdm's monitor thread, which wakes bars that skip updates: ours skip none
     own: dict[str, object] = {"monitor_interval": 0}
     if console != "notebook":
-        own["format_meter"] = staticmethod(partial(_fitted, module.tqdm.format_meter))
+        own["format_meter"] = staticmethod(partial(_format_bar_line, module.tqdm.format_meter))
     # draw every update: the caller has already decided that it is time
     return type("Bar", (module.tqdm,), own)(
-        desc=description, position=line, file=sys.stdout, leave=True, mininterval=0, miniters=1, **_width()
+        desc=description, position=line, file=sys.stdout, leave=True, mininterval=0, miniters=1, **_terminal_arguments()
     )
 
 
-def _fitted(
+def _format_bar_line(
     format_meter: Callable[..., str], *, ncols: int | None = None, bar_format: str | None = None, **fields: Any
 ) -> str:
     """Return the line of a tqdm bar in `ncols` columns: whatever else there is gives way to the metrics."""
@@ -233,7 +233,7 @@ def _fitted(
     return disp_trim(text, max(0, ncols - len(end))) + end
 
 
-def _width() -> dict[str, object]:
+def _terminal_arguments() -> dict[str, object]:
     """Return tqdm's arguments for the size: the terminal's, also when it changes; 80 by 20 if it has none."""
     try:
         columns, lines = os.get_terminal_size(sys.stdout.fileno())
@@ -242,7 +242,7 @@ def _width() -> dict[str, object]:
     return {"dynamic_ncols": True} if columns and lines else {"ncols": columns or 80, "nrows": lines or 20}
 
 
-def _clock(seconds: float) -> str:
+def _format_clock(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes:02d}:{rest:02d}"

@@ -120,20 +120,22 @@ def free_name(trainer: Run, template: CheckpointName, folder: str, taken: Collec
         template.warn_of_unlogged({*values, *metrics})
     name = filled = template.fill(values)
     version, base = template.style.first_version, as_path(folder)
-    while version is not None and (str(base / name) in taken or (trainer.is_global_zero and _exists(base / name))):
-        name = numbered(filled, version, template.style.extension)
+    while version is not None and (
+        str(base / name) in taken or (trainer.is_global_zero and _can_see_path(base / name))
+    ):
+        name = name_with_version(filled, version, template.style.extension)
         version += 1
     free: str = trainer.strategy.ranks.all.broadcast(name)
     return free
 
 
-def _exists(path: AnyPath) -> bool:
+def _can_see_path(path: AnyPath) -> bool:
     try:
         return path.exists()
     except OSError:  # the disk cannot tell; if the save fails as well, all ranks raise
         return False
 
 
-def numbered(name: str, version: int, extension: str = EXTENSION) -> str:
+def name_with_version(name: str, version: int, extension: str = EXTENSION) -> str:
     """Return this name with a version, for a checkpoint whose name is taken: ``epoch=3-v1.ckpt``."""
     return f"{name.removesuffix(extension)}-v{version}{extension}"

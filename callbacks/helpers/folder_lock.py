@@ -17,7 +17,7 @@ from typing import Any, Final
 from ...common.errors import CheckpointError
 from ...common.storage import AnyPath, StorePath
 from ...strategies.launch.proc_status import host_id, look_at, started_at
-from ...strategies.state.schema import check, parse_json, shown
+from ...strategies.state.schema import check_schema, format_as_line, parse_json
 from ..run import Run
 from .store_lock import SCHEMA, StoreLock
 
@@ -83,7 +83,7 @@ class FolderLock:
             self._has_made_folder = not folder.exists()
             while True:
                 folder.mkdir(parents=True, exist_ok=True)
-                with contextlib.suppress(FileNotFoundError), _alone(folder):  # removed by the run that held it
+                with contextlib.suppress(FileNotFoundError), _hold_alone(folder):  # removed by the run that held it
                     if self._take():
                         return
                     holder = self._holder()
@@ -95,7 +95,7 @@ class FolderLock:
                             self._path.unlink(missing_ok=True)  # surviving children keep the lock of an unlinked file
                         continue
                     if time.monotonic() > deadline or (is_ours and holder is not None and holder["pid"] == os.getpid()):
-                        raise _taken(folder, holder)
+                        raise _folder_taken_error(folder, holder)
                 time.sleep(_PAUSE)
         except OSError:  # the folder cannot be written, which a save reports; or there are no locks here
             self.release()
@@ -106,7 +106,7 @@ class FolderLock:
             lock, self._in_store = self._in_store, None
             lock.release()
         if self._descriptor >= 0:
-            with contextlib.suppress(OSError), _alone(self._path.parent):
+            with contextlib.suppress(OSError), _hold_alone(self._path.parent):
                 if os.path.samestat(os.fstat(self._descriptor), self._path.stat()):  # no other round has taken it over
                     self._path.unlink()
                 if self._has_made_folder:
@@ -129,7 +129,7 @@ class FolderLock:
             return self._is_followed(holder) or (is_ours and not _is_alive(holder))
 
         lock = StoreLock(folder / LOCK, self._own)
-        if lock.take(is_dead, lambda holder: _taken(folder, holder), patience):
+        if lock.take(is_dead, lambda holder: _folder_taken_error(folder, holder), patience):
             self._in_store = lock
 
     def _take(self) -> bool:
@@ -156,14 +156,14 @@ class FolderLock:
         try:
             with self._path.open("rb") as file:
                 holder: dict[str, object] = parse_json(file.read(_LONGEST), str(self._path))
-            check(holder, SCHEMA, str(self._path))
+            check_schema(holder, SCHEMA, str(self._path))
         except (FileNotFoundError, CheckpointError):
             return None
         return holder
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _hold_alone(folder: Path) -> Iterator[None]:
     """Let one process at a time look at the lock of a folder and change it, unless one of them is stopped meanwhile.
 
     Otherwise two that wait for a run to end could both find it dead, and the slower one remove the lock of the other.
@@ -196,8 +196,8 @@ def _is_alive(holder: Mapping[str, Any]) -> bool:
     return look_at(holder["pid"]).state != "ended" and started_at(holder["pid"]) == holder["start"]
 
 
-def _taken(folder: AnyPath, holder: Mapping[str, object] | None) -> CheckpointError:
-    who = "another process" if holder is None else f"process {holder['pid']} on {shown(holder['host'])}"
+def _folder_taken_error(folder: AnyPath, holder: Mapping[str, object] | None) -> CheckpointError:
+    who = "another process" if holder is None else f"process {holder['pid']} on {format_as_line(holder['host'])}"
     return CheckpointError(
         f"The folder {folder} must belong to one run, but {who} is saving into it; give ModelCheckpoint another "
         "dirpath, or wait until that run has ended."

@@ -51,7 +51,7 @@ def refuse_incomplete(logger: object) -> None:
         )
 
 
-def tell(loggers: Iterable[Logger], method: OptionalMethod, *args: object) -> None:
+def tell_loggers(loggers: Iterable[Logger], method: OptionalMethod, *args: object) -> None:
     """Call a method of every logger that has it.
 
     Raises:
@@ -60,12 +60,12 @@ def tell(loggers: Iterable[Logger], method: OptionalMethod, *args: object) -> No
     for logger in loggers:
         call = getattr(logger, method, None)
         if call is not None:
-            with _begins(logger) if method in _WHERE_A_RUN_BEGINS else outlives_disk_errors(logger):
+            with _explain_failed_start(logger) if method in _WHERE_A_RUN_BEGINS else outlives_disk_errors(logger):
                 call(*args)
 
 
 @contextmanager
-def _begins(logger: Logger) -> Iterator[None]:
+def _explain_failed_start(logger: Logger) -> Iterator[None]:
     try:
         yield
     except OSError as error:

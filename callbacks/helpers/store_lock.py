@@ -13,7 +13,7 @@ from typing import Final
 
 from ...common.errors import CheckpointError
 from ...common.storage import StorePath
-from ...strategies.state.schema import COUNT, TEXT, check, parse_json
+from ...strategies.state.schema import COUNT, TEXT, check_schema, parse_json
 
 BEAT: Final = 10.0
 """Seconds from one beat of the holder to the next."""
@@ -99,7 +99,7 @@ class StoreLock:
     def _holder(self) -> dict[str, object] | None:
         try:
             holder: dict[str, object] = parse_json(self._path.read_bytes(), str(self._path))
-            check(holder, _HELD, str(self._path))
+            check_schema(holder, _HELD, str(self._path))
         except FileNotFoundError:
             return None
         except CheckpointError:  # not ours: whoever wrote it is not known to be alive

@@ -112,7 +112,7 @@ def samples_folder(run: str | AnyPath) -> AnyPath:
     )
 
 
-def audit(folder: Path) -> Audit:
+def audit_ledger(folder: Path) -> Audit:
     """Audit the newest attempt and those that led to it; steps that were undone by a kill do not count.
 
     Raises:

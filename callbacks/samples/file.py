@@ -18,7 +18,7 @@ import torch
 from ...common.errors import CheckpointError, DataError
 from ...common.sample_order import Reading, Source
 from ...strategies.state.regular_file import open_regular
-from ...strategies.state.schema import COUNT, POSITIVE, check, parse_json, shown
+from ...strategies.state.schema import COUNT, POSITIVE, check_schema, format_as_line, parse_json
 
 FORMAT: Final = "echelon samples 1"
 FOLDER: Final = "samples"
@@ -100,7 +100,7 @@ class SampleWriter:
     def announce(self, turn: int, step: int, epoch: int, sources: Sequence[Source]) -> None:
         """Write the sources of an epoch, before its first record."""
         self._append(
-            b"".join(_packed((turn, step, epoch, ~loader, 0, 0), source) for loader, source in enumerate(sources))
+            b"".join(_pack_entry((turn, step, epoch, ~loader, 0, 0), source) for loader, source in enumerate(sources))
         )
 
     def write(self, turn: int, step: int, epoch: int, readings: Sequence[Reading]) -> None:
@@ -108,10 +108,10 @@ class SampleWriter:
         records = b""
         for loader, lap, place, given, size in readings:
             # a slice, since iterating over the indices of augmented samples seeds the random generators
-            indices = given[:] if isinstance(given, list) else _entries(given)
+            indices = given[:] if isinstance(given, list) else _to_list(given)
             head = turn, step, epoch, loader, lap, place
             try:
-                records += _packed(head, indices)
+                records += _pack_entry(head, indices)
             except struct.error:  # the indices are not integers
                 records += _HEAD.pack(*head, -(size or len(indices)))
         self._append(records or _HEAD.pack(turn, step, epoch, 0, 0, 0, 0))
@@ -129,12 +129,12 @@ class SampleWriter:
         self._file.close()
 
 
-def _packed(head: Sequence[int], indices: Sequence[object]) -> bytes:
+def _pack_entry(head: Sequence[int], indices: Sequence[object]) -> bytes:
     size = len(indices)
     return struct.pack(f"<{7 + size}q", *head, size, *indices)
 
 
-def _entries(given: Any) -> list[object]:
+def _to_list(given: Any) -> list[object]:
     """Return as a list what a sampler yielded in another form, such as an int, a tuple or a tensor."""
     try:
         return [index(given)]
@@ -148,12 +148,12 @@ def read_header(path: Path) -> Header:
     Raises:
         DataError: if it is not a file of samples.
     """
-    with _opened(path) as file:
-        return _header(path, file)
+    with _open_samples(path) as file:
+        return _read_header_line(path, file)
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def _open_samples(path: Path) -> Iterator[BinaryIO]:
     try:
         with open_regular(path) as file:
             yield file
@@ -161,19 +161,19 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         raise DataError(f"{path} must be a file of samples, got {error.strerror}; take it out of the folder.") from None
 
 
-def _header(path: Path, file: BinaryIO) -> Header:
+def _read_header_line(path: Path, file: BinaryIO) -> Header:
     line = file.readline(_LONGEST_HEADER)
     try:
         values = parse_json(line, "its first line")
-        check(values, _SCHEMA, "its first line")
+        check_schema(values, _SCHEMA, "its first line")
         values["history"] = [CountedTurns(*turns) for turns in values["history"]]
         header = Header(**{item.name: values[item.name] for item in fields(Header)})
         if header.data_rank >= header.data_size or header.name != path.name:
             raise ValueError(f"it is the header of {header.name} of {header.data_size} data ranks")
     except (ValueError, TypeError, CheckpointError) as error:
         raise DataError(
-            f"{path} is not a file of samples: it begins with {line[:40]!r} ({shown(str(error))}); take it out of the "
-            "folder."
+            f"{path} is not a file of samples: it begins with {line[:40]!r} ({format_as_line(str(error))}); take it "
+            "out of the folder."
         ) from None
     return header
 
@@ -184,8 +184,8 @@ def read_records(path: Path) -> Iterator[SampleRecord]:
     Raises:
         DataError: if it is not a file of samples, or its numbers are invalid.
     """
-    with _opened(path) as file:
-        _header(path, file)
+    with _open_samples(path) as file:
+        _read_header_line(path, file)
         rest, last_turn = os.fstat(file.fileno()).st_size - file.tell(), 1
         while len(raw := file.read(_HEAD.size)) == _HEAD.size:
             head = _HEAD.unpack(raw)

@@ -1,7 +1,7 @@
 """Object stores: paths that are URLs, and reading and writing there through fsspec. Imports common."""
 
 from .fetched_file import FetchedFile
-from .local_copy import at_hand, copy_out, local_copy, local_folder, send_folder, written
+from .local_copy import at_hand, copy_out, local_copy, local_folder, send_folder, writing_local_file
 from .mirror import Mirror
 from .node_copy import node_copy
 from .paths import AnyPath, StorePath, any_path, as_path, is_url
@@ -33,5 +33,5 @@ __all__ = [
     "send_folder",
     "spool_folder",
     "store_of",
-    "written",
+    "writing_local_file",
 ]

@@ -46,10 +46,10 @@ class FetchedFile:
             StoreError: if the store fails, or all bytes are here and their hash is another one.
         """
         with self._lock:
-            missing = list(_without(_joined(spans, _GAP), self._here))
-            pieces = list(_pieces(_without([self._with_next(span) for span in missing], self._here)))
+            missing = list(_subtract_spans(_join_spans(spans, _GAP), self._here))
+            pieces = list(_split_spans(_subtract_spans([self._with_next(span) for span in missing], self._here)))
             in_parallel(self._read, pieces)
-            self._here = list(_joined([*self._here, *pieces], 0))
+            self._here = list(_join_spans([*self._here, *pieces], 0))
             expected = self._sha256 if self._here == [(0, self.size)] else ""
             if expected:
                 self._sha256 = ""
@@ -75,7 +75,7 @@ class FetchedFile:
             return found.hexdigest()
         running: deque[Future[bytes]] = deque()
         with ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="echelon-store") as pool:
-            for begin, end in _pieces([(0, self.size)]):
+            for begin, end in _split_spans([(0, self.size)]):
                 if len(running) == IN_FLIGHT:
                     found.update(running.popleft().result())
                 running.append(pool.submit(self.path.store.read_range, self.path, begin, end))
@@ -94,7 +94,7 @@ class FetchedFile:
         self.data[span[0] : span[1]] = self.path.store.read_range(self.path, *span)
 
 
-def _joined(spans: Iterable[tuple[int, int]], gap: int) -> Iterator[tuple[int, int]]:
+def _join_spans(spans: Iterable[tuple[int, int]], gap: int) -> Iterator[tuple[int, int]]:
     """Yield spans in order, those as one that overlap or are at most `gap` bytes apart."""
     begin = end = -1
     for start, stop in sorted(span for span in spans if span[0] < span[1]):
@@ -108,7 +108,7 @@ def _joined(spans: Iterable[tuple[int, int]], gap: int) -> Iterator[tuple[int, i
         yield begin, end
 
 
-def _without(spans: Iterable[tuple[int, int]], here: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+def _subtract_spans(spans: Iterable[tuple[int, int]], here: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """Yield what of `spans` is in none of those that are `here`, which are in order."""
     known = list(here)
     for begin, end in spans:
@@ -122,7 +122,7 @@ def _without(spans: Iterable[tuple[int, int]], here: Iterable[tuple[int, int]]) 
             yield begin, end
 
 
-def _pieces(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+def _split_spans(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     for begin, end in spans:
         for start in range(begin, end, PART):
             yield start, min(start + PART, end)

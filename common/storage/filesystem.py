@@ -106,7 +106,7 @@ _clients: Final[dict[tuple[int, str, str], object]] = {}
 
 @functools.cache
 def _mount_in_process(scheme: str, head: str, pid: int) -> Mount:
-    made, path = _connect(scheme, f"{scheme}://{head}/x")
+    made, path = _make_filesystem(scheme, f"{scheme}://{head}/x")
     client = _clients.setdefault((pid, scheme, repr(sorted(made.storage_options.items()))), made)
     if scheme in READ_ONLY:
         from .web_files import WebFiles
@@ -115,7 +115,7 @@ def _mount_in_process(scheme: str, head: str, pid: int) -> Mount:
     return Mount(client, head, path[:-1])
 
 
-def _connect(scheme: str, url: str) -> tuple[Any, str]:
+def _make_filesystem(scheme: str, url: str) -> tuple[Any, str]:
     """Return a new filesystem for a URL, and the path that it has for it."""
     try:
         from fsspec.config import conf

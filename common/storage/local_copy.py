@@ -51,7 +51,7 @@ def copy_out(path: StorePath, pending: Pending | None = None) -> Iterator[Path]:
     """Yield the name of a new local file, whose content becomes an object when the block ends without an error."""
     with tempfile.TemporaryDirectory(prefix="echelon-copy-") as folder:
         yield (file := Path(folder, path.name))
-        _send(file, path, pending)
+        _upload_file(file, path, pending)
 
 
 def at_hand(path: AnyPath) -> Path:
@@ -60,7 +60,7 @@ def at_hand(path: AnyPath) -> Path:
 
 
 @contextmanager
-def written(path: AnyPath) -> Iterator[Path]:
+def writing_local_file(path: AnyPath) -> Iterator[Path]:
     """Yield a local path as it is, and for an object the name of a new local file, as `copy_out` does."""
     if isinstance(path, StorePath):
         with copy_out(path) as file:
@@ -82,7 +82,7 @@ def send_folder(folder: Path, path: StorePath, last: Collection[str], *, is_all:
         path.store.delete([one for one in before if one.relative_to(path).as_posix() not in found])
 
     def send(name: str) -> None:
-        _send(found[name], path / name)
+        _upload_file(found[name], path / name)
 
     is_last = {name: name.rpartition("/")[2] in last for name in found}
     for name in [name for name in found if not is_last[name]]:  # each is sent by several threads
@@ -90,7 +90,7 @@ def send_folder(folder: Path, path: StorePath, last: Collection[str], *, is_all:
     in_parallel(send, [name for name in found if is_last[name]])
 
 
-def _send(file: Path, path: StorePath, pending: Pending | None = None) -> None:
+def _upload_file(file: Path, path: StorePath, pending: Pending | None = None) -> None:
     with file.open("rb") as source, Upload(path, file.stat().st_size, pending) as upload:
         while block := source.read(PART):
             upload.write(block)

@@ -118,7 +118,7 @@ class Mirror:
         temporary = path.with_name(f".{path.name}.{os.getpid()}{_SUFFIX}")
         self.home.store.copy_to(self.home / name, temporary, 0 if self._matches(name) else size)
         os.replace(temporary, path)
-        self._copied[name] = _Copied(_version(path.stat()), size)
+        self._copied[name] = _Copied(_version_of_file(path.stat()), size)
 
     def _matches(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.names_only)
@@ -220,7 +220,7 @@ class Mirror:
                 if not _stays_local(name):
                     path = Path(folder, name)
                     with suppress(OSError):  # replaced or deleted meanwhile
-                        yield path.relative_to(self.folder).as_posix(), _version(path.stat())
+                        yield path.relative_to(self.folder).as_posix(), _version_of_file(path.stat())
 
     def _remembered(self) -> dict[str, _Copied]:
         """Return what an earlier process on this machine has sent, of the files that are as it has left them."""
@@ -245,5 +245,5 @@ def _stays_local(name: str) -> bool:
     return name.startswith(".") or name.endswith(_SUFFIX)
 
 
-def _version(found: os.stat_result) -> Version:
+def _version_of_file(found: os.stat_result) -> Version:
     return found.st_size, found.st_mtime_ns

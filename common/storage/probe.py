@@ -34,7 +34,7 @@ def check_store(folder: StorePath, name: str = "default_root_dir", *, writes: bo
             "give such a URL as ckpt_path."
         )
     failures: list[BaseException] = []
-    work = functools.partial(_probe, folder, failures, writes=writes)
+    work = functools.partial(_probe_folder, folder, failures, writes=writes)
     # a daemon, since a client that waits for a silent endpoint cannot be stopped
     thread = threading.Thread(target=work, name="echelon-probe", daemon=True)
     thread.start()
@@ -56,7 +56,7 @@ def check_store(folder: StorePath, name: str = "default_root_dir", *, writes: bo
         raise failure
 
 
-def _probe(folder: StorePath, failures: list[BaseException], *, writes: bool) -> None:
+def _probe_folder(folder: StorePath, failures: list[BaseException], *, writes: bool) -> None:
     store = Store(folder.scheme, _PROBING)
     try:
         if not writes:

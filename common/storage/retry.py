@@ -61,9 +61,9 @@ class Retry:
             except _FINAL:
                 raise
             except Exception as error:  # noqa: BLE001 - each client has errors of its own, which have no common base
-                is_expired = _EXPIRED.search(_text(error)) is not None
+                is_expired = _EXPIRED.search(_describe_error(error)) is not None
                 if _is_refused(error) and not (is_expired and renew is not None):  # who renews them may be late
-                    raise _refused(what, error) from None
+                    raise _permission_error(what, error) from None
                 if is_expired and renew is not None:
                     renew()
                 # the pauses of many ranks must differ, or all of them ask again at once
@@ -84,25 +84,25 @@ def _is_refused(error: BaseException) -> bool:
     return isinstance(error, PermissionError) or _REFUSED.search(f"{type(error).__name__} {error}") is not None
 
 
-def _text(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     """Return a client's error in one line, without what could be a secret."""
     text = _SECRET.sub(r"\1...", " ".join(str(error).split()))
     return (f"{type(error).__name__}: {text}" if text else type(error).__name__)[:300]
 
 
-def _refused(what: str, error: BaseException) -> StoreError:
+def _permission_error(what: str, error: BaseException) -> StoreError:
     return StoreError(
-        f"{what} is not permitted ({_text(error)}); {_remedy(error)}check the credentials of this process "
-        "(environment variables, config file or role), and that they may list, read, write and delete there."
+        f"{what} is not permitted ({_describe_error(error)}); {_clock_remedy(error)}check the credentials of this "
+        "process (environment variables, config file or role), and that they may list, read, write and delete there."
     )
 
 
-def _remedy(error: BaseException) -> str:
+def _clock_remedy(error: BaseException) -> str:
     return "set the clock of this machine, and " if "Skewed" in str(error) else ""
 
 
 def _given_up(what: str, error: BaseException, tries: int, seconds: float) -> StoreError:
     return StoreError(
-        f"{what} failed {tries} times in {seconds:.0f} s ({_text(error)}); check the network, the endpoint and the "
-        "store's limits, and start again."
+        f"{what} failed {tries} times in {seconds:.0f} s ({_describe_error(error)}); check the network, the endpoint "
+        "and the store's limits, and start again."
     )

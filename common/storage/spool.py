@@ -28,7 +28,7 @@ def spool_folder(url: StorePath) -> Path:
         folder = spool_base() / f"{hashlib.sha256(str(url).encode()).hexdigest()[:16]}"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         note = folder / _HOME
-        if _read(note) != str(url):  # absent, or left empty by a full disk
+        if _read_note(note) != str(url):  # absent, or left empty by a full disk
             note.write_text(str(url), encoding="utf-8")
     except OSError as error:
         raise ConfigError(
@@ -40,7 +40,7 @@ def spool_folder(url: StorePath) -> Path:
 
 def spool_base() -> Path:
     """Return the folder of all spool folders of this user on this machine, which may not exist yet."""
-    return Path(tempfile.gettempdir()) / f"echelon-spool-{_user()}"
+    return Path(tempfile.gettempdir()) / f"echelon-spool-{_user_id()}"
 
 
 def home_of(path: str | AnyPath) -> AnyPath:
@@ -49,7 +49,7 @@ def home_of(path: str | AnyPath) -> AnyPath:
     if isinstance(local, StorePath):
         return local
     for folder in (local, *local.parents):
-        url = _read(folder / _HOME)
+        url = _read_note(folder / _HOME)
         if not url:
             continue
         home = as_path(url)
@@ -57,12 +57,12 @@ def home_of(path: str | AnyPath) -> AnyPath:
     return local
 
 
-def _read(note: Path) -> str:
+def _read_note(note: Path) -> str:
     try:
         return note.read_text(encoding="utf-8")
     except OSError:
         return ""
 
 
-def _user() -> str:
+def _user_id() -> str:
     return str(os.getuid()) if hasattr(os, "getuid") else getpass.getuser()

@@ -143,7 +143,7 @@ class Store:
 
         def request(fs: AbstractFileSystem, at: str) -> list[Listed]:
             found = fs.ls(at, detail=True)
-            return sorted((_entry(info) for info in found if _is_inside(info, at)), key=lambda one: one.name)
+            return sorted((_make_entry(info) for info in found if _is_inside(info, at)), key=lambda one: one.name)
 
         try:
             return self._do("Listing", folder, request)[:limit]
@@ -169,7 +169,7 @@ class Store:
 
         The text is empty for an object of which nothing but the size is known.
         """
-        return {key: _version(info) for key, info in self._infos(folder).items()}
+        return {key: _version_of_object(info) for key, info in self._infos(folder).items()}
 
     def _infos(self, folder: Located) -> dict[str, Mapping[str, Any]]:
         def request(fs: AbstractFileSystem, at: str) -> dict[str, Mapping[str, Any]]:
@@ -230,7 +230,7 @@ def store_of(scheme: str) -> Store:
     return Store(scheme)
 
 
-def _version(info: Mapping[str, object]) -> str:
+def _version_of_object(info: Mapping[str, object]) -> str:
     known = [str(info[name]) for name in _VERSIONS if info.get(name)]
     return " ".join([str(info.get("size")), *known]) if known else ""
 
@@ -240,6 +240,6 @@ def _is_inside(info: dict[str, object], folder: str) -> bool:
     return str(info["name"]).strip("/") != folder.strip("/")
 
 
-def _entry(info: dict[str, Any]) -> Listed:
+def _make_entry(info: dict[str, Any]) -> Listed:
     name = str(info["name"]).rstrip("/").rpartition("/")[2]
     return Listed(name, info.get("type") == "directory", int(info.get("size") or 0))

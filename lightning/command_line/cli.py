@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from ...callbacks.dispatch import overrides
+from ...callbacks.dispatch import overrides_method
 from ...common.errors import RunError
 from ...trainer.module.train_module import TrainModule
 from ...trainer.trainer import Trainer
@@ -22,7 +22,7 @@ from ..module import LightningDataModule, LightningModule
 from ..names import VERSION
 from ..stand_in import stand_in
 from ..trainer import LightningTrainer
-from .configured import ConfiguredOptimizers, automatic, described, instantiate_class, optimizers_for
+from .configured import ConfiguredOptimizers, describe_object, describe_optimizers, instantiate_class, optimizers_for
 from .parser import AUTOMATIC, LightningArgumentParser, need_jsonargparse
 from .save_config import SaveConfigCallback
 from .types import ArgsType, LRSchedulerTypeTuple
@@ -187,7 +187,7 @@ class LightningCLI:
             if isinstance(kinds, tuple):
                 parser.link_arguments(key, link_to)
             else:
-                parser.link_arguments(key, link_to, compute_fn=_describing(kinds))
+                parser.link_arguments(key, link_to, compute_fn=_make_describer(kinds))
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Read the arguments into ``self.config``."""
@@ -257,10 +257,10 @@ class LightningCLI:
         """Give the module the optimizer and the scheduler of the config, if it has any."""
         if not self.auto_configure_optimizers:
             return
-        found = automatic(self._parser(self.subcommand), lambda key: self._get(self.config_init, key))
+        found = describe_optimizers(self._parser(self.subcommand), lambda key: self._get(self.config_init, key))
         if found is None or found[0] is None:
             return
-        if overrides(self.model, "configure_optimizers", TrainModule):
+        if overrides_method(self.model, "configure_optimizers", TrainModule):
             name = type(self.model).__name__
             warnings.warn(
                 f"`{name}.configure_optimizers` will be overridden by `{type(self).__name__}.configure_optimizers`, as "
@@ -295,19 +295,19 @@ class LightningCLI:
         arguments["model"] = self.model
         if self.datamodule is not None:
             arguments["datamodule"] = self.datamodule
-        getattr(self, f"before_{subcommand}", _nothing)()
+        getattr(self, f"before_{subcommand}", _do_nothing)()
         getattr(self, subcommand, getattr(self.trainer, subcommand))(**arguments)
-        getattr(self, f"after_{subcommand}", _nothing)()
+        getattr(self, f"after_{subcommand}", _do_nothing)()
 
 
-def _describing(kind: type) -> Callable[[object], dict[str, object]]:
+def _make_describer(kind: type) -> Callable[[object], dict[str, object]]:
     def description(init_args: object) -> dict[str, Any]:
-        return described(kind, init_args)
+        return describe_object(kind, init_args)
 
     return description
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 

@@ -23,15 +23,15 @@ def instantiate_class(args: object, init: Mapping[str, Any]) -> Any:
     module, _, name = init["class_path"].rpartition(".")
     kind = getattr(importlib.import_module(module), name)
     options = init.get("init_args") or {}
-    return kind(*(args if isinstance(args, tuple) else (args,)), **dict(_plain(options)))
+    return kind(*(args if isinstance(args, tuple) else (args,)), **dict(_to_plain_dict(options)))
 
 
-def described(kind: type, init_args: object) -> dict[str, Any]:
+def describe_object(kind: type, init_args: object) -> dict[str, Any]:
     """Return the description of an object of a class."""
-    return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": _plain(init_args or {})}
+    return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": _to_plain_dict(init_args or {})}
 
 
-def _plain(value: Any) -> Any:
+def _to_plain_dict(value: Any) -> Any:
     return value.as_dict() if hasattr(value, "as_dict") else value
 
 
@@ -69,7 +69,9 @@ class ConfiguredOptimizers:
         )
 
 
-def automatic(parser: LightningArgumentParser, get: Callable[[str], object]) -> list[dict[str, Any] | None] | None:
+def describe_optimizers(
+    parser: LightningArgumentParser, get: Callable[[str], object]
+) -> list[dict[str, Any] | None] | None:
     """Return the descriptions of the optimizer and the scheduler that a module gets; None without an optimizer.
 
     Args:
@@ -87,11 +89,11 @@ def automatic(parser: LightningArgumentParser, get: Callable[[str], object]) -> 
                 f"LightningCLI can give a module one optimizer and one scheduler, got the groups {keys}; link them to "
                 "arguments of the module (link_to=...) and define its configure_optimizers."
             )
-        found.append(_description(register[keys[0]][0], get(keys[0])) if keys else None)
+        found.append(_describe_kind(register[keys[0]][0], get(keys[0])) if keys else None)
     return None if found[0] is None else found
 
 
-def _description(kinds: Kinds, value: object) -> dict[str, object] | None:
+def _describe_kind(kinds: Kinds, value: object) -> dict[str, object] | None:
     if isinstance(kinds, tuple):
-        return dict(_plain(value)) if value else None
-    return described(kinds, value)
+        return dict(_to_plain_dict(value)) if value else None
+    return describe_object(kinds, value)

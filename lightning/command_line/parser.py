@@ -101,11 +101,11 @@ class LightningArgumentParser(ArgumentParser):  # type: ignore[misc]  # without 
 
     def dump(self, *args: Any, skip_none: bool | None = None, **kwargs: Any) -> str:
         """Return a config as text; `skip_none` leaves out what is None."""
-        return super().dump(*args, **_renamed(skip_none, kwargs))  # type: ignore[no-any-return]
+        return super().dump(*args, **_rename_skip_none(skip_none, kwargs))  # type: ignore[no-any-return]
 
     def save(self, *args: Any, skip_none: bool | None = None, **kwargs: Any) -> None:
         """Write a config; otherwise as `dump`."""
-        super().save(*args, **_renamed(skip_none, kwargs))
+        super().save(*args, **_rename_skip_none(skip_none, kwargs))
 
     @property
     def _optimizers(self) -> dict[str, tuple[Kinds, str]]:
@@ -191,7 +191,7 @@ class LightningArgumentParser(ArgumentParser):  # type: ignore[misc]  # without 
             )
 
 
-def _renamed(skip_none: bool | None, options: dict[str, object]) -> dict[str, object]:
+def _rename_skip_none(skip_none: bool | None, options: dict[str, object]) -> dict[str, object]:
     """Return the options of a dump with jsonargparse's new name for `skip_none`."""
     return options if skip_none is None else {**options, "skip_unset": skip_none}
 
@@ -200,7 +200,7 @@ def annotate_trainer() -> None:
     """Give the constructor of the stand-in's trainer annotations that jsonargparse reads."""
     constructor: Any = LightningTrainer.__init__
     signature = inspect.signature(constructor)
-    hints = {name: _readable(hint) for name, hint in get_type_hints(Settings).items()}
+    hints = {name: _readable_hint(hint) for name, hint in get_type_hints(Settings).items()}
     hints |= {"plugins": Union[None, list[_PLUGINS], _PLUGINS], "model_registry": str | None}  # type: ignore[valid-type]  # noqa: UP007
     parameters = {
         name: one.replace(annotation=hints.get(name, one.annotation)) for name, one in signature.parameters.items()
@@ -210,10 +210,10 @@ def annotate_trainer() -> None:
     constructor.__signature__ = signature.replace(parameters=list(parameters.values()))
 
 
-def _readable(hint: object) -> object:
+def _readable_hint(hint: object) -> object:
     """Return an annotation of a setting as jsonargparse reads it: a string is tried last, since every value is one."""
     if get_origin(hint) is Defaulted:
-        return Optional[_readable(get_args(hint)[0])]  # noqa: UP045 - made at run time
+        return Optional[_readable_hint(get_args(hint)[0])]  # noqa: UP045 - made at run time
     if get_origin(hint) not in (Union, UnionType):
         return hint
     parts = [part for part in get_args(hint) if part is not Path]  # a string is a path as well

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ...callbacks import Callback
-from ...callbacks.dispatch import overrides
+from ...callbacks.dispatch import overrides_method
 from ...callbacks.run import Run
 from ...common.errors import ConfigError, RunError
 from .parser import LightningArgumentParser
@@ -38,7 +38,7 @@ class SaveConfigCallback(Callback):
         multifile: bool = False,
         save_to_log_dir: bool = True,
     ) -> None:
-        if not save_to_log_dir and not overrides(self, "save_config", SaveConfigCallback):
+        if not save_to_log_dir and not overrides_method(self, "save_config", SaveConfigCallback):
             raise ConfigError(
                 f"`save_to_log_dir=False` only makes sense with a save_config that saves the config elsewhere, got "
                 f"{type(self).__name__} without one; override it, or leave save_to_log_dir out."

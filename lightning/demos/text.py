@@ -80,7 +80,7 @@ class WikiText2(Dataset[tuple[Tensor, Tensor]]):
         self.path = local_path("data_dir", data_dir) / "wikitext-2.txt"
         if download:
             self.download(self.path)
-        self.data, self.dictionary = _tokens(self.path.read_text(encoding="utf8"))
+        self.data, self.dictionary = _number_words(self.path.read_text(encoding="utf8"))
         self.block_size = block_size
 
     @property
@@ -103,7 +103,7 @@ class WikiText2(Dataset[tuple[Tensor, Tensor]]):
             urllib.request.urlretrieve(_URL, destination)
 
 
-def _tokens(text: str) -> tuple[Tensor, dict[str, int]]:
+def _number_words(text: str) -> tuple[Tensor, dict[str, int]]:
     """Return the number of each word, with a word for the end of each line; and the words by number."""
     words = [word for line in text.splitlines() for word in (*line.split(), "<eos>")]
     numbers = {word: number for number, word in enumerate(dict.fromkeys(words))}

@@ -12,7 +12,7 @@ from .plugins import DoublePrecision, FSDPPrecision, HalfPrecision, MixedPrecisi
 T = TypeVar("T", bound=type)
 
 
-def deprecated(name: str, kind: T) -> T:
+def deprecate_class(name: str, kind: T) -> T:
     """Return a subclass of this name that warns, and names the class to use."""
 
     def __init__(self: Any, *args: object, **kwargs: object) -> None:
@@ -26,12 +26,12 @@ def deprecated(name: str, kind: T) -> T:
     return type(name, (kind,), {"__init__": __init__, "__doc__": kind.__doc__})  # type: ignore[return-value]
 
 
-DoublePrecisionPlugin = deprecated("DoublePrecisionPlugin", DoublePrecision)
-HalfPrecisionPlugin = deprecated("HalfPrecisionPlugin", HalfPrecision)
-MixedPrecisionPlugin = deprecated("MixedPrecisionPlugin", MixedPrecision)
-FSDPPrecisionPlugin = deprecated("FSDPPrecisionPlugin", FSDPPrecision)
-FSDPMixedPrecisionPlugin = deprecated("FSDPMixedPrecisionPlugin", MixedPrecision)
-OldPrecisionPlugin = deprecated("PrecisionPlugin", PrecisionPlugin)
+DoublePrecisionPlugin = deprecate_class("DoublePrecisionPlugin", DoublePrecision)
+HalfPrecisionPlugin = deprecate_class("HalfPrecisionPlugin", HalfPrecision)
+MixedPrecisionPlugin = deprecate_class("MixedPrecisionPlugin", MixedPrecision)
+FSDPPrecisionPlugin = deprecate_class("FSDPPrecisionPlugin", FSDPPrecision)
+FSDPMixedPrecisionPlugin = deprecate_class("FSDPMixedPrecisionPlugin", MixedPrecision)
+OldPrecisionPlugin = deprecate_class("PrecisionPlugin", PrecisionPlugin)
 
 
 def uncalled_wrapper(pl_module: nn.Module) -> nn.Module:

@@ -213,22 +213,22 @@ class LightningMLFlowLogger(_Named, MLFlowLoggerOfEchelon):
         super().__init__(experiment_name, run_name, tracking_uri, tags, save_dir, log_model, **kwargs)
 
 
-def _tensorboard(save_dir: str | Path) -> AnyLogger:
+def _make_tensorboard(save_dir: str | Path) -> AnyLogger:
     return LightningTensorBoardLogger(save_dir, default_hp_metric=False)  # no curve that nobody logged
 
 
-def _wandb(save_dir: str | Path) -> AnyLogger:
+def _make_wandb(save_dir: str | Path) -> AnyLogger:
     return LightningWandbLogger(save_dir=save_dir)
 
 
-def _mlflow(save_dir: str | Path) -> AnyLogger:
+def _make_mlflow(save_dir: str | Path) -> AnyLogger:
     return LightningMLFlowLogger(save_dir=Path(save_dir) / "mlruns")
 
 
 BY_NAME: Final[LoggersByName] = {
-    "tensorboard": _tensorboard,
+    "tensorboard": _make_tensorboard,
     "csv": LightningCSVLogger,
-    "wandb": _wandb,
-    "mlflow": _mlflow,
+    "wandb": _make_wandb,
+    "mlflow": _make_mlflow,
 }
 """The loggers of a trainer that is given none, or a name."""

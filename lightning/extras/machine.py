@@ -26,7 +26,7 @@ from ...strategies.devices.queries import check_usable
 from ...strategies.distributed.rank_zero import current_rank
 from ...strategies.module.out_of_memory import is_out_of_memory
 from ...strategies.torch_internals.operators import tree_map
-from ...trainer.data.seed import derive
+from ...trainer.data.seed import derive_seed
 from ...trainer.data.seed import seed_everything as seed_generators
 from ...trainer.module.batch_size import size_of
 
@@ -158,14 +158,14 @@ def is_shared_filesystem(strategy: Any, path: str | Path | None = None, timeout:
     if strategy.is_global_zero:
         mark.touch()
     strategy.barrier()
-    is_seen = _appears(mark, timeout)
+    is_seen = _appears_within(mark, timeout)
     is_shared: bool = strategy.reduce_boolean_decision(is_seen, all=True)
     if strategy.is_global_zero:
         mark.unlink(missing_ok=True)
     return is_shared
 
 
-def _appears(path: Path, seconds: float) -> bool:
+def _appears_within(path: Path, seconds: float) -> bool:
     end = monotonic() + seconds
     while not path.exists():
         if monotonic() > end:
@@ -201,7 +201,7 @@ def reset_seed() -> None:
 
 def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
     """Seed a worker of a loader by its number and rank; the workers of a trainer's loaders are seeded anyway."""
-    seed = derive(torch.initial_seed() - worker_id, worker_id, current_rank() if rank is None else rank)
+    seed = derive_seed(torch.initial_seed() - worker_id, worker_id, current_rank() if rank is None else rank)
     seed_generators(seed % 2**32, verbose=False)
 
 

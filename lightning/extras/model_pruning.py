@@ -129,7 +129,7 @@ class ModelPruning(Callback):
     def apply_pruning(self, amount: float) -> None:
         """Prune now."""
         pairs = self._parameters_to_prune
-        before = [_zeros(module, name) for module, name in pairs] if self._verbose else []
+        before = [_count_pruned(module, name) for module, name in pairs] if self._verbose else []
         if self._is_global:
             known = set(inspect.signature(self.pruning_fn).parameters)
             options = {name: value for name, value in {**self._options, "amount": amount}.items() if name in known}
@@ -138,7 +138,7 @@ class ModelPruning(Callback):
             for module, name in pairs:
                 self.pruning_fn.apply(module, name, amount=amount, **self._options)
         if self._verbose:
-            self._tell(before, [_zeros(module, name) for module, name in pairs], amount)
+            self._tell(before, [_count_pruned(module, name) for module, name in pairs], amount)
 
     def apply_lottery_ticket_hypothesis(self) -> None:
         """Set the parameters to their values before training, or to new random ones."""
@@ -156,7 +156,7 @@ class ModelPruning(Callback):
     def make_pruning_permanent(self, module: nn.Module) -> None:
         """Give the module its plain parameters, with the pruned weights."""
         for part in module.modules():
-            for name in _pruned(part):
+            for name in _pruned_names(part):
                 prune.remove(part, name)
 
     # --- hooks -------------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ class ModelPruning(Callback):
         self._places = [names[id(part)] for part, _ in self._parameters_to_prune]
         self._is_fit, self._original_layers = stage == "fit", {}
         if self._uses_lottery:
-            _detach(module)  # torch copies no tensors that are computed from others
+            _detach_pruned(module)  # torch copies no tensors that are computed from others
             for position, (part, name) in enumerate(self._parameters_to_prune):
                 layer = self._original_layers.setdefault(id(part), {"data": deepcopy(part), "names": []})
                 layer["names"].append((position, name))
@@ -213,7 +213,7 @@ class ModelPruning(Callback):
                 renamed[place] = f"{place}_orig"
         checkpoint["state_dict"] = weights
         states = checkpoint.get("optimizer_states", [])
-        states[:] = [_renamed(state, renamed) for state in states]
+        states[:] = [_rename_parameters(state, renamed) for state in states]
 
     def on_train_epoch_end(self, trainer: Run, module: nn.Module) -> None:
         """Prune, unless it is done after a validation."""
@@ -230,7 +230,7 @@ class ModelPruning(Callback):
         if self._is_permanent:
             self.make_pruning_permanent(module)
         else:
-            _detach(module)
+            _detach_pruned(module)
 
     def on_save_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None:
         """Make the pruning permanent in the checkpoint."""
@@ -244,7 +244,9 @@ class ModelPruning(Callback):
             weights[name] = original * mask.to(original.dtype)
         checkpoint["state_dict"] = weights
         plain = {f"{name}_orig": name for name in pruned}
-        checkpoint["optimizer_states"] = [_renamed(state, plain) for state in checkpoint.get("optimizer_states", ())]
+        checkpoint["optimizer_states"] = [
+            _rename_parameters(state, plain) for state in checkpoint.get("optimizer_states", ())
+        ]
         if not checkpoint["optimizer_states"]:
             del checkpoint["optimizer_states"]
 
@@ -253,7 +255,7 @@ class ModelPruning(Callback):
     def _prune(self, trainer: Run) -> None:
         epoch = trainer.current_epoch
         amount = self.amount(epoch) if callable(self.amount) else self.amount
-        if not amount or not _at(self._apply_pruning, epoch):
+        if not amount or not _value_at_epoch(self._apply_pruning, epoch):
             return
         with torch.inference_mode(False):  # in a validation, masks would be tensors that training cannot use
             self.apply_pruning(amount)
@@ -261,7 +263,7 @@ class ModelPruning(Callback):
             for module, name in self._parameters_to_prune:
                 mask = getattr(module, f"{name}_mask")
                 mask.copy_(trainer.strategy.ranks.all.broadcast(mask))
-        if _at(self._uses_lottery, epoch):
+        if _value_at_epoch(self._uses_lottery, epoch):
             self.apply_lottery_ticket_hypothesis()
 
     def _tell(self, before: list[tuple[int, int]], after: list[tuple[int, int]], amount: float) -> None:
@@ -295,7 +297,7 @@ class ModelPruning(Callback):
         names = parameter_names or ModelPruning.PARAMETER_NAMES
         parts = [part for part in pl_module.modules() if not isinstance(part, _CONTAINERS)]
         if not parameters_to_prune:
-            return [(part, name) for name in names for part in parts if _parameter(part, name) is not None]
+            return [(part, name) for name in names for part in parts if _find_parameter(part, name) is not None]
         is_list = isinstance(parameters_to_prune, list | tuple)
         if not is_list or not all(map(_is_pair, parameters_to_prune)):
             raise ConfigError(
@@ -307,7 +309,7 @@ class ModelPruning(Callback):
         missing += [
             (repr(part)[:40], name)
             for part, name in parameters_to_prune
-            if part in known and _parameter(part, name) is None
+            if part in known and _find_parameter(part, name) is None
         ]
         if missing:
             raise ConfigError(
@@ -342,7 +344,7 @@ def _method_of(
     return _METHODS[name], options
 
 
-def _at(setting: bool | Callable[[int], bool], epoch: int) -> bool:
+def _value_at_epoch(setting: bool | Callable[[int], bool], epoch: int) -> bool:
     return setting(epoch) if callable(setting) else setting
 
 
@@ -351,34 +353,34 @@ def _is_pair(value: Any) -> bool:
     return is_two and isinstance(value[0], nn.Module) and isinstance(value[1], str)
 
 
-def _parameter(module: nn.Module, name: str) -> Tensor | None:
+def _find_parameter(module: nn.Module, name: str) -> Tensor | None:
     """Return a parameter of a module, pruned or not; None if it has none of this name."""
     own = dict(module.named_parameters(recurse=False))
     return own.get(name, own.get(f"{name}_orig"))
 
 
-def _zeros(module: nn.Module, name: str) -> tuple[int, int]:
+def _count_pruned(module: nn.Module, name: str) -> tuple[int, int]:
     """Return how many weights of a parameter are pruned, and how many there are."""
     mask = getattr(module, f"{name}_mask", None)
-    parameter = _parameter(module, name)
+    parameter = _find_parameter(module, name)
     assert parameter is not None
     return (0 if mask is None else int((mask == 0).sum())), parameter.numel()
 
 
-def _pruned(module: nn.Module) -> list[str]:
+def _pruned_names(module: nn.Module) -> list[str]:
     """Return the names of the parameters of a module that are pruned."""
     originals = [name for name, _ in module.named_parameters(recurse=False) if name.endswith("_orig")]
     return [name.removesuffix("_orig") for name in originals if hasattr(module, f"{name.removesuffix('_orig')}_mask")]
 
 
-def _detach(module: nn.Module) -> None:
+def _detach_pruned(module: nn.Module) -> None:
     """Detach the pruned weights of a module, so that it can be copied and pickled."""
     for part in module.modules():
-        for name in _pruned(part):
+        for name in _pruned_names(part):
             setattr(part, name, getattr(part, name).detach())
 
 
-def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, object]:
+def _rename_parameters(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, object]:
     """Return the state of an optimizer with other names for some parameters."""
     result = dict(state)
     for part in ("state", "dtypes"):

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ...callbacks.dispatch import overrides
+from ...callbacks.dispatch import overrides_method
 from ...callbacks.early_stopping import EarlyStopping as Stopper
 from ...callbacks.early_stopping import EarlyStoppingReason
-from ...callbacks.helpers.checkpoint_name import CheckpointName, NameStyle, numbered
+from ...callbacks.helpers.checkpoint_name import CheckpointName, NameStyle, name_with_version
 from ...callbacks.helpers.kept_checkpoints import STATE
 from ...callbacks.model_checkpoint import ModelCheckpoint as Saver
 from ...callbacks.run import Run
@@ -119,7 +119,7 @@ class SaverRead(Saver):
         name = self._template(filename or self.filename).fill(numbers)
         if prefix is not None:
             name = f"{prefix}{self.CHECKPOINT_JOIN_CHAR}{name}"
-        return self._path(name if ver is None else numbered(name, ver, self.FILE_EXTENSION))
+        return self._path(name if ver is None else name_with_version(name, ver, self.FILE_EXTENSION))
 
     def file_exists(self, filepath: str | Path, trainer: Run) -> bool:
         """Return whether there is a checkpoint on rank 0's disk. Collective: every rank calls it."""
@@ -127,7 +127,7 @@ class SaverRead(Saver):
         return is_there
 
     def _write(self, trainer: Run, path: str, wait: bool) -> None:
-        if overrides(self, "_save_checkpoint", SaverRead):  # it may read what is written
+        if overrides_method(self, "_save_checkpoint", SaverRead):  # it may read what is written
             self._save_checkpoint(trainer, path)
         else:
             super()._write(trainer, path, wait)

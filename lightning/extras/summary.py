@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from ...callbacks.model_summary import LayerSummary, Summary, human, summarize
+from ...callbacks.model_summary import LayerSummary, Summary, format_count, summarize
 
 __all__ = ["LEFTOVER_PARAMS_NAME", "NOT_APPLICABLE", "SummaryOf", "get_human_readable_count", "summary_of"]
 
@@ -91,4 +91,4 @@ def get_human_readable_count(number: int) -> str:
     """
     if number < 0:
         raise ValueError(f"number must be 0 or more, got {number}.")
-    return human(number)
+    return format_count(number)

@@ -259,7 +259,7 @@ def load_hparams_from_yaml(config_yaml: str | Path, use_omegaconf: bool = True) 
     return found
 
 
-def _holders(model: Any, attribute: str) -> list[Any]:
+def _find_holders(model: Any, attribute: str) -> list[Any]:
     """Return the objects with an attribute: the module, its hyper-parameters, the data module and its own."""
     trainer = None
     with suppress(RunError):  # of a module outside of a run
@@ -277,7 +277,7 @@ def _holders(model: Any, attribute: str) -> list[Any]:
 
 def lightning_hasattr(model: object, attribute: str) -> bool:
     """Return whether the module, its data module or their hyper-parameters have an attribute."""
-    return bool(_holders(model, attribute))
+    return bool(_find_holders(model, attribute))
 
 
 def lightning_getattr(model: object, attribute: str) -> Any:
@@ -297,7 +297,7 @@ def lightning_setattr(model: object, attribute: str, value: object) -> None:
         AttributeError: if none has it.
     """
     _last_holder(model, attribute)
-    for holder in _holders(model, attribute):
+    for holder in _find_holders(model, attribute):
         if isinstance(holder, dict):
             holder[attribute] = value
         else:
@@ -305,7 +305,7 @@ def lightning_setattr(model: object, attribute: str, value: object) -> None:
 
 
 def _last_holder(model: object, attribute: str) -> object:
-    holders = _holders(model, attribute)
+    holders = _find_holders(model, attribute)
     if not holders:
         raise AttributeError(
             f"{attribute!r} is neither stored in the model namespace nor the `hparams` namespace/dict, nor the "

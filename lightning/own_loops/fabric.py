@@ -88,7 +88,7 @@ class Fabric(Engine):
         super().__init_subclass__(**kwargs)
         run = vars(cls).get("run")
         if run is not None and not hasattr(run, "__wrapped__"):
-            cls.run = _launching(run)  # type: ignore[method-assign]
+            cls.run = _wrap_run(run)  # type: ignore[method-assign]
 
     # --- processes ---------------------------------------------------------------------------------------------------
 
@@ -273,7 +273,7 @@ class Fabric(Engine):
         data = map_tensors(lambda tensor: tensor, data, self._as_tensor)
         reduced = super().all_reduce(data, str(reduce_op or "mean").rpartition(".")[2].lower())
         with torch.no_grad():
-            for tensor, result in zip(_tensors(data), _tensors(reduced), strict=True):
+            for tensor, result in zip(_list_tensors(data), _list_tensors(reduced), strict=True):
                 if tensor.dtype == result.dtype:
                     tensor.copy_(result)
         return reduced
@@ -341,19 +341,19 @@ class Fabric(Engine):
             logger.log_metrics(metrics=values, step=step)
 
 
-def _launching(run: Callable[..., object]) -> Callable[..., Any]:
+def _wrap_run(run: Callable[..., object]) -> Callable[..., Any]:
     """Return a ``run`` that starts the processes, unless it is called in one of them."""
 
     @wraps(run)
     def launch_and_run(self: Fabric, *args: object, **kwargs: object) -> Any:
         if self._is_connected:
             return run(self, *args, **kwargs)
-        return self.launch(_run, *args, **kwargs)
+        return self.launch(_run_fabric, *args, **kwargs)
 
     return launch_and_run
 
 
-def _run(fabric: Fabric, *args: object, **kwargs: object) -> object:
+def _run_fabric(fabric: Fabric, *args: object, **kwargs: object) -> object:
     return fabric.run(*args, **kwargs)
 
 
@@ -368,7 +368,7 @@ def _taken_by(method: Callable[..., object], given: Mapping[str, object]) -> Map
     return {name: value for name, value in given.items() if name in parameters}
 
 
-def _tensors(data: object) -> list[Tensor]:
+def _list_tensors(data: object) -> list[Tensor]:
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:

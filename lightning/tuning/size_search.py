@@ -15,7 +15,7 @@ from ...callbacks.run import Run, Tunable
 from ...common.console import say
 from ...common.errors import ModuleError, RunError
 from ...strategies.module.out_of_memory import is_out_of_memory, let_go_of
-from ...trainer.loop.evaluate import evaluate
+from ...trainer.loop.evaluate import evaluate_stage
 from ...trainer.request import Request
 from ...trainer.session.session import Session
 from ...trainer.setup import load_evaluation_data, set_up_module
@@ -133,7 +133,7 @@ def try_evaluations(session: Session, request: Request, *, finder: LoaderSizes) 
     def try_size(size: int) -> None:
         finder.take(size, session)
         load_evaluation_data(session, stage, None)
-        evaluate(session, stage, finder.steps_per_trial)
+        evaluate_stage(session, stage, finder.steps_per_trial)
 
     finder.optimal_batch_size = finder.find(try_size, _num_samples(data.source))
     finder.take(finder.optimal_batch_size, session)

@@ -13,7 +13,7 @@ from ...common.errors import ConfigError
 from ...trainer.fit import fit
 from ...trainer.module.data_module import DataModule
 from ...trainer.module.train_module import TrainModule
-from ...trainer.request import Request, evaluation_request, unwrapped
+from ...trainer.request import Request, evaluation_request, unwrap_compiled
 from ...trainer.trainer import Trainer
 from ...trainer.tuning import attribute
 from .size_search import LoaderSizes, end_fit, try_evaluations
@@ -150,7 +150,7 @@ class Tuner:
         if method == "fit":
             self._fit(finder, model, None, None, datamodule)
         else:
-            module = unwrapped(model, self._trainer.strategy)
+            module = unwrap_compiled(model, self._trainer.strategy)
             request = evaluation_request(method, module, None, datamodule, None, last=None)
             self._trainer.run_aside(partial(try_evaluations, finder=finder), request)
         return finder.optimal_batch_size
@@ -161,8 +161,8 @@ class Tuner:
         """Begin a fit that ends after the search."""
         if isinstance(train, DataModule):
             train, datamodule = None, train
-        request = Request("fit", unwrapped(model, self._trainer.strategy), datamodule, train, val)
-        self._trainer.run_aside(fit, request, lambda own: [finder, *filter(_prepares, own)])
+        request = Request("fit", unwrap_compiled(model, self._trainer.strategy), datamodule, train, val)
+        self._trainer.run_aside(fit, request, lambda own: [finder, *filter(_prepares_module, own)])
 
     def _refuse_second(self, kind: type[Callback]) -> None:
         if any(isinstance(callback, kind) for callback in self._trainer.callbacks):
@@ -180,7 +180,7 @@ class _RateSearch(LearningRateFinder):
         end_fit(trainer)
 
 
-def _prepares(callback: Callback) -> bool:
+def _prepares_module(callback: Callback) -> bool:
     """Return whether a callback may prepare the module: Echelon's own watch, save or print, but for a few."""
     package = __name__.partition(".")[0]
     return isinstance(callback, BaseFinetuning) or type(callback).__module__.partition(".")[0] != package

@@ -75,7 +75,7 @@ def launch_of(environ: Mapping[str, str] = ENVIRON) -> int | None:
     return int(environ[LAUNCH]) if environ.get(LAUNCH, "").isdigit() else None
 
 
-def reconcile(environment: Environment, num_devices: int | None, num_nodes: int | None) -> Environment:
+def reconcile_environment(environment: Environment, num_devices: int | None, num_nodes: int | None) -> Environment:
     """Return the environment of a run with the requested numbers; None leaves a number to the environment.
 
     Raises:
@@ -83,7 +83,7 @@ def reconcile(environment: Environment, num_devices: int | None, num_nodes: int 
             not know their rank or the main address.
     """
     if environment.is_external:
-        _compare(environment, num_devices, num_nodes)
+        _check_requested_numbers(environment, num_devices, num_nodes)
         return environment
     nodes, local_world_size = num_nodes or 1, num_devices or 1
     if environment.node_rank >= nodes:
@@ -131,7 +131,7 @@ def hide_gpus() -> None:
 
 
 @contextlib.contextmanager
-def overridden(variables: Mapping[str, str]) -> Iterator[None]:
+def overriding_variables(variables: Mapping[str, str]) -> Iterator[None]:
     """Set environment variables inside the block, including those that the user has set."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
@@ -145,7 +145,7 @@ def overridden(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _compare(environment: Environment, num_devices: int | None, num_nodes: int | None) -> None:
+def _check_requested_numbers(environment: Environment, num_devices: int | None, num_nodes: int | None) -> None:
     launcher = environment.launcher
     if num_nodes is not None and num_nodes != environment.num_nodes:
         raise ConfigError(

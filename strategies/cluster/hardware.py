@@ -66,13 +66,13 @@ class Hardware:
         device_type = device_type_of(accelerator)
         if num_nodes < 1:
             raise ConfigError(f"num_nodes must be >= 1, got {num_nodes}; give the number of machines.")
-        return cls(device_type, _indices(device_type, devices), num_nodes)
+        return cls(device_type, _device_indices(device_type, devices), num_nodes)
 
 
-def _indices(device_type: str, devices: int | str | Sequence[int]) -> tuple[int, ...]:
+def _device_indices(device_type: str, devices: int | str | Sequence[int]) -> tuple[int, ...]:
     available = num_devices(device_type)
     if isinstance(devices, str):
-        devices = _parse(devices)
+        devices = _parse_devices(devices)
     if isinstance(devices, bool) or not isinstance(devices, int | Sequence):
         raise ConfigError(
             f"devices must be a number, -1 for all, 'auto' or a list of indices, got {devices!r}; give one of these."
@@ -92,7 +92,7 @@ def _indices(device_type: str, devices: int | str | Sequence[int]) -> tuple[int,
     return indices or (0,)
 
 
-def _parse(devices: str) -> int | list[int]:
+def _parse_devices(devices: str) -> int | list[int]:
     if devices == "auto":
         return -1
     try:

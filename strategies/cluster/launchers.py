@@ -12,7 +12,7 @@ from .mpi import read_mpi
 from .ray import read_ray
 from .slurm import read_slurm
 from .torchrun import read_torchrun
-from .variables import first_number, has_all, number
+from .variables import first_number, has_all, read_number
 
 # Innermost launcher first: a process that mpirun started on a SLURM cluster has the variables of both, and SLURM's
 # describe mpirun's daemons; a Ray worker inherits those of the job that started Ray.
@@ -55,7 +55,7 @@ def _check_ranks(environment: Environment) -> None:
 
 def _read_manual(environ: Mapping[str, str]) -> Environment:
     """Return the environment of a process without a launcher; its node may be one of several."""
-    if has_all(environ, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") and number(environ, "WORLD_SIZE") > 1:
+    if has_all(environ, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") and read_number(environ, "WORLD_SIZE") > 1:
         raise ConfigError(
             f"RANK={environ['RANK']} and WORLD_SIZE={environ['WORLD_SIZE']} are set, but LOCAL_RANK or "
             "LOCAL_WORLD_SIZE is not, and no launcher was found; set both of these too, or start the program with "

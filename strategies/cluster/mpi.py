@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ...common.errors import ConfigError
 from .environment import DEFAULT_PORT, LOOPBACK, Environment
-from .variables import first_number, has_all, job_port, number
+from .variables import first_number, has_all, job_port, read_number
 
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 # srun sets the first two as well, for programs built with MPICH
@@ -23,7 +23,7 @@ def read_mpi(environ: Mapping[str, str]) -> Environment | None:
     names = next((names for names in (_OPEN_MPI, _MPICH) if has_all(environ, *names)), None)
     if names is None:
         return None
-    rank, world_size, local_rank, local_world_size = (number(environ, name) for name in names)
+    rank, world_size, local_rank, local_world_size = (read_number(environ, name) for name in names)
     local_world_size = max(local_world_size, 1)
     num_nodes = world_size // local_world_size
     if num_nodes * local_world_size != world_size or (rank - local_rank) % local_world_size:
@@ -45,10 +45,10 @@ def read_mpi(environ: Mapping[str, str]) -> Environment | None:
         local_world_size=local_world_size,
         num_nodes=num_nodes,
         main_address=environ.get("MASTER_ADDR") or LOOPBACK,
-        main_port=first_number(environ, "MASTER_PORT") or _port(environ),
+        main_port=first_number(environ, "MASTER_PORT") or _derive_port(environ),
     )
 
 
-def _port(environ: Mapping[str, str]) -> int:
+def _derive_port(environ: Mapping[str, str]) -> int:
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")  # MPICH does not provide a job id
     return job_port(zlib.crc32(job.encode())) if job else DEFAULT_PORT

@@ -38,7 +38,7 @@ def address_towards(host: str) -> str:
     Raises:
         OSError: if there is no such host, or no route to it.
     """
-    return _route(host)[0]
+    return _find_route(host)[0]
 
 
 def is_this_machine(host: str) -> bool:
@@ -47,11 +47,11 @@ def is_this_machine(host: str) -> bool:
     Raises:
         OSError: if there is no such host, or no route to it.
     """
-    own, other = _route(host)
+    own, other = _find_route(host)
     return own == other
 
 
-def _route(host: str) -> tuple[str, str]:
+def _find_route(host: str) -> tuple[str, str]:
     """Return the addresses at both ends of the route to a host, without sending a packet."""
     [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     with socket.socket(family, kind, protocol) as probe:

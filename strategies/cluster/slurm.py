@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ...common.errors import ConfigError
 from .environment import LOOPBACK, Environment
-from .variables import first_number, has_all, job_port, number
+from .variables import first_number, has_all, job_port, read_number
 
 # SLURM uses numbers from here on for steps that the user did not start with srun: batch script, interactive shell
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
@@ -31,11 +31,11 @@ def read_slurm(environ: Mapping[str, str]) -> Environment | None:
             f"nodes, SLURM_NODEID={node_rank}; start the program itself with srun."
         )
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or LOOPBACK
-    job, step = first_number(environ, "SLURM_JOB_ID", "SLURM_JOBID") or 0, number(environ, "SLURM_STEP_ID")
+    job, step = first_number(environ, "SLURM_JOB_ID", "SLURM_JOBID") or 0, read_number(environ, "SLURM_STEP_ID")
     return Environment(
         launcher="srun",
-        rank=number(environ, "SLURM_PROCID"),
-        local_rank=number(environ, "SLURM_LOCALID"),
+        rank=read_number(environ, "SLURM_PROCID"),
+        local_rank=read_number(environ, "SLURM_LOCALID"),
         node_rank=node_rank,
         world_size=world_size,
         local_world_size=per_node[node_rank],
@@ -49,7 +49,7 @@ def _is_task(environ: Mapping[str, str]) -> bool:
     """Return whether this is a task of srun, and not a shell of salloc, sbatch or ``srun --pty bash``."""
     if not has_all(environ, "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID"):
         return False  # salloc and sbatch start no step
-    if number(environ, "SLURM_STEP_ID") >= _FIRST_RESERVED_STEP:
+    if read_number(environ, "SLURM_STEP_ID") >= _FIRST_RESERVED_STEP:
         return False
     has_terminal = "SLURM_PTY_PORT" in environ
     has_shell_name = environ.get("SLURM_JOB_NAME") in ("bash", "interactive")

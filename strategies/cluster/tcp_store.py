@@ -28,14 +28,14 @@ def host_store(address: str, port: int, limit: timedelta | None = None) -> Any:
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # as its documentation has it
 
-    listener = listen(address, port)
+    listener = listen_on_address(address, port)
     port = listener.getsockname()[1]
     timeout: dict[str, Any] = {} if limit is None else {"timeout": limit}
     file = listener.detach()
     return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=file, **timeout)
 
 
-def listen(address: str, port: int) -> socket.socket:
+def listen_on_address(address: str, port: int) -> socket.socket:
     """Return a socket that listens on an IP address only, or on all interfaces for a name other than localhost.
 
     A machine's name often resolves to loopback on the machine itself, and to another address elsewhere.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from .environment import ENVIRON, LOOPBACK, Environment
-from .variables import first_number, has_all, number
+from .variables import first_number, has_all, read_number
 
 RUN_ID: Final = "TORCHELASTIC_RUN_ID"
 """The variable that only the processes that an agent starts have, and not the agent."""
@@ -36,8 +36,8 @@ def agent_hosts_store(environ: Mapping[str, str] = ENVIRON) -> bool:
 
 def read_torch_variables(environ: Mapping[str, str], launcher: str) -> Environment:
     """Return the environment that torch's variables describe."""
-    rank, world_size = number(environ, "RANK"), number(environ, "WORLD_SIZE")
-    local_world_size = number(environ, "LOCAL_WORLD_SIZE") or 1
+    rank, world_size = read_number(environ, "RANK"), read_number(environ, "WORLD_SIZE")
+    local_world_size = read_number(environ, "LOCAL_WORLD_SIZE") or 1
     node_rank = first_number(environ, "GROUP_RANK", "NODE_RANK")
     if node_rank is None:
         node_rank = rank // local_world_size
@@ -46,11 +46,11 @@ def read_torch_variables(environ: Mapping[str, str], launcher: str) -> Environme
     return Environment(
         launcher=launcher,
         rank=rank,
-        local_rank=number(environ, "LOCAL_RANK"),
+        local_rank=read_number(environ, "LOCAL_RANK"),
         node_rank=node_rank,
         world_size=world_size,
         local_world_size=local_world_size,
         num_nodes=num_nodes,
         main_address=environ.get("MASTER_ADDR") or LOOPBACK,
-        main_port=number(environ, "MASTER_PORT"),
+        main_port=read_number(environ, "MASTER_PORT"),
     )

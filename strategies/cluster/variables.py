@@ -12,7 +12,7 @@ def has_all(environ: Mapping[str, str], *names: str) -> bool:
     return all(environ.get(name) for name in names)
 
 
-def number(environ: Mapping[str, str], name: str) -> int:
+def read_number(environ: Mapping[str, str], name: str) -> int:
     """Return the number in a variable.
 
     Raises:
@@ -30,7 +30,7 @@ def number(environ: Mapping[str, str], name: str) -> int:
 
 def first_number(environ: Mapping[str, str], *names: str) -> int | None:
     """Return the number in the first of these variables that is set; None if none is."""
-    return next((number(environ, name) for name in names if environ.get(name)), None)
+    return next((read_number(environ, name) for name in names if environ.get(name)), None)
 
 
 def job_port(job: int) -> int:

@@ -261,7 +261,7 @@ class AttentionMode(TorchFunctionMode):
         biases = (None, None, None) if call.in_proj_bias is None else call.in_proj_bias.chunk(3)
         # from (length, batch, width) to (batch, heads, length, width of a head)
         q, k, v = (
-            _split(F.linear(x, weight, bias), call.num_heads)
+            _split_heads(F.linear(x, weight, bias), call.num_heads)
             for x, weight, bias in zip(inputs, weights, biases, strict=True)
         )
         mask = self._merged_mask(q, k, None if call.is_causal else call.attn_mask, padding, is_causal=call.is_causal)
@@ -310,7 +310,7 @@ class AttentionMode(TorchFunctionMode):
         return weights @ values, weights
 
 
-def _split(projected: Tensor, num_heads: int) -> Tensor:
+def _split_heads(projected: Tensor, num_heads: int) -> Tensor:
     length, batch, width = projected.shape
     return projected.view(length, batch, num_heads, width // num_heads).permute(1, 2, 0, 3)
 

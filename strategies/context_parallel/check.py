@@ -70,12 +70,12 @@ def check_step(
     with trying_steps(module, args):
         counted, part_of_batch = Counted(module, share), context.cut(batch, module)
         undifferentiated = _without_derivatives(module, context.size)
-        with _said_of_parts(context.size), context.attention(), _named(windows), undifferentiated:
-            parts, loss_of_part = _observe(module, lambda: run(part_of_batch, *rest), counted.means, share)
+        with _said_of_parts(context.size), context.attention(), _naming_windows(windows), undifferentiated:
+            parts, loss_of_part = _observe_step(module, lambda: run(part_of_batch, *rest), counted.means, share)
         of_parts = counted.record()
     with trying_steps(module, args):  # from the same state and random numbers
         counted, cut = Counted(module), (context.sequence_cut, length)
-        whole, loss = _observe(module, lambda: run(batch, *rest), counted.means, 1.0, cut, parts)
+        whole, loss = _observe_step(module, lambda: run(batch, *rest), counted.means, 1.0, cut, parts)
         of_whole = counted.record()
     loss_of_parts = collectives.all_reduce(loss_of_part)  # 0 on ranks of other stages
     found = _first_difference(whole, parts), _loss_difference(loss, loss_of_parts, context.size)
@@ -137,7 +137,7 @@ def _windows_of(module: nn.Module, length: int) -> str:
 
 
 @contextmanager
-def _named(windows: str) -> Iterator[None]:
+def _naming_windows(windows: str) -> Iterator[None]:
     """Add the windows to an error of attention."""
     try:
         yield
@@ -160,7 +160,7 @@ def _without_derivatives(module: nn.Module, size: int) -> Iterator[None]:
 
 
 @contextmanager
-def _hooked(module: nn.Module, observe: Callable[[str, object], None]) -> Iterator[None]:
+def _observing_submodules(module: nn.Module, observe: Callable[[str, object], None]) -> Iterator[None]:
     handles = [
         submodule.register_forward_hook(lambda _, __, output, name=name: observe(name, output))
         for name, submodule in module.named_modules()
@@ -173,7 +173,7 @@ def _hooked(module: nn.Module, observe: Callable[[str, object], None]) -> Iterat
             handle.remove()
 
 
-def _observe(
+def _observe_step(
     module: nn.Module,
     step: Callable[[], object],
     means: NotedMeans,
@@ -196,11 +196,11 @@ def _observe(
             shapes = parts[len(outputs)].shapes if len(outputs) < len(parts) else ()
             tensors = [_cut_like(t, s, *cut) for t, s in zip(tensors, shapes, strict=False)]
         if tensors:
-            digests = torch.stack([_digest(tensor) for tensor in tensors])
+            digests = torch.stack([_digest_tensor(tensor) for tensor in tensors])
             tolerance = max(_TOLERANCES.get(tensor.dtype, _LOW_PRECISION_TOLERANCE) for tensor in tensors)
             outputs.append(_Output(name, tuple(tuple(t.shape) for t in tensors), digests, tolerance))
 
-    with _hooked(module, observe), means:
+    with _observing_submodules(module, observe), means:
         returned = step()
     is_weighted = getattr(module, "automatic_optimization", True)  # by its targets
     return outputs, _total_and_count(returned, means if is_weighted else NotedMeans(), share)
@@ -221,7 +221,7 @@ def _cut_like(whole: Tensor, shape: tuple[int, ...], cut: SequenceLayout, length
     return cut.take(whole, dim) if own == cut.part_length(number) else whole
 
 
-def _digest(tensor: Tensor) -> Tensor:
+def _digest_tensor(tensor: Tensor) -> Tensor:
     flat = tensor.reshape(-1).double()
     weights = torch.arange(len(flat), device=flat.device, dtype=torch.double).mul_(0.7).cos_()
     return torch.stack([flat.norm(), flat @ weights]).cpu()
@@ -256,12 +256,12 @@ def _first_difference(whole: Sequence[_Output], parts: Sequence[_Output]) -> str
                 f"the output of {own.name} has shapes {own.shapes}, but that of {expected.name} from whole sequences "
                 f"has {expected.shapes}"
             )
-        if _differ(expected.digests, own.digests, expected.tolerance):
+        if _digests_differ(expected.digests, own.digests, expected.tolerance):
             return f"the first output that differs is that of {own.name}"
     return None
 
 
-def _differ(expected: Tensor, own: Tensor, tolerance: float) -> bool:
+def _digests_differ(expected: Tensor, own: Tensor, tolerance: float) -> bool:
     # the sum may be near zero by chance, so both are compared relative to the norm
     return bool(((expected - own).abs() > tolerance * expected[..., :1].abs() + 1e-12).any())
 

@@ -100,8 +100,8 @@ class Counted:
         """Return what was counted so far."""
         after = [_state_of(metric) for metric in self.metrics]
         pairs = list(zip(self._before, after, strict=True))
-        added = [_added(metric, *pair) for metric, pair in zip(self.metrics, pairs, strict=True)]
-        return Record(self._logged, added, [_differ(*pair) for pair in pairs])
+        added = [_added_to_state(metric, *pair) for metric, pair in zip(self.metrics, pairs, strict=True)]
+        return Record(self._logged, added, [_states_differ(*pair) for pair in pairs])
 
 
 def log_difference(counted: Counted, whole: Sequence[Record], parts: Sequence[Record], size: int) -> str | None:
@@ -123,13 +123,13 @@ def log_difference(counted: Counted, whole: Sequence[Record], parts: Sequence[Re
             found = next(filter(None, (_own_difference(counted, name, expected, one) for one in each)), None)
         else:
             own = [one for record in parts for one in record.logged.get(name, ())]
-            found = _difference(counted, name, expected, own, is_by_tokens=name in by_tokens)
+            found = _find_difference(counted, name, expected, own, is_by_tokens=name in by_tokens)
         if found is not None:
-            return f"{_call(name, expected)} {found}"
+            return f"{_format_log_call(name, expected)} {found}"
     return None
 
 
-def _call(name: str, logged: Sequence[_Logged]) -> str:
+def _format_log_call(name: str, logged: Sequence[_Logged]) -> str:
     how = f" with reduce_fx={logged[0].reduce_fx!r}" if logged[0].reduce_fx != "mean" else ""
     return f"self.log({name!r}, ...){how}"
 
@@ -150,7 +150,7 @@ def _logged_by_some(parts: Sequence[Record], size: int) -> str | None:
 
 def _own_difference(counted: Counted, name: str, expected: Sequence[_Logged], own: Sequence[_Logged]) -> str | None:
     """Return how the value of one rank, which is reported as it is, differs from that of whole sequences."""
-    value, other = _values(counted, name, expected, own)
+    value, other = _merge_whole_and_parts(counted, name, expected, own)
     if _are_near(value, other):
         return None
     return (
@@ -159,13 +159,13 @@ def _own_difference(counted: Counted, name: str, expected: Sequence[_Logged], ow
     )
 
 
-def _difference(
+def _find_difference(
     counted: Counted, name: str, expected: Sequence[_Logged], own: Sequence[_Logged], *, is_by_tokens: bool
 ) -> str | None:
     """Return how a value of all ranks differs from that of whole sequences."""
     if expected[0].reduce_fx == "mean" and not _has_weights(own, is_by_tokens=is_by_tokens):
         return "is a mean over the tokens of one of several sequences; pass batch_size=, the number of its tokens"
-    value, other = _values(counted, name, expected, own, is_by_tokens=is_by_tokens)
+    value, other = _merge_whole_and_parts(counted, name, expected, own, is_by_tokens=is_by_tokens)
     if _are_near(value, other, max(abs(one.value) for one in (*own, *expected))):
         return None
     return f"gets {other:.6g} from the parts, but {value:.6g} from the whole"
@@ -199,7 +199,7 @@ def _are_near(value: float, other: float, scale: float = 0.0) -> bool:
     return value != value or abs(value - other) <= _TOLERANCE * max(scale, abs(value), abs(other)) + 1e-12
 
 
-def _values(
+def _merge_whole_and_parts(
     counted: Counted,
     name: str,
     expected: Sequence[_Logged],
@@ -215,20 +215,20 @@ def _values(
             for values in (expected, own)
         )
         return float("nan") if value is None or other is None else value, other or 0.0
-    return _merge(expected, is_by_tokens=is_by_tokens), _merge(own, is_by_tokens=is_by_tokens)
+    return _merge_values(expected, is_by_tokens=is_by_tokens), _merge_values(own, is_by_tokens=is_by_tokens)
 
 
-def _merge(values: Sequence[_Logged], *, is_by_tokens: bool) -> float:
+def _merge_values(values: Sequence[_Logged], *, is_by_tokens: bool) -> float:
     if not values:
         return float("nan")
     if values[0].reduce_fx in _MERGED:
         return _MERGED[values[0].reduce_fx]([one.value for one in values])
-    pairs = [(one.value, _weight(one, is_by_tokens=is_by_tokens)) for one in values]
+    pairs = [(one.value, _weight_in_mean(one, is_by_tokens=is_by_tokens)) for one in values]
     weight = sum(weight for _, weight in pairs)
     return sum(value * weight for value, weight in pairs if weight) / weight if weight else float("nan")
 
 
-def _weight(one: _Logged, *, is_by_tokens: bool) -> float:
+def _weight_in_mean(one: _Logged, *, is_by_tokens: bool) -> float:
     """Return the weight of a mean, as `PartLogs` gives it."""
     if one.targets is not None:
         return one.targets
@@ -250,7 +250,7 @@ def metric_difference(counted: Counted, whole: Sequence[Record], parts: Sequence
         if not any(record.has_changed[index] for record in (*whole, *parts)):
             continue  # another kind of step may have shown how it counts
         of_whole, of_parts = ([record.states[index] for record in records] for records in (whole, parts))
-        expected, own = _value(metric, of_whole), _value(metric, of_parts)
+        expected, own = _compute_metric(metric, of_whole), _compute_metric(metric, of_parts)
         if expected is not None and own is not None and _are_close(expected, own):
             vars(metric)[COUNTS_ONCE] = False
             continue
@@ -258,7 +258,8 @@ def metric_difference(counted: Counted, whole: Sequence[Record], parts: Sequence
         if all(_are_equal(first, of_whole) for first in firsts):
             vars(metric)[COUNTS_ONCE] = True
         elif expected is not None and own is not None:
-            return f"the metric {name} is {_shown(own)} from the parts, but {_shown(expected)} from the whole"
+            shown = _format_values(expected)
+            return f"the metric {name} is {_format_values(own)} from the parts, but {shown} from the whole"
     return None
 
 
@@ -291,21 +292,21 @@ def _state_of(metric: Any) -> State:
     }
 
 
-def _added(metric: object, before: State, after: State) -> State:
+def _added_to_state(metric: object, before: State, after: State) -> State:
     """Return what a state has got; of maxima, minima and means the state itself."""
     added: dict[str, Tensor | list[object]] = {}
     for name, value in after.items():
         old = before.get(name)
         if isinstance(value, list):
             added[name] = value[len(old) if isinstance(old, list) else 0 :]
-        elif isinstance(old, Tensor) and _kind(metric, name) == "sum" and old.shape == value.shape:
+        elif isinstance(old, Tensor) and _reduction_of_state(metric, name) == "sum" and old.shape == value.shape:
             added[name] = value - old
         else:
             added[name] = value
     return added
 
 
-def _differ(before: State, after: State) -> bool:
+def _states_differ(before: State, after: State) -> bool:
     return before.keys() != after.keys() or not all(_is_same(value, after[name]) for name, value in before.items())
 
 
@@ -317,17 +318,17 @@ def _is_same(one: Tensor | list[object], other: Tensor | list[object]) -> bool:
     return one.is_floating_point() and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-def _kind(metric: Any, name: str) -> str:
+def _reduction_of_state(metric: Any, name: str) -> str:
     """Return how torchmetrics reduces a state over ranks."""
     return str(getattr(find_reductions(metric)[name], "__name__", "")).removeprefix("dim_zero_")
 
 
-def _value(metric: Any, states: Sequence[State]) -> list[Tensor] | None:
+def _compute_metric(metric: Any, states: Sequence[State]) -> list[Tensor] | None:
     """Return what a metric computes from the states of ranks; None if nobody can tell."""
     copied = copy.deepcopy(metric)
     for name in states[0]:
         values: list[Any] = [state[name] for state in states]
-        kind = _kind(metric, name)
+        kind = _reduction_of_state(metric, name)
         if isinstance(values[0], list):
             merged: object = [one for value in values for one in value]
         elif kind in ("sum", "mean", "max", "min"):
@@ -356,5 +357,5 @@ def _are_equal(one: Sequence[State], other: Sequence[State]) -> bool:
     return _are_close(*([tensor.detach().double().cpu() for tensor in each] for each in tensors))
 
 
-def _shown(values: Sequence[Tensor]) -> str:
+def _format_values(values: Sequence[Tensor]) -> str:
     return ", ".join(f"{float(value):.6g}" if value.numel() == 1 else str(list(value.shape)) for value in values)

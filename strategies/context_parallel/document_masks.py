@@ -78,7 +78,7 @@ def mask_of_rows(
     if window is not None:
         mask &= distance.abs() < window
     if chunk is not None:
-        chunks = _places(document_ids, columns) // chunk
+        chunks = _places_in_documents(document_ids, columns) // chunk
         mask &= chunks[:, rows, None] == chunks[:, None, :]
     return mask[:, None]
 
@@ -101,7 +101,7 @@ def block_mask_of_rows(
 
     columns = torch.arange(document_ids.shape[1], device=document_ids.device)
     rows = columns if rows is None else rows
-    chunks = None if chunk is None else _places(document_ids, columns) // chunk
+    chunks = None if chunk is None else _places_in_documents(document_ids, columns) // chunk
 
     is_shared = len(document_ids) == 1  # by all sequences of a batch, whose number is not known
 
@@ -130,7 +130,7 @@ def documents_of(position_ids: Tensor) -> Tensor:
     return begins.cumsum(-1)
 
 
-def _places(document_ids: Tensor, columns: Tensor) -> Tensor:
+def _places_in_documents(document_ids: Tensor, columns: Tensor) -> Tensor:
     """Return the place of each token in its document."""
     begins = document_ids.diff(dim=-1, prepend=document_ids[:, :1] - 1) != 0
     return columns - torch.where(begins, columns, 0).cummax(-1).values

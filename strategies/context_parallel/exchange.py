@@ -45,7 +45,7 @@ class Exchange:
         if part.dtype == torch.bool:
             return self.gather(part.to(torch.uint8), dim).bool()
         length = self.lengths.whole(part.shape[dim])
-        sent = _lengthened(part, dim, self.cut.longest_part(length))
+        sent = _pad_to_length(part, dim, self.cut.longest_part(length))
         parts = all_gather(self._wire, sent.reshape(-1)).view(self.cut.size, *sent.shape)
         return self.cut.join(parts.unbind(), dim, length)
 
@@ -76,7 +76,7 @@ class Exchange:
         Shapes: (..., heads, part, width) to (..., heads / n, length, width).
         """
         size, length = self.cut.size, self.lengths.whole(part.shape[-2])
-        sent = _lengthened(part, -2, self.cut.longest_part(length))
+        sent = _pad_to_length(part, -2, self.cut.longest_part(length))
         heads, most, width = sent.shape[-3:]
         parts = sent.reshape(-1, size, heads // size, most, width).movedim(1, 0)
         traded = all_to_all(self._wire, parts.reshape(-1)).view(parts.shape)
@@ -87,13 +87,13 @@ class Exchange:
         size, (heads, length, width) = self.cut.size, whole.shape[-3:]
         most = self.cut.longest_part(length)
         batches = whole.reshape(-1, heads, length, width)
-        sent = torch.stack([_lengthened(self.cut.take(batches, -2, rank), -2, most) for rank in range(size)])
+        sent = torch.stack([_pad_to_length(self.cut.take(batches, -2, rank), -2, most) for rank in range(size)])
         traded = all_to_all(self._wire, sent.reshape(-1)).view(sent.shape)
         parts = traded.movedim(0, 1).reshape(*whole.shape[:-3], size * heads, most, width)
         return parts.narrow(-2, 0, self.cut.part_length(length))
 
 
-def _lengthened(part: Tensor, dim: int, length: int) -> Tensor:
+def _pad_to_length(part: Tensor, dim: int, length: int) -> Tensor:
     """Return a part with zeros after it, as ranks exchange parts of one length only."""
     missing = length - part.shape[dim]
     if not missing:

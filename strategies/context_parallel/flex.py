@@ -143,7 +143,7 @@ def _refuse_captured(mod: _Mod, name: str, lengths: set[int]) -> None:
     Raises:
         ModuleError: naming the shape.
     """
-    for tensor in _captured(mod, _DEEPEST):
+    for tensor in _captured_tensors(mod, _DEEPEST):
         if any(size in lengths for size in tensor.shape):
             raise ModuleError(
                 f"{name} of flex_attention under context parallelism gets places in whole sequences, but it holds a "
@@ -152,7 +152,7 @@ def _refuse_captured(mod: _Mod, name: str, lengths: set[int]) -> None:
             )
 
 
-def _captured(value: Any, depth: int) -> Iterator[Tensor]:
+def _captured_tensors(value: Any, depth: int) -> Iterator[Tensor]:
     """Yield the tensors that a function holds: in its closure, and in functions and containers there."""
     if isinstance(value, Tensor):
         yield value
@@ -161,7 +161,7 @@ def _captured(value: Any, depth: int) -> Iterator[Tensor]:
     inner: tuple[object, ...] = ()
     if isinstance(value, FunctionType):
         cells = (cell for cell in value.__closure__ or () if cell is not None)
-        inner = (*(_content(cell) for cell in cells), *(value.__defaults__ or ()))
+        inner = (*(_cell_content(cell) for cell in cells), *(value.__defaults__ or ()))
     elif isinstance(value, functools.partial):
         inner = (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, tuple | list):
@@ -169,10 +169,10 @@ def _captured(value: Any, depth: int) -> Iterator[Tensor]:
     elif callable(value) and hasattr(value, "__dict__") and not isinstance(value, torch.nn.Module):
         inner = tuple(vars(value).values())
     for each in inner:
-        yield from _captured(each, depth - 1)
+        yield from _captured_tensors(each, depth - 1)
 
 
-def _content(cell: Any) -> object:
+def _cell_content(cell: Any) -> object:
     try:
         return cell.cell_contents
     except ValueError:  # a variable that has no value yet

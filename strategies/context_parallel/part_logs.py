@@ -42,13 +42,13 @@ class PartLogs:
     @contextmanager
     def of_part(self, module: nn.Module, share: float | None) -> Iterator[None]:
         """Weigh what a step in the block logs, which has this share of the tokens."""
-        with NotedMeans() as means, _logging(module, lambda plain: _Weighed(self, plain, share, means)):
+        with NotedMeans() as means, _replacing_log(module, lambda plain: _Weighed(self, plain, share, means)):
             yield
 
     @contextmanager
     def of_whole(self, module: nn.Module, share: float) -> Iterator[None]:
         """Weigh what a step in the block logs, which one rank computes for all; the others log nothing."""
-        with _logging(module, lambda plain: _Weighed(self, plain, share, None) if share else _ignore):
+        with _replacing_log(module, lambda plain: _Weighed(self, plain, share, None) if share else _do_nothing):
             yield
 
     def merged(self, mean: Tensor, count: Tensor) -> Tensor:
@@ -87,12 +87,12 @@ class _Weighed:
         self._plain(name, value, *args, **options)
 
 
-def _ignore(*_: object, **__: object) -> None:
+def _do_nothing(*_: object, **__: object) -> None:
     pass
 
 
 @contextmanager
-def _logging(module: nn.Module, replaced: Callable[[Callable[..., None]], Callable[..., None]]) -> Iterator[None]:
+def _replacing_log(module: nn.Module, replaced: Callable[[Callable[..., None]], Callable[..., None]]) -> Iterator[None]:
     own, missing = vars(module), object()
     before = own.get("log", missing)
     plain = getattr(module, "log", None)

@@ -69,7 +69,7 @@ class GivesPositions:
         """Return this part's rows of the masks of a model; None where what the model is given says all."""
         context = self._context
         assert context is not None
-        documents = None if positions is None or positions.ndim != 2 else _documents(context, positions)
+        documents = None if positions is None or positions.ndim != 2 else _document_ids(context, positions)
         masks = _whole_mask(self._kinds, rows, documents, padding, length)
         if masks is None:
             is_plain = padding is None and documents is None
@@ -123,7 +123,7 @@ def _is_padding(mask: object) -> bool:
     return isinstance(mask, Tensor) and mask.ndim == 2
 
 
-def _documents(context: ContextParallel, positions: Tensor) -> Tensor | None:
+def _document_ids(context: ContextParallel, positions: Tensor) -> Tensor | None:
     """Return the document ids of whole sequences, given the positions of a part; None if each is one document."""
     documents = documents_of(context.whole(positions.contiguous(), 1))
     return documents if bool((documents != documents[:, :1]).any()) else None

@@ -185,7 +185,7 @@ class VarlenParts:
         (batch, length), (left, right) = sizes, window
         for row in range(batch):
             for first, last in self._exchange.cut.chunks(length):
-                for start, stop in _overlapping(ends, row * length + first, row * length + last):
+                for start, stop in _overlapping_documents(ends, row * length + first, row * length + last):
                     begin, end = max(start, row * length + first), min(stop, row * length + last)
                     seen = max(start, begin - left) if left >= 0 else start
                     yield end - begin, seen, stop if right < 0 else end
@@ -205,7 +205,7 @@ class VarlenParts:
         return whole.flatten(0, 1).index_select(0, pieces.keys)
 
 
-def _overlapping(ends: Sequence[int], first: int, last: int) -> Iterator[tuple[int, int]]:
+def _overlapping_documents(ends: Sequence[int], first: int, last: int) -> Iterator[tuple[int, int]]:
     """Yield where the documents begin and end that have a token in a range."""
     for place in range(bisect_right(ends, first) - 1, len(ends) - 1):
         start, stop = ends[place], ends[place + 1]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .kinds import CPU
-from .queries import current, module_of
+from .queries import module_of, using_device
 
 _FUNCTIONS: Final = ("get_rng_state", "set_rng_state", "manual_seed")
 
@@ -42,7 +42,7 @@ class _ByModule:
         self._module.set_rng_state(state, self._device)
 
     def manual_seed(self, seed: int) -> None:
-        with current(self._device):
+        with using_device(self._device):
             self._module.manual_seed(seed)
 
 

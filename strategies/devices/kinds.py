@@ -92,7 +92,9 @@ def device_type_of(accelerator: str) -> str:
     if accelerator == "gpu":
         gpus = [name for name in _GPUS if name in available]
         if not gpus:
-            raise ConfigError(f"accelerator='gpu', but torch finds no GPU on this machine; {_remedy(available)}.")
+            raise ConfigError(
+                f"accelerator='gpu', but torch finds no GPU on this machine; {_suggest_accelerators(available)}."
+            )
         return gpus[0]
     if accelerator in available:
         return accelerator
@@ -100,21 +102,22 @@ def device_type_of(accelerator: str) -> str:
     if accelerator not in known:
         raise ConfigError(
             f"accelerator={accelerator!r} is not a known accelerator.{did_you_mean(str(accelerator), known)} "
-            f"{_here(available)}"
+            f"{_describe_devices_here(available)}"
         )
     package = _PACKAGES.get(accelerator)
     is_missing = package is not None and device_module(accelerator) is None
     added = f"install {package}, which adds it to torch, or " if is_missing else ""
     raise ConfigError(
-        f"accelerator={accelerator!r}, but torch finds no such device on this machine; {added}{_remedy(available)}."
+        f"accelerator={accelerator!r}, but torch finds no such device on this machine; "
+        f"{added}{_suggest_accelerators(available)}."
     )
 
 
-def _remedy(available: list[str]) -> str:
+def _suggest_accelerators(available: list[str]) -> str:
     names = [repr(name) for name in (*available, CPU)]
     return f"use accelerator={' or '.join(names)} or 'auto'"
 
 
-def _here(available: list[str]) -> str:
+def _describe_devices_here(available: list[str]) -> str:
     counts = [f"{name} ({num_devices(name)} device(s))" for name in available]
     return f"On this machine are: {', '.join([CPU, *counts])}."

@@ -51,7 +51,7 @@ def check_usable(device: torch.device) -> None:
         ) from error
 
 
-def current(device: torch.device) -> AbstractContextManager[object]:
+def using_device(device: torch.device) -> AbstractContextManager[object]:
     """Return a context in which a device is this thread's current one."""
     own = getattr(module_of(device), "device", None)
     context: AbstractContextManager[object] = (
@@ -60,7 +60,7 @@ def current(device: torch.device) -> AbstractContextManager[object]:
     return context
 
 
-def synchronize(device: torch.device) -> None:
+def synchronize_device(device: torch.device) -> None:
     """Wait until a device has finished what it was given; the CPU always has."""
     if device.type != CPU:
         # not `torch.accelerator.synchronize`: of two types of devices in one process it knows the first

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from ..torch_internals.modules import copy_without_parameters, find_buffer_dict, find_child_dict, find_parameter_dict
 
 
-def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
+def replicate_module(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
     """Return the module, followed by a replica of it for every other device, with buffers of its own.
 
     Those on the same device share its parameters. Others have copies, through which autograd brings gradients back, in
     place of parameters. torch's own ``replicate`` knows CUDA's devices only (2.14).
     """
-    replicas = [_replica(module, devices[0], device) for device in devices[1:]]
+    replicas = [_make_replica(module, devices[0], device) for device in devices[1:]]
     for submodule in chain.from_iterable(replica.modules() for replica in replicas):
         forward = vars(submodule).get("forward")
         if isinstance(forward, MethodType):  # a forward set on the instance, such as a checkpointed one
@@ -26,7 +26,7 @@ def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mod
     return [module, *replicas]
 
 
-def _replica(module: nn.Module, own: torch.device, device: torch.device) -> nn.Module:
+def _make_replica(module: nn.Module, own: torch.device, device: torch.device) -> nn.Module:
     is_shared = device.type == own.type == "cpu"
     buffers = {buffer: buffer.to(device, copy=True) for buffer in module.buffers()}
     copies: dict[nn.Parameter, Tensor] = {} if is_shared else {p: p.to(device) for p in module.parameters()}

@@ -34,7 +34,7 @@ class Bucket:
             yield index, columns.clone() if len(self.indices) > 1 else columns
 
 
-def join(tensors: Sequence[Tensor], num_rows: int = 1, *, by_gradient: bool = False) -> Iterator[Bucket]:
+def join_in_buckets(tensors: Sequence[Tensor], num_rows: int = 1, *, by_gradient: bool = False) -> Iterator[Bucket]:
     """Copy tensors into buckets: small ones of the same dtype and device type together, each large one alone.
 
     Args:
@@ -57,9 +57,9 @@ def join(tensors: Sequence[Tensor], num_rows: int = 1, *, by_gradient: bool = Fa
 def map_joined(
     tensors: Sequence[Tensor], function: Callable[[Tensor], Tensor], num_rows: int = 1, *, by_gradient: bool = False
 ) -> list[Tensor]:
-    """Return, for every tensor, its columns of ``function(bucket)``, which may overwrite the bucket; see `join`."""
+    """Return each tensor's columns of ``function(bucket)``, which may overwrite the bucket; see `join_in_buckets`."""
     results = list(tensors)
-    for bucket in join(tensors, num_rows, by_gradient=by_gradient):
+    for bucket in join_in_buckets(tensors, num_rows, by_gradient=by_gradient):
         if bucket.flat.numel():
             for index, columns in bucket.split(function(bucket.flat)):
                 results[index] = columns

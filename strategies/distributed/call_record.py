@@ -44,7 +44,7 @@ class CallRecord:
 
     def note(self, name: str) -> None:
         """Record that this rank calls a collective."""
-        where = _caller()
+        where = _find_caller()
         room = _WIDTH - len(name) - len(_SEPARATOR)
         begin = _NUMBER + self._count % _NUM_KEPT * _WIDTH
         call = f"{name}{_SEPARATOR}{where[-room:]}".encode(errors="replace")[:_WIDTH]
@@ -56,7 +56,7 @@ class CallRecord:
         self._memory[:_NUMBER] = self._count.to_bytes(_NUMBER, "little")
 
 
-def _caller() -> str:
+def _find_caller() -> str:
     """Return the file and line of the user's call; for Echelon's own calls, a fixed text."""
     frame = find_frame(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PASSED):
@@ -66,7 +66,7 @@ def _caller() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def _read(file: Path) -> tuple[int, dict[int, list[str]]]:
+def _read_calls(file: Path) -> tuple[int, dict[int, list[str]]]:
     """Return how many calls a process has made, and the last of them by number, each as name and place."""
     content = file.read_bytes() if file.exists() else bytes(_SIZE)
     count = int.from_bytes(content[:_NUMBER], "little")
@@ -85,7 +85,7 @@ def describe_difference(files: Mapping[int, Path]) -> str | None:
     """
     counts, calls = {}, {}
     for rank, file in files.items():
-        counts[rank], calls[rank] = _read(file)
+        counts[rank], calls[rank] = _read_calls(file)
     first = max((count - _NUM_KEPT for count in counts.values()), default=0)
     numbers = range(max(0, first), max(counts.values(), default=0))
 
@@ -96,7 +96,7 @@ def describe_difference(files: Mapping[int, Path]) -> str | None:
     if not any(differs(number, by_line=False) for number in numbers):
         return None
     number = next(number for number in numbers if differs(number, by_line=True))
-    rows = [["rank", "call", "where"], *([str(rank), *_row(calls[rank], number)] for rank in sorted(files))]
+    rows = [["rank", "call", "where"], *([str(rank), *_row_of_call(calls[rank], number)] for rank in sorted(files))]
     return (
         f"The ranks diverged at collective {number + 1} of the run:\n{describe_table(rows)}\nMake the same calls in "
         "the same order on all ranks: look for a branch that depends on the rank, and for ranks with different "
@@ -104,7 +104,7 @@ def describe_difference(files: Mapping[int, Path]) -> str | None:
     )
 
 
-def _row(calls: Mapping[int, list[str]], number: int) -> Iterable[str]:
+def _row_of_call(calls: Mapping[int, list[str]], number: int) -> Iterable[str]:
     if number in calls:
         return calls[number]
     last = calls.get(number - 1)
@@ -132,7 +132,7 @@ class StuckRanks:
 
     def look(self) -> str | None:
         """Return the message for the user, if it is time for one."""
-        counts = [_read(file)[0] for file in self._files.values()]
+        counts = [_read_calls(file)[0] for file in self._files.values()]
         if counts != self._counts:
             self._counts, self._since, self._calls_differ = counts, time.monotonic(), False
         if self._has_said or time.monotonic() - self._since < self._patience:

@@ -15,8 +15,8 @@ from . import tensor_collectives
 from .buckets import Reducible, map_joined
 from .call_record import CallRecord
 from .call_watch import note_call
-from .debug import Aspect, CollectiveChecks, PostedCall, call_here, checked
-from .parcels import Parcel, fill, slots, unpack
+from .debug import Aspect, CollectiveChecks, PostedCall, call_here, checked_transfer
+from .parcels import Parcel, fill_slots, list_slots, unpack_skeleton
 from .point_to_point import Mailbox, PendingTransfer
 from .process_group import ProcessGroup
 from .tensor_collectives import REDUCE_OPS, ReduceOp, Wire
@@ -188,12 +188,12 @@ class Collectives:
         parcel = Parcel.pack(data if self.rank == src else None, self.rank, keeps_gradients=True)
         payload = tensor_collectives.broadcast_bytes(self._cpu_wire, parcel.payload, src)
         parcel.raise_if_refused()
-        skeleton = parcel.skeleton if self.rank == src else unpack(payload)
-        tensors = parcel.tensors if self.rank == src else [slot.empty(self.device) for slot in slots(skeleton)]
+        skeleton = parcel.skeleton if self.rank == src else unpack_skeleton(payload)
+        tensors = parcel.tensors if self.rank == src else [slot.empty(self.device) for slot in list_slots(skeleton)]
         sent = map_joined(
             tensors, lambda flat: tensor_collectives.broadcast(self._wire_of(flat), flat, src), by_gradient=True
         )
-        return fill(skeleton, sent, self.device)
+        return fill_slots(skeleton, sent, self.device)
 
     def on_first_rank(self, function: Callable[[], T]) -> T:
         """Call `function` on rank 0 and return its result on every rank. Collective.
@@ -303,7 +303,7 @@ class Collectives:
         parcel = Parcel.pack(data, self.rank, is_whole=True)
         payloads = tensor_collectives.all_gather_bytes(self._cpu_wire, parcel.payload)
         parcel.raise_if_refused()
-        return [fill(unpack(payload), (), self.device) for payload in payloads]
+        return [fill_slots(unpack_skeleton(payload), (), self.device) for payload in payloads]
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until every rank has called this. Collective; a `name` is accepted for Lightning."""
@@ -333,12 +333,12 @@ class Collectives:
         parcel = Parcel.pack(data, self.rank)
         transfer = self._mailbox.send(parcel, dst)
         parcel.raise_if_refused()
-        return checked(posted, transfer)
+        return checked_transfer(posted, transfer)
 
     def irecv(self, src: int) -> PendingTransfer:
         """Start to receive what rank `src` sends next; ``wait()`` returns it."""
         posted = self._announce_transfer("recv", None, src, self.rank)
-        return checked(posted, self._mailbox.begin_receive(src))
+        return checked_transfer(posted, self._mailbox.begin_receive(src))
 
     # --- inside ------------------------------------------------------------------------------------------------------
 

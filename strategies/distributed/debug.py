@@ -47,7 +47,7 @@ class Call:
 
 def call_here(name: str, data: object, compared: Sequence[Aspect]) -> Call:
     """Return a description of this rank's call; the line is compared only if it is in the user's code."""
-    where, is_users = _caller()
+    where, is_users = _find_caller()
     return Call(name, shapes_of(data), where, [aspect for aspect in compared if aspect != "where" or is_users])
 
 
@@ -101,10 +101,12 @@ class CollectiveChecks:
             raise CollectiveError(problem)
 
     def _problem(self, calls: dict[int, Call], missing: list[int], number: int) -> str | None:
-        different = _differences(list(calls.values()))
+        different = _find_differences(list(calls.values()))
         if not missing and not different:
             return None
-        shown = {rank: _cells(call) for rank, call in calls.items()} | {rank: self._last_call(rank) for rank in missing}
+        shown = {rank: _format_call(call) for rank, call in calls.items()} | {
+            rank: self._last_call(rank) for rank in missing
+        }
         rows = [["rank", "call", "shapes", "where"], *([str(rank), *shown[rank]] for rank in sorted(shown))]
         if missing:
             reason = f"rank {', '.join(map(str, missing))} did not arrive within {self._timeout:g} s"
@@ -120,7 +122,7 @@ class CollectiveChecks:
         last: Messages | None = self._board.read(f"last/{rank}")
         if last is None:
             return ["(not here; no call yet)", "", ""]
-        name, *others = _cells(Call(**last))
+        name, *others = _format_call(Call(**last))
         return [f"(not here; last: {name})", *others]
 
 
@@ -138,7 +140,7 @@ class PostedCall:
         self.checks.compare(self.base, self.number, self.ranks)
 
 
-def _differences(calls: Sequence[Call]) -> list[str]:
+def _find_differences(calls: Sequence[Call]) -> list[str]:
     aspects = {"name": "the operation", "shapes": "structure, shapes or types", "where": "the line that calls"}
     return [
         text
@@ -147,7 +149,7 @@ def _differences(calls: Sequence[Call]) -> list[str]:
     ]
 
 
-def _cells(call: Call) -> list[str]:
+def _format_call(call: Call) -> list[str]:
     shapes = call.shapes if len(call.shapes) <= _LONGEST_SHAPES else call.shapes[: _LONGEST_SHAPES - 4] + " ..."
     return [call.name, shapes, call.where]
 
@@ -162,10 +164,10 @@ def describe_table(rows: list[list[str]]) -> str:
 
 def shapes_of(data: object) -> str:
     """Return the leaves of a structure, each with its type and shape, in the same order on all ranks."""
-    return ", ".join(sorted(f"{name} {_describe(leaf)}".lstrip() for name, leaf in named_leaves(data)))
+    return ", ".join(sorted(f"{name} {_describe_leaf(leaf)}".lstrip() for name, leaf in named_leaves(data)))
 
 
-def _describe(leaf: object) -> str:
+def _describe_leaf(leaf: object) -> str:
     if not isinstance(leaf, Tensor):
         return type(leaf).__name__
     return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" + (
@@ -179,7 +181,7 @@ def user_call() -> str:
     return f"{called} ({file}:{line})"
 
 
-def _caller() -> tuple[str, bool]:
+def _find_caller() -> tuple[str, bool]:
     """Return the file and line of the call into strategies/, and whether they are in the user's code."""
     _, file, line = _call_into(_STRATEGIES, _TORCH)
     return f"{file}:{line}", not _is_below(file, _PACKAGE / "trainer", _PACKAGE / "callbacks")
@@ -215,6 +217,6 @@ class _CheckedTransfer:
         return self._transfer.wait()
 
 
-def checked(posted: PostedCall | None, transfer: PendingTransfer) -> PendingTransfer:
+def checked_transfer(posted: PostedCall | None, transfer: PendingTransfer) -> PendingTransfer:
     """Return a transfer whose call, if it was posted, is compared with the other rank's before it is waited for."""
     return transfer if posted is None else _CheckedTransfer(posted, transfer)

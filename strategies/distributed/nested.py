@@ -12,11 +12,13 @@ from torch import Tensor
 T = TypeVar("T")
 
 
-def _same(leaf: object) -> object:
+def _return_unchanged(leaf: object) -> object:
     return leaf
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], data: Any, other: Callable[[object], object] = _same) -> Any:
+def map_tensors(
+    function: Callable[[Tensor], Tensor], data: Any, other: Callable[[object], object] = _return_unchanged
+) -> Any:
     """Return `data` with ``function(tensor)`` for every tensor and ``other(leaf)`` for every other leaf.
 
     Traverses mappings, lists, tuples, named tuples and dataclasses; anything else is a leaf.

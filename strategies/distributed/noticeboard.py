@@ -38,11 +38,11 @@ class Noticeboard:
 
     def post(self, key: str, message: object = None) -> None:
         """Leave a message, replacing an earlier one under the same key."""
-        self._store.set(key, _encoded(message))
+        self._store.set(key, _encode_message(message))
 
     def post_first(self, key: str, message: object) -> object:
         """Leave a message unless the key has one already, and return the one under the key."""
-        return _decoded(self._store.compare_set(key, "", _encoded(message)))
+        return _decode_message(self._store.compare_set(key, "", _encode_message(message)))
 
     def has(self, key: str) -> bool:
         """Return whether there is a message under the key."""
@@ -50,7 +50,7 @@ class Noticeboard:
 
     def read(self, key: str) -> Any:
         """Return the message under the key, or None if there is none."""
-        return _decoded(self._store.get(key)) if self.has(key) else None
+        return _decode_message(self._store.get(key)) if self.has(key) else None
 
     def wait_for(
         self, keys: Sequence[str], timeout: float = math.inf, *, until: Callable[[Messages], bool] | None = None
@@ -86,9 +86,9 @@ class Noticeboard:
                 self._store.delete_key(key)
 
 
-def _encoded(message: object) -> bytes:
+def _encode_message(message: object) -> bytes:
     return zlib.compress(json.dumps(message).encode(), 1)  # the tensor entries of a checkpoint can take 8 MB
 
 
-def _decoded(content: bytes) -> object:
+def _decode_message(content: bytes) -> object:
     return json.loads(zlib.decompress(content))

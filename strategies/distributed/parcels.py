@@ -86,7 +86,7 @@ class Parcel:
 
         try:
             skeleton = map_tensors(take, data)
-            return cls(pickling.pack(skeleton, "data"), skeleton, tensors)
+            return cls(pickling.pack_value(skeleton, "data"), skeleton, tensors)
         except Exception as error:  # noqa: BLE001 - a user's __reduce__ or __post_init__ may raise anything
             return cls.refuse(
                 RunError(
@@ -98,7 +98,7 @@ class Parcel:
     @classmethod
     def refuse(cls, error: Exception) -> Self:
         """Return a parcel that raises an error when it is unpacked."""
-        return cls(pickling.pack(_SendError(str(error))), error=error)
+        return cls(pickling.pack_value(_SendError(str(error))), error=error)
 
     def raise_if_refused(self) -> None:
         """Raise the error that prevented packing, if any; call this once the bytes are sent."""
@@ -106,24 +106,24 @@ class Parcel:
             raise self.error
 
 
-def unpack(payload: bytes) -> Any:
+def unpack_skeleton(payload: bytes) -> Any:
     """Return the skeleton of a parcel from its bytes.
 
     Raises:
         RunError: if the sender could not pack the structure.
     """
-    skeleton = pickling.unpack(payload)
+    skeleton = pickling.unpack_value(payload)
     if isinstance(skeleton, _SendError):
         raise RunError(f"Nothing was received; see the error of the sender: {skeleton.text}")
     return skeleton
 
 
-def slots(skeleton: object) -> list[TensorSlot]:
+def list_slots(skeleton: object) -> list[TensorSlot]:
     """Return the slots of a skeleton whose tensors are sent on their own, in order."""
     return [leaf for _, leaf in named_leaves(skeleton) if isinstance(leaf, TensorSlot) and not leaf.is_sent]
 
 
-def fill(skeleton: object, tensors: Sequence[Tensor], device: torch.device) -> Any:
+def fill_slots(skeleton: object, tensors: Sequence[Tensor], device: torch.device) -> Any:
     """Return the structure with a tensor in each slot: the one that it holds, or the next of `tensors` in its shape.
 
     A tensor that a slot holds is put on `device`, unless the sender's was on the CPU.

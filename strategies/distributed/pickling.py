@@ -38,7 +38,7 @@ def is_picklable(obj: object) -> bool:
     return True
 
 
-def pack(
+def pack_value(
     value: object,
     name: str = "the function",
     parts: Mapping[str, object] | None = None,
@@ -74,7 +74,7 @@ def pack_into(
         MemoryError: if there is not enough memory.
     """
     try:
-        with _by_value(_home(value)):
+        with _by_value(_defining_module(value)):
             _pack_into(file, value, set() if modules is None else modules)
     except MemoryError:
         raise  # not the fault of one value, and a search for a culprit would take even more memory
@@ -114,7 +114,7 @@ def _pack_into(file: IO[bytes], value: object, modules: set[str]) -> None:
                 if memory.device.type != "meta" and memory.nbytes():
                     dtype = obj.dtype if isinstance(obj, TypedStorage) else torch.uint8  # the tensor knows its own
                     key = memory.device, memory.data_ptr(), memory.nbytes()
-                    return _storage, (memories.setdefault(key, _Memory(memory)), dtype)
+                    return _make_storage, (memories.setdefault(key, _Memory(memory)), dtype)
             if isinstance(obj, _Memory):
                 # torch would make a copy, which the pickler keeps, and could not read back uint16 or float8; and each
                 # process that unpacks it would open the sender's device
@@ -128,7 +128,7 @@ def _pack_into(file: IO[bytes], value: object, modules: set[str]) -> None:
                 # the module's own class leaves out is left out, as the weak references of an LSTM
                 kind = type(obj)
                 state_of: Any = kind.__mro__[1].__getstate__
-                return _new, (kind,), state_of(obj)
+                return _make_without_init, (kind,), state_of(obj)
             if isinstance(obj, CodeType):
                 return _with_file_name(self.dispatch_table[CodeType](obj), obj.co_filename)
             if isinstance(obj, ModuleType):
@@ -146,7 +146,7 @@ def _with_file_name(reduced: tuple[object, tuple[object, ...]], name: str) -> tu
     return make, tuple(name if isinstance(one, str) and one == "<dynamic-code>" else one for one in arguments)
 
 
-def _new(kind: Any) -> object:
+def _make_without_init(kind: Any) -> object:
     return kind.__new__(kind)
 
 
@@ -172,12 +172,12 @@ def _filled_memory(data: bytearray) -> torch.UntypedStorage:
     return torch.frombuffer(data, dtype=torch.uint8).clone().untyped_storage()
 
 
-def _storage(memory: torch.UntypedStorage, dtype: torch.dtype) -> TypedStorage:
+def _make_storage(memory: torch.UntypedStorage, dtype: torch.dtype) -> TypedStorage:
     """Return the storage of one of the tensors that share this memory."""
     return TypedStorage(wrap_storage=memory, dtype=dtype, _internal=True)
 
 
-def installed(modules: Iterable[str]) -> list[str]:
+def installed_modules(modules: Iterable[str]) -> list[str]:
     """Return the modules of installed packages among `modules`, and among those that the others import."""
     users = [name for name in modules if not is_installed(name)]
     values = [value for name in users for value in vars(sys.modules.get(name, object)).values()]
@@ -193,7 +193,7 @@ def is_installed(name: str) -> bool:
     return file is not None and not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
-def _home(value: Any) -> str | None:
+def _defining_module(value: Any) -> str | None:
     """Return the name of the module in which a function, or the class of an object, is defined."""
     while isinstance(value, functools.partial):
         value = value.func
@@ -225,8 +225,8 @@ def _is_importable(name: str) -> bool:
     return any(finder.find_spec(name, path) is not None for finder in sys.meta_path)
 
 
-def unpack(data: bytes) -> Any:
-    """Return the value that was given to `pack`; classes that this process has defined are not replaced by copies."""
+def unpack_value(data: bytes) -> Any:
+    """Return the value given to `pack_value`; classes that this process has defined are not replaced by copies."""
     return unpack_from(io.BytesIO(data))
 
 
@@ -256,16 +256,16 @@ def _set_class_state(
 def find_culprit(roots: Mapping[str, object]) -> tuple[str, object] | None:
     """Return the path and value of the innermost object that cannot be pickled; None if all can."""
     seen: set[int] = set()
-    culprits = (_search(name, value, _MAX_DEPTH, seen) for name, value in roots.items())
+    culprits = (_find_unsendable(name, value, _MAX_DEPTH, seen) for name, value in roots.items())
     return next(filter(None, culprits), None)
 
 
-def _search(path: str, value: object, depth: int, seen: set[int]) -> tuple[str, object] | None:
+def _find_unsendable(path: str, value: object, depth: int, seen: set[int]) -> tuple[str, object] | None:
     if id(value) in seen or is_sendable(value):
         return None
     seen.add(id(value))
-    children = _children(path, value) if depth else ()
-    culprits = (_search(child_path, child, depth - 1, seen) for child_path, child in children)
+    children = _held_objects(path, value) if depth else ()
+    culprits = (_find_unsendable(child_path, child, depth - 1, seen) for child_path, child in children)
     return next(filter(None, culprits), (path, value))
 
 
@@ -287,7 +287,7 @@ def _is_taken(value: object, dumps: Callable[[object], object]) -> bool:
     return True
 
 
-def _children(path: str, value: object) -> Iterator[tuple[str, object]]:
+def _held_objects(path: str, value: object) -> Iterator[tuple[str, object]]:
     """Yield the objects that `value` holds, each with the path at which the user would find it."""
     if isinstance(value, Mapping):
         yield from ((f"{path}[{key!r}]", child) for key, child in value.items())
@@ -304,10 +304,10 @@ def _children(path: str, value: object) -> Iterator[tuple[str, object]]:
             variables = inspect.getclosurevars(value)
             yield from {**variables.globals, **variables.nonlocals}.items()
     elif not isinstance(value, ModuleType):
-        yield from _attributes(path, value)
+        yield from _attributes_of_object(path, value)
 
 
-def _attributes(path: str, value: object) -> Iterator[tuple[str, object]]:
+def _attributes_of_object(path: str, value: object) -> Iterator[tuple[str, object]]:
     for name, child in getattr(value, "__dict__", {}).items():
         # nn.Module keeps these in dictionaries and exposes them as attributes
         if name in ("_modules", "_parameters", "_buffers"):

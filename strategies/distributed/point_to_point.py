@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from .buckets import join, map_joined
-from .parcels import Parcel, fill, slots, unpack
+from .buckets import join_in_buckets, map_joined
+from .parcels import Parcel, fill_slots, list_slots, unpack_skeleton
 from .tensor_collectives import as_bytes
 
 if TYPE_CHECKING:
@@ -47,29 +47,33 @@ class Mailbox:
         """Start to send a parcel to rank `dst`."""
         import torch.distributed as dist
 
-        tag = _tag(self._num_sent, dst)
+        tag = _next_tag(self._num_sent, dst)
         payload = torch.frombuffer(bytearray(parcel.payload), dtype=torch.uint8)
         flats = [torch.tensor([payload.numel()]), payload]
-        flats += [bucket.flat for bucket in join([tensor.cpu() for tensor in parcel.tensors]) if bucket.flat.numel()]
+        flats += [
+            bucket.flat
+            for bucket in join_in_buckets([tensor.cpu() for tensor in parcel.tensors])
+            if bucket.flat.numel()
+        ]
         works = [dist.isend(as_bytes(flat), group=self._cpu_group, tag=tag, group_dst=dst) for flat in flats]
         return _Sending(works, flats)
 
     def receive(self, src: int) -> object:
         """Wait for the next structure from `src`."""
-        return self._receive(src, _tag(self._num_received, src))
+        return self._receive(src, _next_tag(self._num_received, src))
 
     def begin_receive(self, src: int) -> PendingTransfer:
         """Start to receive, in a thread: the number of bytes must arrive before the next receive can be posted."""
-        tag = _tag(self._num_received, src)
+        tag = _next_tag(self._num_received, src)
         return _Receiving(lambda: self._receive(src, tag))
 
     def _receive(self, src: int, tag: int) -> object:
         size = self._fetch(torch.empty(1, dtype=torch.int64), src, tag)
         payload = self._fetch(torch.empty(int(size), dtype=torch.uint8), src, tag)
-        skeleton = unpack(payload.numpy().tobytes())
-        places = slots(skeleton)
+        skeleton = unpack_skeleton(payload.numpy().tobytes())
+        places = list_slots(skeleton)
         received = map_joined([slot.empty(_HOST) for slot in places], lambda flat: self._fetch(flat, src, tag))
-        return fill(
+        return fill_slots(
             skeleton,
             [flat if slot.is_cpu else flat.to(self._device) for slot, flat in zip(places, received, strict=True)],
             self._device,
@@ -82,7 +86,7 @@ class Mailbox:
         return flat
 
 
-def _tag(counter: Counter[int], peer: int) -> int:
+def _next_tag(counter: Counter[int], peer: int) -> int:
     counter[peer] += 1
     return _FIRST_TAG + counter[peer] % _NUM_TAGS
 

@@ -226,7 +226,7 @@ class ProcessGroup:
         )
         # a Finalize, unlike atexit, also runs in processes of multiprocessing, such as the workers of a launch
         Finalize(None, partial(self._say_farewell, store), exitpriority=0)
-        atexit.register(_leave)
+        atexit.register(_leave_group)
 
     def _await_others(self, store: Store, limit: timedelta) -> None:
         """Wait until every rank has posted its arrival; rank 0 says now and then who is missing."""
@@ -301,7 +301,7 @@ class ProcessGroup:
             ) from error
 
 
-def _leave() -> None:
+def _leave_group() -> None:
     from torch import distributed as dist
 
     if dist.is_initialized():

@@ -89,12 +89,12 @@ def rank_zero_first(*, local: bool = False) -> Iterator[None]:
         rank, size, name = environment.local_rank, environment.local_world_size, f"node {environment.node_rank}"
     board = Noticeboard(find_default_store(), f"rank_zero_first/{name}")
     outcome = f"outcome/{board.count(f'uses/{rank}')}"
-    with _first(board, outcome, size) if rank == 0 else _after_first(board, outcome, size):
+    with _running_first(board, outcome, size) if rank == 0 else _after_first(board, outcome, size):
         yield
 
 
 @contextmanager
-def _first(board: Noticeboard, outcome: str, size: int) -> Iterator[None]:
+def _running_first(board: Noticeboard, outcome: str, size: int) -> Iterator[None]:
     error = None
     try:
         yield

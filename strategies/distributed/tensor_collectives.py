@@ -43,7 +43,7 @@ def all_reduce(wire: Wire, flat: Tensor, op: ReduceOp) -> Tensor:
     import torch.distributed as dist
 
     if op in ("sum", "mean"):
-        total: Tensor = _Linear.apply(wire, flat, "all_reduce") if _has_gradient(flat) else _sum(wire, flat)
+        total: Tensor = _Linear.apply(wire, flat, "all_reduce") if _has_gradient(flat) else _sum_over_ranks(wire, flat)
         return total / wire.world_size if op == "mean" else total
     flat = flat.detach()
     dist.all_reduce(flat, dist.ReduceOp.MIN if op == "min" else dist.ReduceOp.MAX, wire.process_group)
@@ -95,19 +95,19 @@ def broadcast(wire: Wire, flat: Tensor, src: int) -> Tensor:
 def all_to_all_of(wire: Wire, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
     """Return the slices of every rank's `flat` that are for this rank; given how long the slices of all ranks are."""
     if not _has_gradient(flat):
-        return _exchange(wire, flat, sent, received)
+        return _exchange_parts(wire, flat, sent, received)
     exchanged: Tensor = _Uneven.apply(wire, flat, sent, received)
     return exchanged
 
 
 def all_gather_bytes(wire: Wire, payload: bytes) -> list[bytes]:
     """Return every rank's bytes, in rank order."""
-    heads = _all_gather(wire, _head(payload, _GATHERED_FIRST)).view(wire.world_size, -1)
-    lengths, room = [_length(head) for head in heads], _GATHERED_FIRST - _NUMBER
-    firsts = [_bytes(head[_NUMBER:]) for head in heads]
+    heads = _all_gather(wire, _make_head(payload, _GATHERED_FIRST)).view(wire.world_size, -1)
+    lengths, room = [_read_length(head) for head in heads], _GATHERED_FIRST - _NUMBER
+    firsts = [_to_bytes(head[_NUMBER:]) for head in heads]
     if (longest := max(lengths)) > room:
-        rests = _all_gather(wire, _padded(payload[room:], longest - room)).view(wire.world_size, -1)
-        firsts = [first + _bytes(rest) for first, rest in zip(firsts, rests, strict=True)]
+        rests = _all_gather(wire, _pad_bytes(payload[room:], longest - room)).view(wire.world_size, -1)
+        firsts = [first + _to_bytes(rest) for first, rest in zip(firsts, rests, strict=True)]
     return [first[:length] for first, length in zip(firsts, lengths, strict=True)]
 
 
@@ -116,29 +116,29 @@ def broadcast_bytes(wire: Wire, payload: bytes, src: int) -> bytes:
     import torch.distributed as dist
 
     is_source = wire.rank == src
-    head = _head(payload, _BROADCAST_FIRST) if is_source else torch.empty(_BROADCAST_FIRST, dtype=torch.uint8)
+    head = _make_head(payload, _BROADCAST_FIRST) if is_source else torch.empty(_BROADCAST_FIRST, dtype=torch.uint8)
     dist.broadcast(head, group=wire.process_group, group_src=src)
-    length, room = _length(head), _BROADCAST_FIRST - _NUMBER
+    length, room = _read_length(head), _BROADCAST_FIRST - _NUMBER
     if length <= room:
-        return payload if is_source else _bytes(head[_NUMBER : _NUMBER + length])
-    rest = _padded(payload[room:], length - room) if is_source else torch.empty(length - room, dtype=torch.uint8)
+        return payload if is_source else _to_bytes(head[_NUMBER : _NUMBER + length])
+    rest = _pad_bytes(payload[room:], length - room) if is_source else torch.empty(length - room, dtype=torch.uint8)
     dist.broadcast(rest, group=wire.process_group, group_src=src)
-    return payload if is_source else _bytes(head[_NUMBER:]) + _bytes(rest)
+    return payload if is_source else _to_bytes(head[_NUMBER:]) + _to_bytes(rest)
 
 
-def _head(payload: bytes, size: int) -> Tensor:
-    return _padded(len(payload).to_bytes(_NUMBER, "little") + payload[: size - _NUMBER], size)
+def _make_head(payload: bytes, size: int) -> Tensor:
+    return _pad_bytes(len(payload).to_bytes(_NUMBER, "little") + payload[: size - _NUMBER], size)
 
 
-def _padded(content: bytes, size: int) -> Tensor:
+def _pad_bytes(content: bytes, size: int) -> Tensor:
     return torch.frombuffer(bytearray(content.ljust(size, b"\0")), dtype=torch.uint8)
 
 
-def _length(head: Tensor) -> int:
-    return int.from_bytes(_bytes(head[:_NUMBER]), "little")
+def _read_length(head: Tensor) -> int:
+    return int.from_bytes(_to_bytes(head[:_NUMBER]), "little")
 
 
-def _bytes(content: Tensor) -> bytes:
+def _to_bytes(content: Tensor) -> bytes:
     return content.numpy().tobytes()
 
 
@@ -151,7 +151,7 @@ def _has_gradient(flat: Tensor) -> bool:
     return flat.requires_grad and torch.is_grad_enabled()
 
 
-def _sum(wire: Wire, flat: Tensor) -> Tensor:
+def _sum_over_ranks(wire: Wire, flat: Tensor) -> Tensor:
     import torch.distributed as dist
 
     flat = flat.detach()
@@ -187,7 +187,7 @@ def _all_to_all(wire: Wire, flat: Tensor) -> Tensor:
     return own
 
 
-def _exchange(wire: Wire, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+def _exchange_parts(wire: Wire, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
     import torch.distributed as dist
 
     own, size = flat.new_empty(sum(received)), flat.element_size()
@@ -202,7 +202,7 @@ class _Uneven(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, wire: Wire, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         ctx.wire, ctx.sent, ctx.received = wire, sent, received
-        return _exchange(wire, flat, sent, received)
+        return _exchange_parts(wire, flat, sent, received)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None, None]:
@@ -227,7 +227,7 @@ class _Linear(torch.autograd.Function):
 _Name = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
 _RUN: Final[dict[_Name, Callable[[Wire, Tensor], Tensor]]] = {
-    "all_reduce": lambda wire, flat: _sum(wire, flat.clone()),
+    "all_reduce": lambda wire, flat: _sum_over_ranks(wire, flat.clone()),
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,

@@ -26,17 +26,17 @@ class Patient:
     timeouts: NestedTimeouts = field(default_factory=NestedTimeouts)
 
 
-def examine(patient: Patient) -> list[Finding]:
+def examine_machine(patient: Patient) -> list[Finding]:
     """Return all that is wrong with this machine."""
-    return [finding for check in _checks(patient).values() for finding in check()]
+    return [finding for check in _list_checks(patient).values() for finding in check()]
 
 
-def examined(patient: Patient) -> list[str]:
-    """Return what `examine` looks at, in a few words each."""
-    return [*_checks(patient)]
+def describe_checks(patient: Patient) -> list[str]:
+    """Return what `examine_machine` looks at, in a few words each."""
+    return [*_list_checks(patient)]
 
 
-def _checks(patient: Patient) -> dict[str, Callable[[], Iterator[Finding]]]:
+def _list_checks(patient: Patient) -> dict[str, Callable[[], Iterator[Finding]]]:
     checks: dict[str, Callable[[], Iterator[Finding]]] = {
         "torch and its devices": machine.check_torch,
         "limits of this process": machine.check_limits,

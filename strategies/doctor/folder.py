@@ -22,10 +22,10 @@ _FIRST_YEAR: Final = 2024
 def check_folder(folder: Path) -> Iterator[Finding]:
     """Check that checkpoints can be written into a folder: created, synchronized, renamed, linked, removed."""
     try:
-        with _made(folder):
+        with _removing_made_folders(folder):
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".echelon-doctor-", dir=folder) as inside:
-                yield from _try(folder, Path(inside))
+                yield from _try_saving(folder, Path(inside))
             free = shutil.disk_usage(folder).free
     except OSError as error:
         is_file = isinstance(error, FileExistsError | NotADirectoryError)
@@ -45,7 +45,7 @@ def check_folder(folder: Path) -> Iterator[Finding]:
         )
 
 
-def _try(folder: Path, inside: Path) -> Iterator[Finding]:
+def _try_saving(folder: Path, inside: Path) -> Iterator[Finding]:
     """Try in a folder what saving a checkpoint does."""
     step = "fsync"
     try:
@@ -87,9 +87,9 @@ def check_clock() -> Iterator[Finding]:
 
 
 @contextlib.contextmanager
-def marked(folder: Path, name: str) -> Iterator[None]:
+def marking_folder(folder: Path, name: str) -> Iterator[None]:
     """Keep a file in a folder, inside the block, by which other nodes see that they share the folder."""
-    with _made(folder):
+    with _removing_made_folders(folder):
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(name)
@@ -101,7 +101,7 @@ def marked(folder: Path, name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _made(folder: Path) -> Iterator[None]:
+def _removing_made_folders(folder: Path) -> Iterator[None]:
     """Remove at the end of the block what did not exist of a folder's path: the run makes it itself."""
     made = [one for one in (folder, *folder.parents) if not os.path.lexists(one)]
     try:

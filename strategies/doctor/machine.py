@@ -87,7 +87,9 @@ def check_limits(has_infiniband: bool | None = None) -> Iterator[Finding]:
     size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if 0 <= size < _SMALLEST_FILE:
         yield Finding(
-            "file size", f"a file may not be larger than {_amount(size)}; checkpoints are larger", "ulimit -f unlimited"
+            "file size",
+            f"a file may not be larger than {_format_bytes(size)}; checkpoints are larger",
+            "ulimit -f unlimited",
         )
     seconds, _ = resource.getrlimit(resource.RLIMIT_CPU)
     if 0 <= seconds < _SHORTEST_RUN:
@@ -100,7 +102,7 @@ def check_limits(has_infiniband: bool | None = None) -> Iterator[Finding]:
     if 0 <= memory < 8 << 30:
         yield Finding(
             "address space",
-            f"a process may map only {_amount(memory)} of memory; torch alone maps several GB",
+            f"a process may map only {_format_bytes(memory)} of memory; torch alone maps several GB",
             "ulimit -v unlimited",
             stops=False,
         )
@@ -110,8 +112,8 @@ def check_limits(has_infiniband: bool | None = None) -> Iterator[Finding]:
     if has_infiniband and 0 <= locked < _SMALLEST_FILE:
         yield Finding(
             "locked memory",
-            f"a process may lock only {_amount(locked)} of memory, but this machine has InfiniBand, which locks what "
-            "it sends",
+            f"a process may lock only {_format_bytes(locked)} of memory, but this machine has InfiniBand, which locks "
+            "what it sends",
             "ulimit -l unlimited, as root or in limits.conf",
         )
 
@@ -128,7 +130,8 @@ def check_shared_memory(path: Path = _SHARED) -> Iterator[Finding]:
     elif usage.free < _LITTLE_SHARED:
         yield Finding(
             "shared memory",
-            f"{path} has {_amount(usage.free)} left of {_amount(usage.total)}; data loader workers pass batches there",
+            f"{path} has {_format_bytes(usage.free)} left of {_format_bytes(usage.total)}; "
+            "data loader workers pass batches there",
             f"mount -o remount,size=8G {path}, docker run --shm-size=8g, or delete files there",
             stops=usage.free < _LEAST_SHARED,
         )
@@ -191,7 +194,7 @@ def check_timeouts(timeouts: NestedTimeouts) -> Iterator[Finding]:
         )
 
 
-def _amount(size: float) -> str:
+def _format_bytes(size: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:.0f} {unit}"

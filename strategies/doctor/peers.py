@@ -24,7 +24,7 @@ from ..cluster.network import address_towards
 from ..cluster.tcp_store import connect_store, host_store
 from ..cluster.version import VERSION
 from .finding import Finding
-from .folder import marked
+from .folder import marking_folder
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -71,7 +71,7 @@ class NodeReport:
     """To each node, by rank; the entry for the node itself is unused."""
 
 
-def meet(environment: Environment, own: Sequence[Finding], run_folder: Path) -> list[NodeReport]:
+def measure_peers(environment: Environment, own: Sequence[Finding], run_folder: Path) -> list[NodeReport]:
     """Measure the path to all other nodes of a launch; return the reports of all. Collective: each node calls it once.
 
     Only addresses that the nodes themselves have published in the store of the launch are contacted.
@@ -84,24 +84,32 @@ def meet(environment: Environment, own: Sequence[Finding], run_folder: Path) -> 
     Raises:
         ProcessError: for a node that did not answer, or that cannot reach the store.
     """
-    store = _store(environment)
+    store = _open_store(environment)
     node, number = environment.node_rank, environment.num_nodes
     address = address_towards(environment.main_address)
     token = f".echelon-doctor-{environment.main_port}"
-    with _answering(address) as port, marked(run_folder, token) if node == 0 else contextlib.nullcontext():
-        me: dict[str, Any] = {"name": socket.gethostname(), "address": address, "port": port, "versions": versions()}
+    with (
+        _answering_peers(address) as port,
+        marking_folder(run_folder, token) if node == 0 else contextlib.nullcontext(),
+    ):
+        me: dict[str, Any] = {
+            "name": socket.gethostname(),
+            "address": address,
+            "port": port,
+            "versions": versions_to_compare(),
+        }
         store.set(f"node/{node}", json.dumps(me))
-        others = [json.loads(_wait(store, f"node/{peer}", peer)) for peer in range(number)]
+        others = [json.loads(_wait_for_key(store, f"node/{peer}", peer)) for peer in range(number)]
         is_shared = (run_folder / token).exists()
         ways = [Way(0.0)] * number
         for step in range(1, number):  # in each round, every node measures a different peer
             peer = (node + step) % number
-            ways[peer] = measure(others[peer]["address"], others[peer]["port"])
-        found = [*own, *_compare(node, others, ways, is_shared=is_shared, run_folder=run_folder)]
+            ways[peer] = measure_way(others[peer]["address"], others[peer]["port"])
+        found = [*own, *_compare_nodes(node, others, ways, is_shared=is_shared, run_folder=run_folder)]
         report = NodeReport(node, me["name"], address, me["versions"], found, ways)
         store.set(f"report/{node}", json.dumps(asdict(report)))
         # the reports are complete once nobody measures any longer
-        reports = [_read(_wait(store, f"report/{peer}", peer)) for peer in range(number)]
+        reports = [_parse_report(_wait_for_key(store, f"report/{peer}", peer)) for peer in range(number)]
         store.add("done", 1)
         end = time.monotonic() + _LIMIT  # the node that hosts the store leaves last
         while node == 0 and store.add("done", 0) < number and time.monotonic() < end:
@@ -109,7 +117,7 @@ def meet(environment: Environment, own: Sequence[Finding], run_folder: Path) -> 
     return reports
 
 
-def versions() -> dict[str, str]:
+def versions_to_compare() -> dict[str, str]:
     """Return the versions that must be equal on all nodes."""
     return {
         "echelon": VERSION,
@@ -119,32 +127,32 @@ def versions() -> dict[str, str]:
     }
 
 
-def measure(address: str, port: int) -> Way:
+def measure_way(address: str, port: int) -> Way:
     """Measure and return the path to a node that answers at an address."""
     try:
         connection = socket.create_connection((address, port), 3.0)
     except OSError as error:
-        return Way(None, error=_reason(error))
+        return Way(None, error=_describe_error(error))
     with connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(_LIMIT)
         try:
-            trips = [_ping(connection) for _ in range(_NUM_PINGS)]
+            trips = [_ping_peer(connection) for _ in range(_NUM_PINGS)]
         except OSError as error:
-            return Way(None, error=_reason(error))
+            return Way(None, error=_describe_error(error))
         latency, clock = min(trips)
         try:
             begin = time.perf_counter()
             connection.sendall(b"b" + _SIZE.pack(_BLOCK) + bytes(_BLOCK))
-            _receive(connection, 1)
+            _receive_bytes(connection, 1)
             seconds = time.perf_counter() - begin - latency
         except OSError as error:
-            return Way(latency, None, clock, _reason(error))
+            return Way(latency, None, clock, _describe_error(error))
     return Way(latency, _BLOCK / max(seconds, 1e-6), clock)
 
 
 @contextlib.contextmanager
-def _answering(address: str) -> Iterator[int]:
+def _answering_peers(address: str) -> Iterator[int]:
     """Answer the measurements of other nodes inside the block, at the port that is yielded."""
     with socket.create_server((address, 0), backlog=128) as server:
 
@@ -152,38 +160,38 @@ def _answering(address: str) -> Iterator[int]:
             with contextlib.suppress(OSError):  # the server was closed
                 while True:
                     connection, _ = server.accept()
-                    threading.Thread(target=_answer, args=(connection,), daemon=True).start()
+                    threading.Thread(target=_answer_peer, args=(connection,), daemon=True).start()
 
         threading.Thread(target=serve, name="echelon-doctor", daemon=True).start()
         yield server.getsockname()[1]
         server.shutdown(socket.SHUT_RDWR)
 
 
-def _answer(connection: socket.socket) -> None:
+def _answer_peer(connection: socket.socket) -> None:
     with connection, contextlib.suppress(OSError, ValueError):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(2 * _LIMIT)
         while kind := connection.recv(1):
             if kind == b"b":
-                [size] = _SIZE.unpack(_receive(connection, _SIZE.size))
+                [size] = _SIZE.unpack(_receive_bytes(connection, _SIZE.size))
                 if size > _BLOCK:
                     raise ValueError(f"a block of {size} bytes; at most {_BLOCK} are sent")
-                _receive(connection, size)
+                _receive_bytes(connection, size)
                 connection.sendall(b"k")
             else:
                 connection.sendall(_CLOCK.pack(time.time()))
 
 
-def _ping(connection: socket.socket) -> tuple[float, float]:
+def _ping_peer(connection: socket.socket) -> tuple[float, float]:
     """Return the time of a round trip, and by how much the other's clock is ahead."""
     clock, begin = time.time(), time.perf_counter()
     connection.sendall(b"p")
-    [theirs] = _CLOCK.unpack(_receive(connection, _CLOCK.size))
+    [theirs] = _CLOCK.unpack(_receive_bytes(connection, _CLOCK.size))
     trip = time.perf_counter() - begin
     return trip, theirs - (clock + trip / 2)
 
 
-def _receive(connection: socket.socket, size: int) -> bytes:
+def _receive_bytes(connection: socket.socket, size: int) -> bytes:
     """Return `size` bytes."""
     received = bytearray()
     while len(received) < size:
@@ -194,7 +202,7 @@ def _receive(connection: socket.socket, size: int) -> bytes:
     return bytes(received)
 
 
-def _compare(
+def _compare_nodes(
     node: int, others: Sequence[Mapping[str, Any]], ways: Sequence[Way], *, is_shared: bool, run_folder: Path
 ) -> Iterator[Finding]:
     """Yield what is wrong between this node and the others."""
@@ -254,7 +262,7 @@ def compare_versions(node: int, own: Mapping[str, str], first: Mapping[str, str]
             )
 
 
-def _store(environment: Environment) -> Any:
+def _open_store(environment: Environment) -> Any:
     """Return the store of the launch, or one that the first node starts.
 
     Raises:
@@ -275,7 +283,7 @@ def _store(environment: Environment) -> Any:
         ) from error
 
 
-def _wait(store: Store, key: str, node: int) -> bytes:
+def _wait_for_key(store: Store, key: str, node: int) -> bytes:
     """Return what a node has written under a key of the store.
 
     Raises:
@@ -291,12 +299,12 @@ def _wait(store: Store, key: str, node: int) -> bytes:
     return value
 
 
-def _read(text: bytes) -> NodeReport:
+def _parse_report(text: bytes) -> NodeReport:
     values = json.loads(text)
     values["findings"] = [Finding(**one) for one in values["findings"]]
     values["ways"] = [Way(**one) for one in values["ways"]]
     return NodeReport(**values)
 
 
-def _reason(error: OSError) -> str:
+def _describe_error(error: OSError) -> str:
     return "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)

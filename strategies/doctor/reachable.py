@@ -12,7 +12,7 @@ from typing import Final
 
 from ..cluster.environment import ENVIRON, LOOPBACK
 from ..cluster.network import address_towards, interface_of, is_this_machine
-from ..cluster.tcp_store import listen
+from ..cluster.tcp_store import listen_on_address
 from .finding import Finding
 
 _INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -57,11 +57,11 @@ def check_interfaces(environ: Mapping[str, str] = ENVIRON) -> Iterator[Finding]:
 def check_port(port: int, address: str = LOOPBACK) -> Iterator[Finding]:
     """Check that the store could listen on a port."""
     try:
-        listen(address, port).close()
+        listen_on_address(address, port).close()
     except OSError as error:
         if error.errno not in (errno.EADDRINUSE, errno.EACCES):
             return  # another check reports it
-        with contextlib.closing(listen(address, 0)) as free:
+        with contextlib.closing(listen_on_address(address, 0)) as free:
             other = free.getsockname()[1]
         yield Finding(
             "port",

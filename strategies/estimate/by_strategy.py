@@ -13,9 +13,9 @@ from ..device_map import DeviceMapStrategy
 from ..elastic import ForwardingStrategy
 from ..local_sgd import LocalSGDStrategy
 from ..model_parallel import ParallelStrategy
-from ..module.memory_estimate import MemoryShare, whole
-from ..parallel.equal_ranks import overrides
-from ..parallel.sharded_optimizer import check_one_by_one, deal
+from ..module.memory_estimate import MemoryShare, whole_share
+from ..parallel.equal_ranks import overrides_hook
+from ..parallel.sharded_optimizer import check_one_by_one, deal_parameters
 from ..parameter_server import ParameterServerStrategy
 from ..pipeline.checks import check_number
 from ..placed.shards import check_kinds
@@ -23,7 +23,7 @@ from ..sharded import ShardedStrategy
 from ..strategy import Strategy
 from ..zero import ZeroStrategy
 from .cut_layout import CutLayout, estimate_layout
-from .estimate import Estimate, all_reduced, estimate_held, exchanged, whole_activations
+from .estimate import Estimate, all_reduced, bytes_exchanged, estimate_held, whole_activations
 from .profile import Profile
 from .replicas import estimate_replica, replicas_traffic, summed_rows
 from .served import ServedStep
@@ -80,8 +80,8 @@ def _(strategy: DataParallelStrategy, profile: Profile) -> Estimate:
     num_devices = len(strategy.hardware.devices)
     slice_ = whole_activations(profile).times(1 / num_devices)
     # the first device receives the gradients of the others, and sends each a replica
-    gradients = profile.gradient_bytes(whole) if num_devices > 1 else 0.0
-    sent = profile.num_micro_batches * (num_devices - 1) * profile.parameter_bytes(whole)
+    gradients = profile.gradient_bytes(whole_share) if num_devices > 1 else 0.0
+    sent = profile.num_micro_batches * (num_devices - 1) * profile.parameter_bytes(whole_share)
     return estimate_held(profile, MemoryShare(), slice_, communication=gradients, traffic={"devices": sent})
 
 
@@ -98,7 +98,7 @@ def _estimate_replicas(strategy: ReplicaStrategy, profile: Profile) -> Estimate:
 def _(strategy: LocalSGDStrategy, profile: Profile) -> Estimate:
     # for steps after the warm-up; with several periods, as if every average were over all ranks
     every = strategy.period if isinstance(strategy.period, int) else min(strategy.period)
-    sent = all_reduced(profile.parameter_bytes(whole), strategy.environment.world_size) / every
+    sent = all_reduced(profile.parameter_bytes(whole_share), strategy.environment.world_size) / every
     return _estimate_replica(strategy, profile, MemoryShare(), sent)
 
 
@@ -107,12 +107,12 @@ def _(strategy: ZeroStrategy, profile: Profile) -> Estimate:
     num_ranks = strategy.environment.world_size
     for optimizer in profile.optimizers:
         check_one_by_one(optimizer)
-    by_optimizer = [deal(optimizer, num_ranks) for optimizer in profile.optimizers]
+    by_optimizer = [deal_parameters(optimizer, num_ranks) for optimizer in profile.optimizers]
     dealt = [set().union(*of_rank) for of_rank in zip(*by_optimizer, strict=True)] or [set()]
     most = max(dealt, key=lambda own: sum(size.tensors for p, size in profile.state.items() if p in own))
     share = MemoryShare(gradients=summed_rows(profile, num_ranks), optimizer=lambda parameter: float(parameter in most))
     updated = sum(parameter.nbytes for own in dealt for parameter in own if parameter.requires_grad)
-    sent = _gradient_traffic(strategy, profile) + exchanged(updated, num_ranks)
+    sent = _gradient_traffic(strategy, profile) + bytes_exchanged(updated, num_ranks)
     # updated parameters are copied into a buffer to be sent
     return _estimate_replica(strategy, profile, share, sent, between_steps=updated)
 
@@ -155,7 +155,7 @@ def _estimate_shards(strategy: ShardedStrategy, profile: Profile) -> Estimate:
 @estimate_by_kind.register
 def _(strategy: ParallelStrategy, profile: Profile) -> Estimate:
     degrees, module = strategy.degrees, profile.module
-    if degrees.world_size == 1 or (degrees.tp > 1 and overrides(module, "configure_sharding")):
+    if degrees.world_size == 1 or (degrees.tp > 1 and overrides_hook(module, "configure_sharding")):
         # how a module's configure_sharding splits it is unknown
         return _estimate_shards(strategy, profile)
     check_kinds(profile.optimizers, strategy.name)

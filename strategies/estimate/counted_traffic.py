@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..module.memory_estimate import size_of
 from ..torch_internals.operators import TorchDispatchMode, tree_leaves
-from .estimate import all_reduced, exchanged
+from .estimate import all_reduced, bytes_exchanged
 
 
 class CountedTraffic(TorchDispatchMode):
@@ -49,6 +49,6 @@ class CountedTraffic(TorchDispatchMode):
         elif "sparse" in name or any(leaf.is_sparse for leaf in tree_leaves(args) if isinstance(leaf, Tensor)):
             sent = float((len(ranks) - 1) * most)  # the rows of all ranks are gathered
         else:
-            sent = (all_reduced if name.startswith("allreduce") else exchanged)(most, len(ranks))
+            sent = (all_reduced if name.startswith("allreduce") else bytes_exchanged)(most, len(ranks))
         self.sent[ranks] += round(sent)
         self.num_calls[ranks] += 1

@@ -11,7 +11,7 @@ from ..tensor_parallel.attention import AttentionCut
 from ..tensor_parallel.layers import ColumnCut, CutLayer, EmbeddingColumnCut, RowCut, VocabularyCut
 from ..tensor_parallel.sequence import JoinedInput
 from ..tensor_parallel.tensor_plan import TensorPlan
-from .estimate import Activations, all_reduced, exchanged
+from .estimate import Activations, all_reduced, bytes_exchanged
 from .profile import CASTS, LayerUse, Profile, Sources
 
 
@@ -66,8 +66,8 @@ class CutActivations:
             is_here, self._sharded_blocks
         ):  # consecutive blocks gather the last output, and the gradient of the first input
             inside = [use for name, use in self._profile.layers.items() if name.startswith(f"{block}.")]
-            row = set(filter(is_here, self._sharded_blocks & {_neighbour(block, -1), _neighbour(block, 1)}))
-            between += (2 - len(row)) * exchanged(inside[0].input_bytes, self._tp) if inside else 0.0
+            row = set(filter(is_here, self._sharded_blocks & {_neighbour_block(block, -1), _neighbour_block(block, 1)}))
+            between += (2 - len(row)) * bytes_exchanged(inside[0].input_bytes, self._tp) if inside else 0.0
         uses = self._profile.layers.items()
         return between + sum(self._exchanged(name, use) for name, use in uses if is_here(name))
 
@@ -98,22 +98,22 @@ class CutActivations:
         """Return the bytes sent for the calls of a layer: in forward, in recomputation, and once in backward."""
         layer = self._layers.get(name)
         if isinstance(layer, RowCut):
-            one = exchanged(use.output_bytes, self._tp)
+            one = bytes_exchanged(use.output_bytes, self._tp)
             # scattered and gathered again, or summed
             return one * (use.num_calls + 1) if layer.shard_dim is not None else 2 * one * use.num_calls
         if isinstance(layer, VocabularyCut):
             return all_reduced(use.output_bytes, self._tp) * use.num_calls
         if isinstance(layer, EmbeddingColumnCut) and layer.gathers_output:
-            return exchanged(use.output_bytes, self._tp) * use.num_calls
+            return bytes_exchanged(use.output_bytes, self._tp) * use.num_calls
         if isinstance(layer, AttentionCut):
             return all_reduced(use.output_bytes, self._tp) * use.num_calls + all_reduced(use.input_bytes, self._tp)
         return self._exchanged_by_column(name, layer, use) if isinstance(layer, ColumnCut) else 0.0
 
     def _exchanged_by_column(self, name: str, layer: ColumnCut, use: LayerUse) -> float:
-        sent = exchanged(use.output_bytes, self._tp) * use.num_calls if layer.gathers_output else 0.0
+        sent = bytes_exchanged(use.output_bytes, self._tp) * use.num_calls if layer.gathers_output else 0.0
         sent += self._summed_over_copies(name, layer)
         parent = name.rpartition(".")[0]
-        one = exchanged(use.input_bytes, self._tp)
+        one = bytes_exchanged(use.input_bytes, self._tp)
         is_sharded = layer.shard_dim is not None or isinstance(self._holders.get(parent), JoinedInput)
         if parent in self._holders and name != self._first_column(parent, use):
             # the first layer with this input exchanges it for all, except where the block itself is recomputed
@@ -143,7 +143,7 @@ class CutActivations:
         )
 
 
-def _neighbour(block: str, step: int) -> str:
+def _neighbour_block(block: str, step: int) -> str:
     """Return the name of the block before or after one in its list."""
     container, _, index = block.rpartition(".")
     return f"{container}.{int(index) + step}" if index.isdigit() else ""
@@ -164,7 +164,7 @@ def summed_parameters(module: nn.Module, plan: TensorPlan) -> int:
 
 def sequence_exchange(profile: Profile, cp: int, kind: str) -> float:
     """Return what a rank sends along cp in one micro-batch for the attention over whole sequences."""
-    once, again = (exchanged(pairs, cp) for pairs in (profile.attention_bytes, profile.attention_bytes_again))
+    once, again = (bytes_exchanged(pairs, cp) for pairs in (profile.attention_bytes, profile.attention_bytes_again))
     if kind == "ulysses":  # queries, keys, values and results are exchanged, and then their gradients
         return (2 * (once + again) + 2 * once) / cp
     # keys and values are gathered in forward and again for backward, where their gradients are scattered

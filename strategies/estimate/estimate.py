@@ -106,7 +106,7 @@ def estimate_held(
         traffic: see `Estimate`.
     """
     parameters, gradients = profile.parameter_bytes(share.parameters), profile.gradient_bytes(share.gradients)
-    optimizer, held_fraction = profile.state_bytes(share.optimizer), _fraction(profile, share)
+    optimizer, held_fraction = profile.state_bytes(share.optimizer), _update_fraction(profile, share)
     in_backward = max(0.0, activations.peak - activations.kept)
     update = profile.update_bytes * held_fraction
     # at the update, the activations have been freed
@@ -133,7 +133,7 @@ def estimate_held(
     )
 
 
-def _fraction(profile: Profile, share: MemoryShare) -> float:
+def _update_fraction(profile: Profile, share: MemoryShare) -> float:
     """Return the fraction of the update that a rank computes."""
     whole = profile.state_bytes(lambda _: 1.0)
     return profile.state_bytes(share.optimizer) / whole if whole else 1.0
@@ -144,9 +144,9 @@ def _fraction(profile: Profile, share: MemoryShare) -> float:
 
 def all_reduced(num_bytes: float, num_ranks: int) -> float:
     """Return what a rank sends to sum a tensor over all ranks."""
-    return 2 * exchanged(num_bytes, num_ranks)
+    return 2 * bytes_exchanged(num_bytes, num_ranks)
 
 
-def exchanged(num_bytes: float, num_ranks: int) -> float:
+def bytes_exchanged(num_bytes: float, num_ranks: int) -> float:
     """Return what a rank sends to gather a tensor, to scatter a sum, to broadcast or to exchange its parts."""
     return num_bytes * (num_ranks - 1) / num_ranks

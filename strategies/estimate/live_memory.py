@@ -45,8 +45,8 @@ class LiveMemory(TorchDispatchMode):
         self.work = self.work_of_update = StepWork()
         self._module = module
         own = [*module.parameters(), *module.buffers()]
-        self._own = {_memory(tensor) for tensor in own}
-        self._parameters = {_memory(tensor) for tensor in module.parameters()}
+        self._own = {_id_of_memory(tensor) for tensor in own}
+        self._parameters = {_id_of_memory(tensor) for tensor in module.parameters()}
         self._alive: dict[int, tuple[int, Sources, str]] = {}
         self._references: dict[int, object] = {}
         self._gradients: dict[int, int] = {}
@@ -96,8 +96,8 @@ class LiveMemory(TorchDispatchMode):
     def end_update(self, state: Iterable[Tensor]) -> None:
         """Note that the optimizer's step, which may be followed by another forward, has left this state."""
         self._is_update, self._most = False, self._most_before
-        for part in (part for tensor in state for part in _parts(tensor)):
-            memory = _memory(part)
+        for part in (part for tensor in state for part in _tensors_with_memory(tensor)):
+            memory = _id_of_memory(part)
             if memory in self._alive:
                 self._forget(memory)
                 self._own.add(memory)
@@ -224,7 +224,7 @@ class LiveMemory(TorchDispatchMode):
 
     def _sources(self, operator: str, args: object) -> Sources:
         tensors = [tensor for tensor in tree_leaves(args) if isinstance(tensor, Tensor)]
-        if operator == _CAST and tensors and _memory(tensors[0]) in self._parameters:
+        if operator == _CAST and tensors and _id_of_memory(tensors[0]) in self._parameters:
             return frozenset((CASTS,))
         if self._inside:
             return frozenset(self._inside[-1:])
@@ -233,11 +233,11 @@ class LiveMemory(TorchDispatchMode):
         return _NOTHING.union(*(self._sources_of(tensor) for tensor in tensors))
 
     def _sources_of(self, tensor: Tensor) -> Sources:
-        known = self._alive.get(_memory(tensor))
+        known = self._alive.get(_id_of_memory(tensor))
         return _NOTHING if known is None else known[1] - {CASTS}
 
     def _note(self, tensor: Tensor, sources: Sources) -> None:
-        for part in _parts(tensor):
+        for part in _tensors_with_memory(tensor):
             self._note_storage(part.untyped_storage(), sources)
 
     def _note_storage(self, storage: torch.UntypedStorage, sources: Sources) -> None:
@@ -262,8 +262,8 @@ class LiveMemory(TorchDispatchMode):
         self._now -= size
 
     def _take_gradient(self, parameter: Tensor) -> None:
-        for part in () if parameter.grad is None else _parts(parameter.grad):
-            self._take_memory(_memory(part))
+        for part in () if parameter.grad is None else _tensors_with_memory(parameter.grad):
+            self._take_memory(_id_of_memory(part))
 
     def _take_memory(self, memory: int) -> None:
         if memory in self._alive:
@@ -309,15 +309,15 @@ class LiveMemory(TorchDispatchMode):
 
 def storages_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of tensors, each storage counted once."""
-    parts = [part for tensor in tensors for part in _parts(tensor)]
-    return sum({_memory(part): part.untyped_storage().nbytes() for part in parts}.values())
+    parts = [part for tensor in tensors for part in _tensors_with_memory(tensor)]
+    return sum({_id_of_memory(part): part.untyped_storage().nbytes() for part in parts}.values())
 
 
-def _parts(tensor: Tensor) -> Sequence[Tensor]:
+def _tensors_with_memory(tensor: Tensor) -> Sequence[Tensor]:
     """Return the tensors that hold a tensor's memory: its shard, or the two components of a sparse one."""
     shard = local_shard(tensor)
     return read_components(shard) if shard.is_sparse else (shard,)
 
 
-def _memory(tensor: Tensor) -> int:
-    return read_memory_id(_parts(tensor)[0])
+def _id_of_memory(tensor: Tensor) -> int:
+    return read_memory_id(_tensors_with_memory(tensor)[0])

@@ -63,14 +63,17 @@ class StepMemory:
 
         def between(here: Mapping[Sources, float], there: Mapping[Sources, float]) -> dict[Sources, float]:
             keys = dict.fromkeys([*here, *there])
-            return {key: _between(here.get(key, 0.0), there.get(key, 0.0), way) for key in keys}
+            return {key: _interpolate_linearly(here.get(key, 0.0), there.get(key, 0.0), way) for key in keys}
 
         names = dict.fromkeys([*self.blocks, *other.blocks])
         return StepMemory(
             kept=between(self.kept, other.kept),
             peak=between(self.peak, other.peak),
-            most_with_gradients=_between(self.most_with_gradients, other.most_with_gradients, way),
-            blocks={name: _between(self.blocks.get(name, 0.0), other.blocks.get(name, 0.0), way) for name in names},
+            most_with_gradients=_interpolate_linearly(self.most_with_gradients, other.most_with_gradients, way),
+            blocks={
+                name: _interpolate_linearly(self.blocks.get(name, 0.0), other.blocks.get(name, 0.0), way)
+                for name in names
+            },
         )
 
 
@@ -150,8 +153,8 @@ class Profile:
         layers = {
             name: replace(
                 use,
-                input_bytes=round(_between(use.input_bytes, other.layers[name].input_bytes, way)),
-                output_bytes=round(_between(use.output_bytes, other.layers[name].output_bytes, way)),
+                input_bytes=round(_interpolate_linearly(use.input_bytes, other.layers[name].input_bytes, way)),
+                output_bytes=round(_interpolate_linearly(use.output_bytes, other.layers[name].output_bytes, way)),
             )
             for name, use in self.layers.items()
             if name in other.layers
@@ -159,16 +162,20 @@ class Profile:
         return replace(
             self,
             num_samples=num_samples,
-            sparse={p: _between(size, other.sparse.get(p, 0.0), way) for p, size in self.sparse.items()},
+            sparse={p: _interpolate_linearly(size, other.sparse.get(p, 0.0), way) for p, size in self.sparse.items()},
             memory=self.memory.towards(other.memory, way),
             layers=layers,
-            attention_bytes=round(_between(self.attention_bytes, other.attention_bytes, way)),
-            attention_bytes_again=round(_between(self.attention_bytes_again, other.attention_bytes_again, way)),
-            largest_attention_bytes=round(_between(self.largest_attention_bytes, other.largest_attention_bytes, way)),
-            flops=round(_between(self.flops, other.flops, way)),
+            attention_bytes=round(_interpolate_linearly(self.attention_bytes, other.attention_bytes, way)),
+            attention_bytes_again=round(
+                _interpolate_linearly(self.attention_bytes_again, other.attention_bytes_again, way)
+            ),
+            largest_attention_bytes=round(
+                _interpolate_linearly(self.largest_attention_bytes, other.largest_attention_bytes, way)
+            ),
+            flops=round(_interpolate_linearly(self.flops, other.flops, way)),
             work=self.work.towards(other.work, way),
         )
 
 
-def _between(here: float, there: float, way: float) -> float:
+def _interpolate_linearly(here: float, there: float, way: float) -> float:
     return max(0.0, here + (there - here) * way)

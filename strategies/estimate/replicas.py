@@ -6,8 +6,8 @@ from typing import Final
 
 from torch import Tensor
 
-from ..module.memory_estimate import MemoryShare, Share, whole
-from .estimate import Estimate, all_reduced, estimate_held, exchanged, whole_activations
+from ..module.memory_estimate import MemoryShare, Share, whole_share
+from .estimate import Estimate, all_reduced, bytes_exchanged, estimate_held, whole_activations
 from .profile import Profile
 
 _INDEX: Final = 8
@@ -26,7 +26,7 @@ def estimate_replica(
         are_views: whether gradients are views of DDP's buckets.
         between_steps: buffers that are allocated only while no activations are.
     """
-    gradients = profile.gradient_bytes(whole)
+    gradients = profile.gradient_bytes(whole_share)
     unused = sum(parameter.nbytes for parameter in profile.unused)
     if profile.is_manual:  # averaged without buckets, by a copy of all gradients and its mean
         communication, between_steps = 0.0, max(2 * _bucket_bytes(profile), between_steps)
@@ -60,7 +60,7 @@ def replicas_traffic(profile: Profile, num_ranks: int, *, compressed: float, bro
         return profile.num_backwards * dense
     # rows are gathered from all ranks; buffers are sent at a step's first micro-batch
     rows = (num_ranks - 1) * sparse
-    buffers = exchanged(profile.buffer_bytes, num_ranks) if broadcasts else 0.0
+    buffers = bytes_exchanged(profile.buffer_bytes, num_ranks) if broadcasts else 0.0
     return profile.num_backwards * (dense * compressed + rows + buffers)
 
 

@@ -9,7 +9,7 @@ from typing import Final
 from torch import nn
 
 from ..module.memory_estimate import MemoryShare
-from ..servers.flat_layout import deal
+from ..servers.flat_layout import deal_names
 from ..servers.remote_embedding import RemoteEmbedding
 from .estimate import Estimate, estimate_held, whole_activations
 from .profile import Profile
@@ -96,7 +96,7 @@ class ServedStep:
         """Return the estimate of each server, which is on the CPU; its traffic is with all trainers together."""
         named = self.served
         sizes = {name: parameter.nbytes for name, parameter in named.items()}
-        return [self._of_server([named[name] for name in names]) for names in deal(sizes, self._num_servers)]
+        return [self._of_server([named[name] for name in names]) for names in deal_names(sizes, self._num_servers)]
 
     @property
     def served(self) -> dict[str, nn.Parameter]:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..module.memory_estimate import MemoryShare, whole
+from ..module.memory_estimate import MemoryShare, whole_share
 from ..parallel.mesh import Degrees
 from ..parallel.sharding_policy import Shape, ShardingOptions, ShardingPlan, Unit, largest_share
 from ..state.dtensor import bytes_of
-from .estimate import Activations, Estimate, all_reduced, estimate_held, exchanged
+from .estimate import Activations, Estimate, all_reduced, bytes_exchanged, estimate_held
 from .profile import Profile
 
 
@@ -60,7 +60,7 @@ def estimate_sharded(
     of_blocks += sum(_kept_gathered(size, unit) for size, unit in zip(units, plan.units, strict=False))
     gathered = root.computing + of_blocks
     communication = max(_beside_gathered(units, root), _at_the_end(root) - gathered)
-    is_trained = profile.gradient_bytes(whole) / max(1.0, profile.parameter_bytes(whole))
+    is_trained = profile.gradient_bytes(whole_share) / max(1.0, profile.parameter_bytes(whole_share))
     accumulates = profile.num_micro_batches > 1 and not options.sync_each_micro_batch
     whole_gradients = sum(size.reducing for size in sizes) * is_trained if accumulates else 0.0
     estimate = estimate_held(
@@ -70,7 +70,7 @@ def estimate_sharded(
         gathered=gathered,
         communication=communication,
         whole_gradients=whole_gradients,
-        traffic=_traffic(profile, plan, options, degrees, sizes),
+        traffic=_estimate_traffic(profile, plan, options, degrees, sizes),
     )
     if not is_on_host:
         return estimate
@@ -150,7 +150,7 @@ def _is_called(unit: Unit, profile: Profile) -> bool:
     return not unit.name or any(f"{name}.".startswith(f"{unit.name}.") for name in profile.layers)
 
 
-def _traffic(
+def _estimate_traffic(
     profile: Profile,
     plan: ShardingPlan,
     options: ShardingOptions,
@@ -160,15 +160,15 @@ def _traffic(
     num_micro_batches = profile.num_micro_batches * profile.num_backwards
     num_sums = num_micro_batches if options.sync_each_micro_batch or profile.is_manual else 1
     called = [(unit, size) for unit, size in zip(plan.units, sizes, strict=True) if _is_called(unit, profile)]
-    is_trained = profile.gradient_bytes(whole) / max(1, sum(unit.num_bytes for unit, _ in called))
+    is_trained = profile.gradient_bytes(whole_share) / max(1, sum(unit.num_bytes for unit, _ in called))
     sharded = replicated = 0.0
     for unit, size in called:
         num_shards = degrees.dp_shard * degrees.cp // unit.num_parts
         # a unit that stays gathered across some ranks is gathered again among these only
-        again = 0.0 if unit.reshard is False else exchanged(size.computing, num_shards)
+        again = 0.0 if unit.reshard is False else bytes_exchanged(size.computing, num_shards)
         if unit.reshard is not True and unit.reshard:
-            again = exchanged(size.computing, unit.reshard)
-        sharded += num_micro_batches * (exchanged(size.computing, num_shards) + again)
-        sharded += num_sums * exchanged(size.reducing * is_trained, num_shards)
+            again = bytes_exchanged(size.computing, unit.reshard)
+        sharded += num_micro_batches * (bytes_exchanged(size.computing, num_shards) + again)
+        sharded += num_sums * bytes_exchanged(size.reducing * is_trained, num_shards)
         replicated += num_sums * all_reduced(size.reducing * is_trained / num_shards, degrees.dp_replicate)
     return {"dp_shard": sharded, "dp_replicate": replicated}

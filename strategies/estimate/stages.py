@@ -15,7 +15,7 @@ from ..pipeline.schedule import Schedule
 from ..state.dtensor import bytes_of
 from .cut_layout import CutLayout
 from .dealt_experts import sent_to_experts
-from .estimate import Activations, Estimate, all_reduced, estimate_held, exchanged
+from .estimate import Activations, Estimate, all_reduced, bytes_exchanged, estimate_held
 from .sharded import dtypes_of
 
 
@@ -95,7 +95,7 @@ class StageEstimates:
             reducing = number * (self._reducing or self._computing or parameter.element_size())
             reducing *= parameter in profile.trained
             totals = [totals[0] + computing, totals[1] + reducing]
-            sent["dp_shard"] += exchanged(computing, shards) + exchanged(reducing, shards)
+            sent["dp_shard"] += bytes_exchanged(computing, shards) + bytes_exchanged(reducing, shards)
             sent["dp_replicate"] += all_reduced(reducing / shards, self._degrees.dp_replicate)
         return *totals, sent  # type: ignore[return-value]
 

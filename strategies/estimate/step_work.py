@@ -67,7 +67,7 @@ def work_of(
     name = operator.name()
     if operator.is_view or name.startswith(_ALLOCATIONS):
         return StepWork()
-    read, written = _bytes([args, kwargs or {}]), _bytes(output)
+    read, written = _count_bytes([args, kwargs or {}]), _count_bytes(output)
     if name.startswith(_LOOKUPS):
         read = min(read, written)
     if name.startswith(ATTENTION):
@@ -81,7 +81,7 @@ def _is_causal(operator: object, args: Sequence[object], kwargs: Mapping[str, ob
     return bool({**dict(zip(names, args, strict=False)), **kwargs}.get("is_causal", False))
 
 
-def _bytes(values: object) -> int:
+def _count_bytes(values: object) -> int:
     """Return the bytes of tensors; those of an expanded one count once."""
     tensors: Iterable[object] = tree_leaves(values)
     return sum(_own_bytes(tensor) for tensor in tensors if isinstance(tensor, Tensor))

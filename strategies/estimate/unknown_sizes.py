@@ -27,13 +27,13 @@ def with_workspace(operator: str, args: Sequence[Any], output: Any) -> object:
 
     def real(steps: int) -> float:
         samples = min(num_samples, _FEW_SAMPLES)
-        return float(_workspace(args, steps, samples, width) * num_samples / samples)
+        return float(_measure_workspace(args, steps, samples, width) * num_samples / samples)
 
-    size = _at(num_steps, real)
+    size = _extrapolate_size(num_steps, real)
     return (*output[:3], output[3].new_empty(round(size), dtype=torch.uint8))
 
 
-def _at(num_steps: int, real: Callable[[int], float]) -> float:
+def _extrapolate_size(num_steps: int, real: Callable[[int], float]) -> float:
     """Return the size for a number of steps, which grows linearly, from the sizes for a few."""
     if num_steps <= _FEW_STEPS:
         return real(num_steps)
@@ -41,7 +41,7 @@ def _at(num_steps: int, real: Callable[[int], float]) -> float:
     return least + (most - least) / (_FEW_STEPS - 2) * (num_steps - 2)
 
 
-def _workspace(args: Sequence[Any], num_steps: int, num_samples: int, width: int) -> int:
+def _measure_workspace(args: Sequence[Any], num_steps: int, num_samples: int, width: int) -> int:
     """Run an LSTM of the same width on a few zeros, and return the bytes of its workspace."""
     with leave_fake_mode():
         # the shapes: of the input, of four weights and biases, and of two states

@@ -59,13 +59,13 @@ def deal_experts(
         layer = module.get_submodule(name)
         for own, parameter in list(layer.named_parameters(recurse=False)):
             if parameter not in elsewhere:
-                layer.register_parameter(own, _part(parameter, group))
+                layer.register_parameter(own, _cut_by_expert(parameter, group))
         vars(layer)["forward"] = dispatch = Dispatch(name, layer, number, group)
         dispatched[name] = dispatch
     return dispatched
 
 
-def _part(whole: nn.Parameter, group: ExpertGroup) -> nn.Parameter:
+def _cut_by_expert(whole: nn.Parameter, group: ExpertGroup) -> nn.Parameter:
     """Return a parameter as a DTensor, of which this rank holds the slices of its experts."""
     from torch.distributed.tensor import DTensor, Shard
 
@@ -136,7 +136,7 @@ class Dispatch:
         given = dict(zip(self._inputs, args, strict=False)) | kwargs
         found = [given.pop(name, None) for name in self._inputs]
         tokens, indices, weights = found
-        if given or not all(isinstance(value, Tensor) for value in found) or not _fit(*found):
+        if given or not all(isinstance(value, Tensor) for value in found) or not _have_matching_rows(*found):
             shapes = {name: tuple(value.shape) if isinstance(value, Tensor) else value for name, value in
                       zip(self._inputs, found, strict=True)}  # fmt: skip
             raise ModuleError(
@@ -202,7 +202,7 @@ class Dispatch:
             )
 
 
-def _fit(tokens: Tensor, indices: Tensor, weights: Tensor) -> bool:
+def _have_matching_rows(tokens: Tensor, indices: Tensor, weights: Tensor) -> bool:
     """Return whether there is one row of experts and of weights for each token."""
     return indices.shape == weights.shape and indices.shape[:-1] == tokens.shape[:-1]
 

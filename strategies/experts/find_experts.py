@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from ...common.errors import ConfigError, did_you_mean
 from ...common.foreign import attribute_of
-from ..tensor_parallel.brought_plans import Plan, brought_plans, matches
+from ..tensor_parallel.brought_plans import Plan, brought_plans, matches_pattern
 from .layer import CapacityLimit, Experts
 
 _DISPATCHED: Final = "ep_dispatch_experts"
@@ -33,7 +33,9 @@ def find_experts(module: nn.Module) -> dict[str, int]:
     Raises:
         ConfigError: for a module without such layers, a plan that matches none, and layers that cannot be dealt.
     """
-    named = dict(_planned(module)) or {name: layer for name, layer in module.named_modules() if _is_stacked(layer)}
+    named = dict(_planned_layers(module)) or {
+        name: layer for name, layer in module.named_modules() if _is_stacked(layer)
+    }
     if not named:
         kinds = ", ".join(sorted({type(layer).__name__ for layer in module.modules() if layer is not module})[:8])
         raise ConfigError(
@@ -42,7 +44,7 @@ def find_experts(module: nn.Module) -> dict[str, int]:
             "of experts, and is called with tokens, the experts of each, and their weights: use echelon.Experts, or "
             f"name yours in the module's attribute ep_plan = {{'name': {_DISPATCHED!r}}}; or leave ep out."
         )
-    return {name: _number(name, layer) for name, layer in named.items()}
+    return {name: _count_experts(name, layer) for name, layer in named.items()}
 
 
 def check_experts(module: nn.Module, ep: int) -> None:
@@ -73,7 +75,7 @@ def check_experts(module: nn.Module, ep: int) -> None:
 
 def experts_of_token(module: nn.Module, name: str) -> int:
     """Return how many experts a token has, as the layers beside those experts or the model's config say; else 2."""
-    parents = [module.get_submodule(parent) for parent in _around(name)]
+    parents = [module.get_submodule(parent) for parent in _enclosing_names(name)]
     holders = [*parents[:1], *parents[0].children(), *(attribute_of(parent, "config") for parent in parents)]
     found = (attribute_of(holder, word) for holder in holders for word in _NUMBERS_OF_TOKEN)
     return next((number for number in found if type(number) is int and number > 0), 2)
@@ -81,20 +83,20 @@ def experts_of_token(module: nn.Module, name: str) -> int:
 
 def selection_bias_of(module: nn.Module, name: str) -> Tensor | None:
     """Return what the router beside a layer of experts adds to the scores with which it chooses; None for nothing."""
-    parent = module.get_submodule(next(_around(name)))
+    parent = module.get_submodule(next(_enclosing_names(name)))
     found = (attribute_of(holder, word) for holder in (parent, *parent.children()) for word in _BIASES)
     return next((bias for bias in found if isinstance(bias, Tensor)), None)
 
 
 def limit_of(module: nn.Module, name: str) -> CapacityLimit | None:
     """Return what chooses the tokens that a layer of experts takes; None if it takes all."""
-    parent = module.get_submodule(next(_around(name)))
+    parent = module.get_submodule(next(_enclosing_names(name)))
     return parent.limit if isinstance(parent, Experts) else None
 
 
 def load_of(module: nn.Module, name: str) -> Tensor | None:
     """Return the shares of experts of the last step's tokens, which the layer around them keeps; None for none."""
-    parent = module.get_submodule(next(_around(name)))
+    parent = module.get_submodule(next(_enclosing_names(name)))
     return parent.load if isinstance(parent, Experts) and parent.returns_balance else None
 
 
@@ -112,28 +114,30 @@ def check_capacity(module: nn.Module, cp: int) -> None:
             )
 
 
-def _around(name: str) -> Iterator[str]:
+def _enclosing_names(name: str) -> Iterator[str]:
     """Yield the names of the modules around a layer, from the inside."""
     while name:
         name = name.rpartition(".")[0]
         yield name
 
 
-def _planned(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _planned_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the layers that plans name, those of the outermost parts that have a plan for experts."""
     for name, part, attribute, plan in brought_plans(module, "ep", counts=_is_for_experts):
         patterns = [str(pattern) for pattern, word in plan.items() if word == _DISPATCHED]
-        yield from _matching(part, name, patterns or [str(next(iter(plan)))], is_strict=attribute == "ep_plan")
+        yield from _matching_layers(part, name, patterns or [str(next(iter(plan)))], is_strict=attribute == "ep_plan")
 
 
 def _is_for_experts(attribute: str, plan: Plan) -> bool:
     return attribute == "ep_plan" or _DISPATCHED in plan.values()
 
 
-def _matching(part: nn.Module, name: str, patterns: list[str], *, is_strict: bool) -> Iterator[tuple[str, nn.Module]]:
+def _matching_layers(
+    part: nn.Module, name: str, patterns: list[str], *, is_strict: bool
+) -> Iterator[tuple[str, nn.Module]]:
     layers = dict(part.named_modules())
     for pattern in patterns:
-        found = [own for own in layers if matches(own, pattern)]
+        found = [own for own in layers if matches_pattern(own, pattern)]
         if is_strict and not found:
             raise ConfigError(
                 f"ep_plan of {type(part).__name__} names {pattern!r}, which matches none of its layers."
@@ -158,7 +162,7 @@ def inputs_of(forward: Callable[..., object]) -> list[str]:
     return [parameter.name for parameter in parameters if parameter.kind in kinds][:_INPUTS]
 
 
-def _number(name: str, layer: nn.Module) -> int:
+def _count_experts(name: str, layer: nn.Module) -> int:
     """Return the number of experts of a layer.
 
     Raises:

@@ -97,7 +97,7 @@ class Experts(nn.Module):
         With `returns_balance`, also return a number for each token; with a capacity, the last dimension but one is that
         of a sequence.
         """
-        scores = _precise(self.router(x)).softmax(-1)
+        scores = _at_least_float32(self.router(x)).softmax(-1)
         chosen = (scores + self.selection_bias).topk(self.top_k, sorted=False).indices
         weights = scores.gather(-1, chosen)
         weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
@@ -246,5 +246,5 @@ def even_numbers(number: int, groups: int) -> list[int]:
     return [number // groups + (group < number % groups) for group in range(groups)]
 
 
-def _precise(logits: Tensor) -> Tensor:
+def _at_least_float32(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()

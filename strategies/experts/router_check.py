@@ -72,9 +72,9 @@ class RouterCheck:
             if not torch.equal(chosen, known[0][1]):
                 raise ModuleError(
                     f"{self._name} chooses other experts for the same tokens on rank {rank} of ep than on rank "
-                    f"{known[0][0]}: experts {_first(chosen)} and {_first(known[0][1])} for the first. Let its router "
-                    "depend on tokens and weights only, not on the rank; to update a bias of it, use "
-                    "ExpertBalance(rate)."
+                    f"{known[0][0]}: experts {_experts_of_first(chosen)} and {_experts_of_first(known[0][1])} for the "
+                    "first. Let its router depend on tokens and weights only, not on the rank; to update a bias of "
+                    "it, use ExpertBalance(rate)."
                 )
 
 
@@ -93,5 +93,5 @@ def _without_hooks(router: nn.Module) -> Iterator[None]:
             hooks.update(own)
 
 
-def _first(chosen: Tensor) -> list[int]:
+def _experts_of_first(chosen: Tensor) -> list[int]:
     return sorted(chosen.reshape(-1, chosen.shape[-1])[0].tolist())

@@ -24,7 +24,7 @@ from ...common.errors import ProcessError
 from ...common.internals.processes import set_exit_code
 from ..torch_internals.distributed import list_processes
 from .failures import WorkerExit
-from .fork_server import blank_main, keeping_start_method, preload
+from .fork_server import blank_main, keeping_start_method, preload_modules
 from .proc_status import look_at
 from .worker import WorkerTask, run_worker
 
@@ -109,7 +109,7 @@ class Agent(LocalElasticAgent):
         return list(self._running)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, object]:
-        preload(self._modules, uses_devices=self._uses_devices)
+        preload_modules(self._modules, uses_devices=self._uses_devices)
         with blank_main(), keeping_start_method(), _without_signal_warning():
             try:
                 pids: dict[int, Any] = super()._start_workers(worker_group)

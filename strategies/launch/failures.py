@@ -14,8 +14,8 @@ from typing import Final, Self
 import torch.distributed as dist
 
 from ...common.errors import CollectiveError, EchelonError, ProcessError
-from ..distributed.pickling import pack, unpack
-from .rank_traceback import Frame, frames_for_users, rebuild
+from ..distributed.pickling import pack_value, unpack_value
+from .rank_traceback import Frame, frames_for_users, rebuild_traceback
 
 _log = logging.getLogger(__name__)
 
@@ -60,8 +60,8 @@ class Failure:
     def of(cls, error: BaseException) -> Self:
         """Return a description of an exception of this process."""
         try:
-            packed = pack(error)
-            unpack(packed)
+            packed = pack_value(error)
+            unpack_value(packed)
         except Exception:  # noqa: BLE001 - the exception's own class may raise anything
             packed = None
         return cls(
@@ -69,7 +69,7 @@ class Failure:
             text="".join(traceback.format_exception_only(error)).strip(),
             traceback="".join(traceback.format_exception(error)),
             frames=frames_for_users(error),
-            origin=_origin(error),
+            origin=_format_origin(error),
             time=time.time(),
             blames_a_peer=blames_a_peer(error),
             is_of_server=_is_of_server(error),
@@ -79,7 +79,7 @@ class Failure:
         )
 
 
-def _origin(error: BaseException) -> str:
+def _format_origin(error: BaseException) -> str:
     origin = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return "" if origin is None else "".join(traceback.format_exception(origin))
 
@@ -118,7 +118,7 @@ class WorkerExit:
     def read(cls, folder: Path, rank: int, world_size: int, pid: int, exit_code: int) -> Self:
         """Return the exit of a worker, with the failure that it left in the folder of the run."""
         file = folder / f"{rank}.failure"
-        failure = unpack(file.read_bytes()) if file.exists() else None
+        failure = unpack_value(file.read_bytes()) if file.exists() else None
         return cls(rank, world_size, pid, exit_code, failure)
 
     @property
@@ -183,7 +183,7 @@ class WorkerExit:
                 "Look at the output of the process; faulthandler.enable() adds the stack at a fatal signal.",
             )
             return ProcessError.of_ranks(f"{self.describe()}; the other workers were stopped. {hint}", self.rank)
-        error = _unpickled(failure)
+        error = _unpickle_error(failure)
         if error is None:
             remedy = "Return from the function instead" if failure.is_exit else "See the traceback above"
             message = f"{self.describe()}; the other workers were stopped. {remedy}."
@@ -193,14 +193,14 @@ class WorkerExit:
         _log.debug("%s; the whole traceback:\n%s", self.describe(), failure.traceback)
         if failure.origin:
             error.__cause__ = RankTraceback(failure.origin)
-        return error.with_traceback(rebuild(failure.frames))
+        return error.with_traceback(rebuild_traceback(failure.frames))
 
 
-def _unpickled(failure: Failure) -> BaseException | None:
+def _unpickle_error(failure: Failure) -> BaseException | None:
     if failure.error is None or failure.is_exit:
         return None
     try:
-        error: BaseException = unpack(failure.error)
+        error: BaseException = unpack_value(failure.error)
     except Exception:  # noqa: BLE001 - its class may be importable only in the worker
         return None
     return error

@@ -28,7 +28,7 @@ from ...common.internals.processes import (
 )
 from ..torch_internals.compiler import COMPILER_MODULE
 from .proc_status import look_at
-from .worker import CULPRITS, NOT_FOR_THE_FORK_SERVER, preloading
+from .worker import CULPRITS, NOT_FOR_THE_FORK_SERVER, setting_preload_words
 
 PRELOADED = (
     "torch",
@@ -47,7 +47,7 @@ _ONE_THREAD: Final = threading.RLock()
 _log = logging.getLogger(__name__)
 
 
-def preload(modules: Iterable[str], *, uses_devices: bool = False) -> None:
+def preload_modules(modules: Iterable[str], *, uses_devices: bool = False) -> None:
     """Start the fork server, unless it is running, and have it import the modules that each worker needs.
 
     With `uses_devices`, if a module initializes a device when it is imported, so that no worker could use it, the fork
@@ -77,7 +77,10 @@ def _start_fork_server(users: Iterable[str], own: Iterable[str], *, uses_devices
     resource_tracker.ensure_running()  # otherwise the fork server would start it, which unblocks signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_THE_FORK_SERVER)  # inherited by the fork server
     try:
-        with keeping_start_method(), preloading(["devices" if uses_devices else "", *own]):  # one thread at a time
+        with (
+            keeping_start_method(),
+            setting_preload_words(["devices" if uses_devices else "", *own]),
+        ):  # one thread at a time
             forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -35,7 +35,7 @@ def _import_all(names: str) -> None:
                 CULPRITS.append(name)
 
 
-def _end(server: int) -> None:
+def _end_process(server: int) -> None:
     """End the process `server` at once: taking down what is frozen takes a second, and triton 3.9 reports leaks."""
     if os.getpid() != server:  # a child of it
         return
@@ -60,4 +60,4 @@ for _name in _OF_RANKS:
 _import_all(take_preload())
 gc.freeze()  # garbage collections in workers neither search what was imported nor copy its pages
 if any("multiprocessing.forkserver" in argument for argument in sys.orig_argv):  # not if something else imports this
-    atexit.register(_end, os.getpid())
+    atexit.register(_end_process, os.getpid())

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 from ...common.errors import CollectiveError, ConfigError, ProcessError
 from ..cluster.environment import LOOPBACK, Environment
 from ..distributed.call_record import describe_difference
-from ..distributed.pickling import installed, pack, pack_into, unpack_from
+from ..distributed.pickling import installed_modules, pack_into, pack_value, unpack_from
 from .node_folder import NodeFolder, refuse_without_forks
 from .registries import with_registries
-from .signal_handlers import handling
+from .signal_handlers import handling_signals
 from .worker import IMPORTED_FIRST, SHOW_STACKS, CallerState, InheritedFile, WorkerTask
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def static_agents(num_processes: int, environment: Environment, start_timeout: t
     return make
 
 
-def launch(
+def launch_workers(
     function: Callable[[], T],
     make_agent: MakeAgent,
     *,
@@ -76,11 +76,11 @@ def launch(
     """
     _check_process()
     signals = _SignalForwarding()
-    with _task(function, parts, is_local=is_local, uses_devices=uses_devices) as task:
+    with _making_task(function, parts, is_local=is_local, uses_devices=uses_devices) as task:
         with signals.listening():
-            agent = _run(task, make_agent, signals)
+            agent = _run_workers(task, make_agent, signals)
         _raise_failure(agent, signals)
-        result: T = _result(task, agent.ranks[0])
+        result: T = _read_result(task, agent.ranks[0])
     if on_result is not None:
         on_result(result)
     signals.raise_if_received()
@@ -91,19 +91,19 @@ def launch_all(function: Callable[[], T], *, num_processes: int, timeout: float,
     """Run `function` in new processes on this machine, for at most `timeout` seconds, and return all their results.
 
     Raises:
-        ProcessError: as `launch` does; also for ranks that did not finish in time, with the stack of each.
-        BaseException: as `launch` does.
+        ProcessError: as `launch_workers` does; also for ranks that did not finish in time, with the stack of each.
+        BaseException: as `launch_workers` does.
     """
     _check_process()
     environment = Environment("none", 0, 0, 0, num_processes, num_processes, 1, LOOPBACK, None)
     signals = _SignalForwarding()
-    with _task(function, None, is_local=True, keeps_all_results=True, uses_devices=uses_devices) as task:
+    with _making_task(function, None, is_local=True, keeps_all_results=True, uses_devices=uses_devices) as task:
         with signals.listening():
             make_agent = static_agents(num_processes, environment, timedelta(seconds=timeout))
-            agent = _run(task, make_agent, signals, timeout)
+            agent = _run_workers(task, make_agent, signals, timeout)
         _raise_failure(agent, signals)
         signals.raise_if_received()
-        return [_result(task, rank) for rank in agent.ranks]
+        return [_read_result(task, rank) for rank in agent.ranks]
 
 
 def _check_process() -> None:
@@ -118,7 +118,7 @@ def _check_process() -> None:
 
 
 @contextlib.contextmanager
-def _task(
+def _making_task(
     function: Callable[[], Any],
     parts: Mapping[str, object] | None,
     *,
@@ -139,16 +139,16 @@ def _task(
         yield WorkerTask(
             folder.path,
             InheritedFile(file.fileno()),
-            pack(CallerState.of_this_process(), "settings"),
+            pack_value(CallerState.of_this_process(), "settings"),
             is_local=is_local,
             keeps_all_results=keeps_all_results,
             shows_stacks=keeps_all_results,
-            modules=(*IMPORTED_FIRST, *installed(modules)),
+            modules=(*IMPORTED_FIRST, *installed_modules(modules)),
             uses_devices=uses_devices,
         )
 
 
-def _result(task: WorkerTask, rank: int) -> Any:
+def _read_result(task: WorkerTask, rank: int) -> Any:
     with (task.folder / f"{rank}.result").open("rb") as file:
         return unpack_from(file)
 
@@ -171,7 +171,7 @@ class _SignalForwarding:
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Handle the caller's signals inside the block, in the main thread."""
-        with handling(self._handle):
+        with handling_signals(self._handle):
             yield
 
     @contextlib.contextmanager
@@ -197,7 +197,9 @@ class _SignalForwarding:
             raise SystemExit(143)
 
 
-def _run(task: WorkerTask, make_agent: MakeAgent, signals: _SignalForwarding, timeout: float | None = None) -> Agent:
+def _run_workers(
+    task: WorkerTask, make_agent: MakeAgent, signals: _SignalForwarding, timeout: float | None = None
+) -> Agent:
     """Run the workers until all have exited, with or without a result."""
     agent = make_agent(task)
     signals.raise_if_received()  # one that came while make_agent() was still importing its modules
@@ -253,7 +255,7 @@ def _timeout_error(task: WorkerTask, agent: Agent, timeout: float | None) -> Pro
 
 
 def without_launch(error: BaseException) -> BaseException:
-    """Return an error raised by `launch` without the frames of the launch, and any other error unchanged."""
+    """Return an error raised by `launch_workers` without the frames of the launch, and any other error unchanged."""
     entry = error.__traceback__
     while entry is not None and entry.tb_frame.f_code is not _raise_failure.__code__:
         entry = entry.tb_next

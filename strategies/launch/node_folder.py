@@ -58,17 +58,17 @@ class NodeFolder:
         refuse_without_forks()
         parent = _default_parent() if parent is None else parent
         try:
-            _sweep(parent)
+            _remove_unlocked_folders(parent)
             if (free := free_bytes(parent)) < _MIN_FREE:
                 raise OSError(errno.ENOSPC, f"{free} bytes are free")
             # Hidden until it is locked: the sweep of another owner would remove it.
             hidden = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}{os.getpid()}-", dir=parent))
-            lock = _open(hidden)
+            lock = _open_folder(hidden)
             with contextlib.suppress(OSError):  # a file system without locks, where nothing is removed either
-                _lock(lock)
+                _lock_folder(lock)
             path = hidden.rename(parent / hidden.name[1:])
         except OSError as error:
-            raise _unusable(parent, error) from error
+            raise _unusable_error(parent, error) from error
         return cls(path, lock)
 
     def remove(self) -> None:
@@ -94,7 +94,7 @@ def check_owner(folder: Path) -> None:
     try:
         status = folder.lstat()
     except OSError as error:
-        raise _unusable(folder, error) from error
+        raise _unusable_error(folder, error) from error
     if not _is_private(status):
         raise ProcessError(
             f"{folder} belongs to user {status.st_uid} with mode {stat.filemode(status.st_mode)}, but must belong to "
@@ -110,7 +110,7 @@ def free_bytes(folder: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def allocate(file: Path, size: int) -> None:
+def allocate_file(file: Path, size: int) -> None:
     """Create a file of `size` zero bytes, replacing any existing one, and reserve its memory.
 
     Without the reservation, a write to a mapping of the file kills the process (SIGBUS) when memory runs out.
@@ -132,7 +132,7 @@ def allocate(file: Path, size: int) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise _unusable(file, error, size) from error
+        raise _unusable_error(file, error, size) from error
 
 
 def _default_parent() -> Path:
@@ -140,7 +140,7 @@ def _default_parent() -> Path:
     return _SHARED_MEMORY if is_usable else Path(tempfile.gettempdir())
 
 
-def _unusable(path: Path, error: OSError, size: int | None = None) -> ProcessError:
+def _unusable_error(path: Path, error: OSError, size: int | None = None) -> ProcessError:
     place = str(path) if size is None else f"{path} of {size} bytes"
     if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
         free = free_bytes(path if path.is_dir() else path.parent)
@@ -156,25 +156,25 @@ def _is_private(status: os.stat_result) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
 
-def _open(folder: Path) -> int:
+def _open_folder(folder: Path) -> int:
     return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
 
 
-def _lock(descriptor: int) -> None:
+def _lock_folder(descriptor: int) -> None:
     """Lock an open folder; an OSError says that another process has locked it, or that there are no locks."""
     import fcntl  # not on Windows, where no workers start
 
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _sweep(parent: Path) -> None:
+def _remove_unlocked_folders(parent: Path) -> None:
     """Remove the folders of this user that no process has locked."""
     for folder in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):  # gone by now, another user's, or locked
-            lock = _open(folder)
+            lock = _open_folder(folder)
             try:
                 if _is_private(os.fstat(lock)):
-                    _lock(lock)
+                    _lock_folder(lock)
                     shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(lock)

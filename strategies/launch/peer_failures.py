@@ -35,7 +35,7 @@ def blame_peer(group: ProcessGroup | None, error: BaseException) -> ProcessError
             f"Rank {group.rank} of {group.world_size} lost the others: the store of the run is gone, because rank 0 or "
             "the launcher has ended; see their output."
         )
-    failed, reason = _culprits(ranks, errors)
+    failed, reason = _find_culprits(ranks, errors)
     if not failed:
         return None
     reason = reason.removesuffix(".")
@@ -43,7 +43,7 @@ def blame_peer(group: ProcessGroup | None, error: BaseException) -> ProcessError
     return ProcessError.of_ranks(message, *map(int, failed))
 
 
-def _culprits(ranks: list[str], errors: Messages) -> tuple[list[str], str]:
+def _find_culprits(ranks: list[str], errors: Messages) -> tuple[list[str], str]:
     """Return the ranks at fault, and what happened to them."""
     failed = [rank for rank, error in errors.items() if error]
     if failed:

@@ -28,7 +28,7 @@ class Process(NamedTuple):
 def look_at(pid: int) -> Process:
     """Return whether a process runs, and how much processor time it has used."""
     if not Path("/proc/self/stat").exists():
-        return Process("unknown" if exists(pid) else "ended")
+        return Process("unknown" if process_exists(pid) else "ended")
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -38,7 +38,7 @@ def look_at(pid: int) -> Process:
     return Process({"T": "stopped", "Z": "ended", "X": "ended"}.get(fields[0], "runs"), used)  # type: ignore[arg-type]
 
 
-def exists(pid: int) -> bool:
+def process_exists(pid: int) -> bool:
     """Return whether there is a process with this number on this machine, whoever's it is."""
     if sys.platform == "win32":  # where os.kill(pid, 0) would send Ctrl-C
         kernel = ctypes.WinDLL("kernel32", use_last_error=True)
@@ -63,7 +63,7 @@ def is_traced(pid: int) -> bool:
     return status_of(pid).get("TracerPid", "0") != "0"
 
 
-def catches(pid: int, number: int) -> bool:
+def catches_signal(pid: int, number: int) -> bool:
     """Return whether a process has a handler for a signal."""
     return bool(int(status_of(pid).get("SigCgt", "0"), 16) >> (number - 1) & 1)
 

@@ -64,7 +64,7 @@ def frames_for_users(error: BaseException) -> list[Frame]:
     return frames[first:]
 
 
-def rebuild(frames: Sequence[Frame]) -> TracebackType | None:
+def rebuild_traceback(frames: Sequence[Frame]) -> TracebackType | None:
     """Return a traceback that shows these frames, without their variables, which stayed in the worker."""
     rebuilt: TracebackType | None = None
     for frame in reversed(frames):

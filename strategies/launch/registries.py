@@ -39,7 +39,7 @@ class Registered(partial[Any]):
     def __call__(self, /, *args: object, **kwargs: object) -> object:
         """Put the entries that are missing, and call the function."""
         for entry in self.entries:
-            _put(entry)
+            _put_entry(entry)
         return super().__call__(*args, **kwargs)
 
 
@@ -71,7 +71,7 @@ def follow_classes(module: nn.Module) -> None:
         if any(base.__name__ == "FSDPModule" for base in bases):
             changed[kind] = next(base for base in bases if not base.__module__.startswith("torch.distributed."))
     names = [pair for new, old in changed.items() for pair in zip(_keys_of(old), _keys_of(new), strict=True)]
-    roots = {_root(old.__module__) for old in changed.values()} - _STANDARD
+    roots = {_root_package(old.__module__) for old in changed.values()} - _STANDARD
     mappings = [mapping for _, _, mapping in _mappings_of(roots) if isinstance(mapping, dict)] if names else []
     for mapping, (old_key, new_key) in product(mappings, names):
         if dict.__contains__(mapping, old_key):
@@ -80,15 +80,18 @@ def follow_classes(module: nn.Module) -> None:
 
 def _entries_for(modules: list[nn.Module]) -> Iterator[RegistryEntry]:
     kinds = {
-        kind: None for module in modules for kind in type(module).__mro__ if _root(kind.__module__) not in _STANDARD
+        kind: None
+        for module in modules
+        for kind in type(module).__mro__
+        if _root_package(kind.__module__) not in _STANDARD
     }
-    roots = {_root(kind.__module__) for kind in kinds} - {"__main__"}
+    roots = {_root_package(kind.__module__) for kind in kinds} - {"__main__"}
     keys = [key for kind in kinds for key in _keys_of(kind)]
     for name, path, mapping in _mappings_of(roots):
-        for key, value in _own_entries(mapping, keys, modules, _root(name)):
+        for key, value in _own_entries(mapping, keys, modules, _root_package(name)):
             yield RegistryEntry(name, path, key, value)
     for kind in kinds:
-        if _root(kind.__module__) != "__main__" and _is_reachable(kind):
+        if _root_package(kind.__module__) != "__main__" and _is_reachable(kind):
             yield from _attributes_of(kind)
 
 
@@ -125,7 +128,7 @@ def _mappings_of(roots: set[str]) -> Iterator[tuple[str, tuple[str, ...], object
     found = {
         id(mapping): (name, path, mapping)
         for name, module in list(sys.modules.items())
-        if isinstance(module, ModuleType) and _root(name) in roots
+        if isinstance(module, ModuleType) and _root_package(name) in roots
         for path, mapping in _mappings_in(vars(module))
     }
     yield from found.values()
@@ -133,21 +136,21 @@ def _mappings_of(roots: set[str]) -> Iterator[tuple[str, tuple[str, ...], object
 
 def _mappings_in(namespace: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], object]]:
     """Yield the mappings of a namespace and those inside its mapping objects, with the names that lead to them."""
-    for name, value in _public(namespace):
+    for name, value in _public_items(namespace):
         if isinstance(value, dict | WeakKeyDictionary | WeakSet):
             yield (name,), value
-        yield from (((name, own), inner) for own, inner in _inside(value) if isinstance(inner, dict))
+        yield from (((name, own), inner) for own, inner in _attributes_inside(value) if isinstance(inner, dict))
 
 
-def _inside(value: Any) -> Iterator[tuple[str, object]]:
+def _attributes_inside(value: Any) -> Iterator[tuple[str, object]]:
     """Yield the attributes of a mapping object or of a class that is no module."""
     if isinstance(value, Mapping):
-        yield from _public({**vars(type(value)), **getattr(value, "__dict__", {})})
+        yield from _public_items({**vars(type(value)), **getattr(value, "__dict__", {})})
     elif isinstance(value, type) and not issubclass(value, nn.Module):
-        yield from _public(vars(value))
+        yield from _public_items(vars(value))
 
 
-def _public(namespace: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+def _public_items(namespace: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     return ((name, value) for name, value in list(namespace.items()) if not name.startswith("__"))
 
 
@@ -158,7 +161,7 @@ def _attributes_of(kind: type) -> Iterator[RegistryEntry]:
             yield RegistryEntry(kind.__module__, tuple(kind.__qualname__.split(".")), name, value)
 
 
-def _put(entry: RegistryEntry) -> None:
+def _put_entry(entry: RegistryEntry) -> None:
     """Put an entry where it is missing; an attribute of a class gets the value that it had."""
     with suppress(ImportError, AttributeError):
         owner: Any = sys.modules.get(entry.module) or importlib.import_module(entry.module)
@@ -177,7 +180,7 @@ def _put(entry: RegistryEntry) -> None:
 
 def _is_own(name: str, root: str) -> bool:
     """Return whether a module is the user's, and not of the same package as a mapping."""
-    own = _root(name)
+    own = _root_package(name)
     return own != root and own not in sys.stdlib_module_names and own not in _STANDARD and not is_installed(name)
 
 
@@ -189,5 +192,5 @@ def _is_reachable(kind: type) -> bool:
     return found is kind
 
 
-def _root(name: str) -> str:
+def _root_package(name: str) -> str:
     return name.partition(".")[0]

@@ -57,10 +57,10 @@ class RunLauncher:
             on_result: called with the result before any signal that this process received meanwhile is raised.
             parts: the objects that are pickled with `function`, by the names that an error uses for them.
         """
-        from .launcher import launch
+        from .launcher import launch_workers
 
         with self._agents() as make_agent:
-            return launch(
+            return launch_workers(
                 function,
                 make_agent,
                 is_local=self.is_local,

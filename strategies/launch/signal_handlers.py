@@ -20,7 +20,7 @@ ECHO: Final = 1.0
 
 
 @contextmanager
-def handling(handle: Callable[[int], None]) -> Iterator[None]:
+def handling_signals(handle: Callable[[int], None]) -> Iterator[None]:
     """Handle the signals of a run inside the block; does nothing outside the main thread, as Python requires.
 
     Ignored signals stay ignored: SIGINT under nohup, and in a worker, to which the caller forwards its signals. The
@@ -57,7 +57,7 @@ def end_handling() -> None:
         _undo_all()
 
 
-def ignore(number: int) -> None:
+def ignore_signal(number: int) -> None:
     """Ignore a signal in this process and its forks, but not in the programs that they start.
 
     With SIG_IGN these would ignore it, too, although many rely on it to end, such as a profiler on SIGINT.

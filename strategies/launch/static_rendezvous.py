@@ -48,7 +48,7 @@ class Rendezvous(RendezvousHandler):
 
     def close(self) -> None:
         """Make nodes that join from now on, for the next run of the same program, wait for that run's store."""
-        _board(self.store).post(_OVER)
+        _make_board(self.store).post(_OVER)
 
     def cancel(self) -> None:
         """End the wait for other nodes; may be called from any thread."""
@@ -57,8 +57,8 @@ class Rendezvous(RendezvousHandler):
     def _host(self) -> object:
         """Open the store, and confirm to every other node that it has reached the store of this run."""
         store = PrefixStore(_PREFIX, self._open())
-        board = _board(store)
-        keys = {_arrival(node): node for node in range(1, self.num_nodes)}
+        board = _make_board(store)
+        keys = {_arrival_key(node): node for node in range(1, self.num_nodes)}
         wait = StartWait(self.limit)
 
         def is_over(ids: Messages) -> bool:
@@ -69,7 +69,7 @@ class Rendezvous(RendezvousHandler):
         if len(ids) < len(keys):
             raise self._missing([node for key, node in keys.items() if key not in ids])
         for attempt in ids.values():
-            board.post(_confirmation(attempt))
+            board.post(_confirmation_key(attempt))
         return store
 
     def _open(self) -> Any:
@@ -93,10 +93,10 @@ class Rendezvous(RendezvousHandler):
             try:
                 connection = connect_store(self.address, self.port, limit)
                 store = PrefixStore(_PREFIX, connection)
-                board = _board(store)
+                board = _make_board(store)
                 if self._is_confirmed(board):
                     return store
-                missing = [node for node in range(1, self.num_nodes) if not board.has(_arrival(node))]
+                missing = [node for node in range(1, self.num_nodes) if not board.has(_arrival_key(node))]
             except RuntimeError:  # not there yet, or just gone
                 pass
             wait.tell(lambda: self._awaited(missing or [0]))  # noqa: B023
@@ -108,8 +108,8 @@ class Rendezvous(RendezvousHandler):
         if board.has(_OVER):
             return False
         attempt = uuid.uuid4().hex
-        board.post(_arrival(self.node_rank), attempt)
-        return bool(board.wait_for([_confirmation(attempt)], _ATTEMPT, until=lambda _: self._is_cancelled))
+        board.post(_arrival_key(self.node_rank), attempt)
+        return bool(board.wait_for([_confirmation_key(attempt)], _ATTEMPT, until=lambda _: self._is_cancelled))
 
     def _awaited(self, nodes: list[int]) -> str:
         address = f"{self.address}:{self.port}{unknown_host(self.address)}"
@@ -151,13 +151,13 @@ class Rendezvous(RendezvousHandler):
         return True
 
 
-def _board(store: Store) -> Noticeboard:
+def _make_board(store: Store) -> Noticeboard:
     return Noticeboard(store, "rendezvous")
 
 
-def _arrival(node: int) -> str:
+def _arrival_key(node: int) -> str:
     return f"arrival/{node}"
 
 
-def _confirmation(attempt: str) -> str:
+def _confirmation_key(attempt: str) -> str:
     return f"confirmation/{attempt}"

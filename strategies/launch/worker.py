@@ -22,15 +22,15 @@ from typing import Any, Final, Self
 import torch
 
 from ...common.errors import ProcessError
-from ..cluster.environment import CALLS_FILE, NODE_FOLDER, launch_of, num_cores, overridden
+from ..cluster.environment import CALLS_FILE, NODE_FOLDER, launch_of, num_cores, overriding_variables
 from ..cluster.network import loopback_variables
 from ..cluster.torchrun import RUN_ID, has_agent
 from ..devices.kinds import are_unusable
-from ..distributed.pickling import pack_into, unpack, unpack_from
+from ..distributed.pickling import pack_into, unpack_from, unpack_value
 from ..torch_internals.distributed import kill_with_parent
 from .failures import Failure
 from .proc_status import look_at
-from .signal_handlers import RUN_SIGNALS, ignore
+from .signal_handlers import RUN_SIGNALS, ignore_signal
 from .torch_settings import TorchSettings
 
 SHOW_STACKS: Final = getattr(signal, "SIGUSR2", signal.SIGTERM)  # Windows, where no workers start, has none
@@ -138,7 +138,7 @@ class CallerState:
         """Return the state of the caller."""
         return cls(
             environ=dict(os.environ),
-            umask=_umask(),
+            umask=_read_umask(),
             torch_settings=TorchSettings.of_this_process(),
             warning_filters=list(warnings.filters),
             start_method=multiprocessing.get_start_method(allow_none=True),
@@ -181,7 +181,7 @@ class CallerState:
         torch.set_rng_state(self.torch_random)
 
 
-def _umask() -> int | None:
+def _read_umask() -> int | None:
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/self/status").read_text().splitlines()
         return int(next(line for line in lines if line.startswith("Umask:")).split()[1], 8)
@@ -189,16 +189,16 @@ def _umask() -> int | None:
 
 
 @contextlib.contextmanager
-def preloading(words: Iterable[str]) -> Iterator[None]:
+def setting_preload_words(words: Iterable[str]) -> Iterator[None]:
     """Set the variables for starting the fork server inside the block, then restore them."""
     # is_available() then asks NVML if possible, which leaves CUDA usable after a fork
     variables = {_PRELOAD: ",".join(words), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    with overridden(variables):
+    with overriding_variables(variables):
         yield
 
 
 def take_preload() -> str:
-    """Return, in the fork server, the words that were given to `preloading`."""
+    """Return, in the fork server, the words that were given to `setting_preload_words`."""
     return os.environ.pop(_PRELOAD, "")
 
 
@@ -206,7 +206,7 @@ def run_worker(task: WorkerTask) -> None:
     """Run the task's function in this process, and leave its result or its failure in the folder."""
     end_with_the_caller()
     # A terminal's Ctrl-C reaches every process of the group; the caller decides what it means for the workers.
-    ignore(signal.SIGINT)
+    ignore_signal(signal.SIGINT)
     for number, stream in task.streams.items():
         os.dup2(stream.number, number)
         if stream.number > 2:
@@ -218,15 +218,15 @@ def run_worker(task: WorkerTask) -> None:
         stacks = (task.folder / f"{rank}.stacks").open("w") if task.shows_stacks else None
         if stacks is not None:
             faulthandler.register(SHOW_STACKS, stacks)
-        unpack(task.caller).apply(is_local=task.is_local)
+        unpack_value(task.caller).apply(is_local=task.is_local)
         os.environ[CALLS_FILE] = str(task.calls_file(int(rank)))
         if task.node_folder is not None:
             os.environ[NODE_FOLDER] = str(task.node_folder)
         result = task.function.unpack()()
         is_kept = task.keeps_all_results or os.environ["LOCAL_RANK"] == "0"
-        _write(task.folder / f"{rank}.result", result if is_kept else None, "result")
+        _write_packed(task.folder / f"{rank}.result", result if is_kept else None, "result")
     except BaseException as error:  # noqa: BLE001 - a sys.exit() in the function would look like success
-        _write(task.folder / f"{rank}.failure", Failure.of(error), "failure")
+        _write_packed(task.folder / f"{rank}.failure", Failure.of(error), "failure")
         _leave_at_once()
     # Returning would make elastic wait until all workers have returned; an exit without a code does not.
     # Not sys.exit(), which wandb replaces with one that passes code 0.
@@ -252,7 +252,7 @@ def _check_devices() -> None:
         )
 
 
-def _write(path: Path, value: object, name: str) -> None:
+def _write_packed(path: Path, value: object, name: str) -> None:
     temporary = path.with_suffix(".part")
     with temporary.open("wb") as file:
         pack_into(file, value, name)

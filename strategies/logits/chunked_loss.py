@@ -69,7 +69,7 @@ def total_loss(
     job = _Job(loss, target.to(hidden.device), columns, num_classes, dtype)
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)]
     if not any(needs):
-        return job.compute(hidden.detach(), weight.detach(), _detached(bias), (False, False, False))[0]
+        return job.compute(hidden.detach(), weight.detach(), _detach_if_given(bias), (False, False, False))[0]
     total: Tensor = _ChunkedLoss.apply(hidden, weight, bias, job)
     return total
 
@@ -118,12 +118,12 @@ class _Job:
         needs_hidden, needs_weight, needs_bias = needs
         device = hidden.device.type
         with torch.no_grad(), torch.autocast(device, enabled=False):
-            cast, added = weight.to(self.dtype), _to(bias, self.dtype)
-            wide = _wide(self.dtype)
+            cast, added = weight.to(self.dtype), _cast_if_given(bias, self.dtype)
+            wide = _widen_dtype(self.dtype)
             total = torch.zeros((), dtype=wide, device=hidden.device)
             of_hidden = torch.empty_like(hidden) if needs_hidden else None
             # sums over chunks are kept in float32: bfloat16 would lose the small ones
-            of_weight = torch.zeros_like(weight, dtype=_wide(weight.dtype)) if needs_weight else None
+            of_weight = torch.zeros_like(weight, dtype=_widen_dtype(weight.dtype)) if needs_weight else None
             of_bias = torch.zeros_like(added, dtype=wide) if needs_bias and added is not None else None
             for rows in self._chunks(len(hidden), hidden.shape[-1]):
                 own = hidden[rows].to(self.dtype)
@@ -161,7 +161,7 @@ class _Job:
             return self._plain_losses(logits, target, needs_gradient=needs_gradient)
         with torch.set_grad_enabled(needs_gradient):
             leaf = logits.detach().requires_grad_(needs_gradient)
-            changed = leaf.to(_wide(leaf.dtype))
+            changed = leaf.to(_widen_dtype(leaf.dtype))
             for change in self.loss.changes:
                 changed = change(changed, self._own_columns())
             total = self._total(changed, target)
@@ -175,7 +175,7 @@ class _Job:
 
     def _total(self, logits: Tensor, target: Tensor) -> Tensor:
         options = {"ignore_index": self.loss.ignore_index, "label_smoothing": self.loss.label_smoothing}
-        weight = _to(self.loss.class_weight, logits.dtype)
+        weight = _cast_if_given(self.loss.class_weight, logits.dtype)
         call = CrossEntropyCall.of((logits, target, weight), {**options, "reduction": "sum"})
         if self.columns is None:
             return call.result()
@@ -183,7 +183,7 @@ class _Job:
 
     def _plain_losses(self, logits: Tensor, target: Tensor, *, needs_gradient: bool) -> tuple[Tensor, Tensor | None]:
         """Compute both with a single tensor of the chunk's size."""
-        shifted, columns = logits.to(_wide(logits.dtype)), self.columns
+        shifted, columns = logits.to(_widen_dtype(logits.dtype)), self.columns
         is_ignored = target == self.loss.ignore_index
         own = target.masked_fill(is_ignored, 0) - (0 if columns is None else columns.start)
         is_elsewhere = (own < 0) | (own >= shifted.shape[-1])
@@ -194,7 +194,7 @@ class _Job:
             least = shifted.new_full((len(shifted), 1), -torch.inf)  # a rank may have no column
             largest = columns.group.largest(torch.cat([least, shifted], -1).amax(-1))
         shifted = shifted.sub_(largest.unsqueeze(-1))
-        chosen = _chosen(shifted, own).masked_fill(is_elsewhere, 0.0)
+        chosen = _pick_from_rows(shifted, own).masked_fill(is_elsewhere, 0.0)
         shares = shifted.exp_()
         sums = shares.sum(-1)
         if columns is not None:
@@ -208,7 +208,7 @@ class _Job:
         return total, gradient.masked_fill_(is_ignored.unsqueeze(-1), 0.0)
 
 
-def _chosen(values: Tensor, index: Tensor) -> Tensor:
+def _pick_from_rows(values: Tensor, index: Tensor) -> Tensor:
     """Return a value of each row; 0 where there are no columns."""
     return values.gather(-1, index).squeeze(-1) if values.shape[-1] else values.new_zeros(len(values))
 
@@ -238,13 +238,13 @@ def _check_targets(target: Tensor, ignore_index: int, num_classes: int) -> None:
         )
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _widen_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.itemsize < 4 else dtype
 
 
-def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def _cast_if_given(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if tensor is None else tensor.to(dtype)
 
 
-def _detached(tensor: Tensor | None) -> Tensor | None:
+def _detach_if_given(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach()

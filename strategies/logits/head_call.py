@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...common.errors import ModuleError
 from ..state.dtensor import is_dtensor
-from ..targets.in_place_of_logits import Columns, InPlaceOfLogits, asked_of, asking
+from ..targets.in_place_of_logits import Columns, InPlaceOfLogits, asked_of, asking_layer
 from ..torch_internals.fake_tensors import is_without_memory
 from ..torch_internals.modules import call_uncompiled
 from ..torch_internals.tensors import read_version
@@ -42,7 +42,7 @@ def loss_of_head(head: nn.Linear, hidden: Tensor, loss: CrossEntropy, target: Te
         return answers[-1]
 
     answers: list[Tensor] = []
-    with asking(head, InPlaceOfLogits(compute)), _LossOfLinear(head):
+    with asking_layer(head, InPlaceOfLogits(compute)), _LossOfLinear(head):
         result: Tensor = call_uncompiled(head, hidden)
     if len(answers) != 1 or result.ndim or _is_changed(result, answers[0]):
         raise ModuleError(

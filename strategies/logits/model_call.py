@@ -46,9 +46,9 @@ def total_of_model(model: nn.Module, batch: Mapping[str, object]) -> tuple[Tenso
     with ExitStack() as stack:
         for outer in model.modules():
             if find_compiled_call(outer) is not None:
-                stack.enter_context(_uncompiled(outer, heads, owner))
+                stack.enter_context(_calling_uncompiled(outer, heads, owner))
         for head in heads:
-            stack.enter_context(_uncomputed(head, owner, losses))
+            stack.enter_context(_skipping_logits(head, owner, losses))
         output = model(**batch)
     if len(losses.found) != 1:
         raise ModuleError(
@@ -108,7 +108,7 @@ def _head_of(part: Any) -> object:
 
 
 @contextmanager
-def _uncomputed(head: nn.Linear, owner: str, losses: _Losses) -> Iterator[None]:
+def _skipping_logits(head: nn.Linear, owner: str, losses: _Losses) -> Iterator[None]:
     """Let a head return logits that are not computed, without a call of its hooks."""
 
     def call(input: Tensor) -> UncomputedLogits:  # the name that a linear layer gives it
@@ -127,7 +127,7 @@ def _uncomputed(head: nn.Linear, owner: str, losses: _Losses) -> Iterator[None]:
 
 
 @contextmanager
-def _uncompiled(module: nn.Module, heads: list[nn.Linear], owner: str) -> Iterator[None]:
+def _calling_uncompiled(module: nn.Module, heads: list[nn.Linear], owner: str) -> Iterator[None]:
     """Call a module that contains the head as it is written, if it was compiled as one."""
     before = find_compiled_call(module)
     if module in heads or not any(head in heads for head in module.modules()):

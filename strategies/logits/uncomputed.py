@@ -38,7 +38,7 @@ _IN_PLACE: Final = frozenset(("__imul__", "__itruediv__", "__iadd__", "__isub__"
 Compute = Callable[[CrossEntropy, Tensor], Tensor]
 
 
-def _refused(name: str) -> Callable[..., object]:
+def _make_refusing_method(name: str) -> Callable[..., object]:
     """Return a method that raises the error for something that cannot be done."""
 
     def refused(self: UncomputedLogits, *args: object) -> object:
@@ -163,10 +163,10 @@ class UncomputedLogits:
         raise self.refusal("an assignment to elements")
 
     __rsub__, __rtruediv__, __pow__, __rpow__, __matmul__, __rmatmul__, __abs__, __float__, __int__, __array__ = (
-        _refused(name)
+        _make_refusing_method(name)
         for name in ("rsub", "rtruediv", "pow", "rpow", "matmul", "rmatmul", "abs", "float", "int", "numpy")
     )
-    __lt__, __le__, __gt__, __ge__ = (_refused(name) for name in ("lt", "le", "gt", "ge"))
+    __lt__, __le__, __gt__, __ge__ = (_make_refusing_method(name) for name in ("lt", "le", "gt", "ge"))
 
     def __mul__(self, other: object) -> object:
         return self._call("__mul__", (self, other), {})

@@ -153,7 +153,7 @@ class ActivationCheckpointing:
 
 
 @contextmanager
-def checkpointed(module: nn.Module, setting: ActivationCheckpointing | None) -> Iterator[None]:
+def checkpointing_activations(module: nn.Module, setting: ActivationCheckpointing | None) -> Iterator[None]:
     """Checkpoint the activations of the submodules that a setting selects; on exit, restore the module.
 
     Raises:
@@ -190,7 +190,7 @@ def _make_forward(
         every = setting.every_product
 
         def contexts() -> object:
-            return create_selective_checkpoint_contexts(_policy if every is None else _EveryProduct(every))
+            return create_selective_checkpoint_contexts(_selective_policy if every is None else _EveryProduct(every))
 
         options["context_fn"] = contexts
         # lets hooks such as those of offloading see the kept tensors; torch versions older than 2.14 may not have it
@@ -275,7 +275,7 @@ def _without_cast_cache(function: Callable[..., object]) -> Callable[..., object
 # --- what is kept ----------------------------------------------------------------------------------------------------
 
 
-def _policy(context: object, operator: Any, *args: object, **kwargs: object) -> object:
+def _selective_policy(context: object, operator: Any, *args: object, **kwargs: object) -> object:
     """Return whether selective checkpointing keeps the result of an operator or computes it again."""
     from torch.utils.checkpoint import CheckpointPolicy
 
@@ -299,7 +299,7 @@ class _EveryProduct:
             self._counts[context.is_recompute] += 1
             if self._counts[context.is_recompute] % self._every == 0:
                 return CheckpointPolicy.PREFER_RECOMPUTE
-        return _policy(context, operator, *args, **kwargs)
+        return _selective_policy(context, operator, *args, **kwargs)
 
 
 def _has_dropout(operator: object, args: Sequence[object], kwargs: dict[str, object]) -> bool:
@@ -356,11 +356,11 @@ class _WithBuffers:
 
     def _first(self, *args: object) -> object:
         known, held = self._changing.indices, {i: dict(find_buffer_dict(owner)) for i, owner in self._owners.items()}
-        versions = {index: _versions(buffers) for index, buffers in held.items()}
-        copies = {index: _copied(buffers) for index, buffers in held.items() if known is None or index in known}
+        versions = {index: _buffer_versions(buffers) for index, buffers in held.items()}
+        copies = {index: _copy_buffers(buffers) for index, buffers in held.items() if known is None or index in known}
         output = self._forward(*args)
         # batch norm's kernels do not increase the version of its statistics, but its module increases its counter's
-        now = {index: _versions(find_buffer_dict(owner)) for index, owner in self._owners.items()}
+        now = {index: _buffer_versions(find_buffer_dict(owner)) for index, owner in self._owners.items()}
         changed = {index for index in now if now[index] != versions[index]}
         self._changing.indices = changed | (known or set())
         self._before = {index: copy for index, copy in copies.items() if index in self._changing.indices}
@@ -371,7 +371,7 @@ class _WithBuffers:
         assert self._changing.indices is not None
         now = {index: dict(find_buffer_dict(self._owners[index])) for index in self._changing.indices}
         for index, buffers in now.items():
-            find_buffer_dict(self._owners[index]).update(_copied(self._before.get(index, buffers)))
+            find_buffer_dict(self._owners[index]).update(_copy_buffers(self._before.get(index, buffers)))
         try:
             return self._forward(*args)
         finally:
@@ -379,11 +379,11 @@ class _WithBuffers:
                 find_buffer_dict(self._owners[index]).update(buffers)
 
 
-def _copied(buffers: _Buffers) -> _Buffers:
+def _copy_buffers(buffers: _Buffers) -> _Buffers:
     return {name: tensor if tensor is None else tensor.clone() for name, tensor in buffers.items()}
 
 
-def _versions(buffers: _Buffers) -> list[tuple[int, int]]:
+def _buffer_versions(buffers: _Buffers) -> list[tuple[int, int]]:
     """Return each tensor's identity, and its version, which in-place changes outside inference mode increase."""
     tensors = (tensor for tensor in buffers.values() if tensor is not None)
     return [(id(tensor), read_version(tensor)) for tensor in tensors]

@@ -33,7 +33,7 @@ class ActivationOffload:
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Return the context in which saved tensors are moved to the CPU."""
-        return torch.autograd.graph.saved_tensors_hooks(self._keep, _fetch)
+        return torch.autograd.graph.saved_tensors_hooks(self._keep, _fetch_tensor)
 
     def close(self) -> None:
         """Release the tensors in flight; saved ones can still be fetched."""
@@ -158,7 +158,7 @@ class Away:
 _Kept: TypeAlias = Away | tuple[torch.device, Tensor]
 
 
-def _fetch(kept: _Kept) -> Tensor:
+def _fetch_tensor(kept: _Kept) -> Tensor:
     if isinstance(kept, Away):
         return kept.lane.fetch(kept)
     device, tensor = kept

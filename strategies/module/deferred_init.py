@@ -103,7 +103,7 @@ class DeferredInit:
         been used since recording. A tensor that was filled from a source, and not changed or read since, is taken as
         the source, of which nothing has been read; then no numbers are drawn but those that other tensors keep.
         """
-        needed = _needed(self._operations, set(places))
+        needed = _needed_operations(self._operations, set(places))
         draws_all = not any(self._operations[at].fills_all for at in needed)
         last = {memory: at for at in sorted(needed) for memory in self._operations[at].touched()}
         now = torch.get_rng_state()
@@ -194,9 +194,9 @@ class _Recorder(TorchDispatchMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        before = _outlined((args, kwargs or {}))
+        before = _outline_tensors((args, kwargs or {}))
         output = func(*args, **(kwargs or {}))
-        operation = _Operation(func, before[0], before[1], _outlined(output))
+        operation = _Operation(func, before[0], before[1], _outline_tensors(output))
         if operation.touched():
             self._operations.append(operation)
         return output
@@ -320,26 +320,28 @@ class _Operation(NamedTuple):
 
     def touched(self) -> set[int]:
         """Return the storages of its arguments and results."""
-        return _memories((self.args, self.kwargs, self.output))
+        return _collect_memories((self.args, self.kwargs, self.output))
 
     def changed(self) -> set[int]:
         """Return the storages whose values it changes."""
         if not self._is_operator:
-            return _memories(self.output)
+            return _collect_memories(self.output)
         arguments = list_arguments(self.function)
         positional = zip(arguments, self.args, strict=False)
         named = ((argument, self.kwargs[argument.name]) for argument in arguments if argument.name in self.kwargs)
         written = [value for argument, value in chain(positional, named) if argument.is_write]
-        return _memories(written) | (_memories(self.output) - _memories((self.args, self.kwargs)))
+        return _collect_memories(written) | (
+            _collect_memories(self.output) - _collect_memories((self.args, self.kwargs))
+        )
 
     def read(self) -> set[int]:
         """Return the storages whose values it reads."""
         first = self.args[0] if self.args else None
-        others = _memories((self.args[1:], self.kwargs))
+        others = _collect_memories((self.args[1:], self.kwargs))
         overwrites = not self._is_operator or read_schema_name(self.function) in _OVERWRITING
         if overwrites and isinstance(first, _Outline):
             return others if first.is_all else others | {first.memory}
-        return _memories((self.args, self.kwargs))
+        return _collect_memories((self.args, self.kwargs))
 
     def perform(self, real: dict[int, torch.UntypedStorage]) -> None:
         """Call the function on the CPU, on the storages that replace the recorded ones; missing ones are allocated."""
@@ -356,7 +358,7 @@ class _Operation(NamedTuple):
                 outline.real(real).copy_(made)
 
 
-def _needed(operations: Sequence[_Operation], wanted: set[int]) -> set[int]:
+def _needed_operations(operations: Sequence[_Operation], wanted: set[int]) -> set[int]:
     """Return the operations that determine the wanted storages, without those whose results are overwritten later."""
     needed, alive = set(), set(wanted)
     for at in range(len(operations) - 1, -1, -1):
@@ -367,7 +369,7 @@ def _needed(operations: Sequence[_Operation], wanted: set[int]) -> set[int]:
     return needed
 
 
-def _outlined(values: object) -> Any:
+def _outline_tensors(values: object) -> Any:
     """Return nested arguments with outlines in place of meta tensors."""
     return tree_map(
         lambda value: _Outline.of(value) if isinstance(value, Tensor) and value.device.type == "meta" else value, values
@@ -385,5 +387,5 @@ def _is_meta(tensor: Tensor) -> bool:
         return tensor.is_meta
 
 
-def _memories(values: object) -> set[int]:
+def _collect_memories(values: object) -> set[int]:
     return {value.memory for value in tree_leaves(values) if isinstance(value, _Outline)}

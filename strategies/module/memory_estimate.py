@@ -19,7 +19,7 @@ from ..wrapped.wrapped_tensors import held_tensors, is_wrapped
 Share = Callable[[Tensor], float]
 
 
-def whole(parameter: Tensor) -> float:
+def whole_share(parameter: Tensor) -> float:
     """Return 1.0: a rank keeps all of the parameter."""
     return 1.0
 
@@ -28,9 +28,9 @@ def whole(parameter: Tensor) -> float:
 class MemoryShare:
     """The fraction of each parameter's memory that a strategy keeps on each rank, as functions of the parameter."""
 
-    parameters: Share = whole
-    gradients: Share = whole
-    optimizer: Share = whole
+    parameters: Share = whole_share
+    gradients: Share = whole_share
+    optimizer: Share = whole_share
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ def held_memory(module: nn.Module, optimizers: Iterable[Optimizer]) -> Memory:
     """Return the memory that this rank holds now; parameters of other stages of a pipeline are without memory here."""
     parameters = [parameter for parameter in module.parameters() if not (is_lazy(parameter) or parameter.is_meta)]
     return Memory(
-        parameters=_held(parameters),
-        gradients=_held(parameter.grad for parameter in parameters if parameter.grad is not None),
-        optimizer=sum(_held(iterate_tensors(list(optimizer.state.values()))) for optimizer in optimizers),
+        parameters=_held_bytes(parameters),
+        gradients=_held_bytes(parameter.grad for parameter in parameters if parameter.grad is not None),
+        optimizer=sum(_held_bytes(iterate_tensors(list(optimizer.state.values()))) for optimizer in optimizers),
     )
 
 
@@ -69,16 +69,16 @@ def shared_bytes(parameters: Iterable[Tensor], share: Share) -> float:
 
 def _expected_state(optimizer: Optimizer, share: Share) -> float:
     states: dict[Any, Any] = dict(optimizer.state)
-    held = _held(iterate_tensors(list(states.values())))
+    held = _held_bytes(iterate_tensors(list(states.values())))
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     expected = shared_bytes(trained, share)
-    if expected == shared_bytes(trained, whole):
+    if expected == shared_bytes(trained, whole_share):
         return held
     # this rank has only some of the state; assume the same ratio of state to parameter bytes for the rest
-    return held / (_held(states) or 1) * expected
+    return held / (_held_bytes(states) or 1) * expected
 
 
-def _held(tensors: Iterable[Tensor]) -> int:
+def _held_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(size_of(local_shard(tensor)) for tensor in tensors)
 
 
@@ -102,7 +102,7 @@ class KeptForBackward(torch.autograd.graph.saved_tensors_hooks):
 
     def __init__(self) -> None:
         self._sizes: dict[int, int] = {}
-        super().__init__(self._note, _same)
+        super().__init__(self._note, _return_unchanged)
 
     @property
     def num_bytes(self) -> int:
@@ -116,5 +116,5 @@ class KeptForBackward(torch.autograd.graph.saved_tensors_hooks):
         return tensor
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _return_unchanged(tensor: Tensor) -> Tensor:
     return tensor

@@ -61,17 +61,17 @@ def namespace_put_back(namespace: dict[str, object], names: Collection[str] | No
     """
     if names is None:
         return partial(restore_all, namespace, dict(namespace))
-    return partial(_restore, namespace, {name: namespace.get(name, _MISSING) for name in names})
+    return partial(_restore_namespace, namespace, {name: namespace.get(name, _MISSING) for name in names})
 
 
 def restore_all(namespace: dict[str, object], before: Mapping[str, object]) -> None:
     """Give a namespace the names and values that it had before, and no others."""
     for name in [name for name in namespace if name not in before]:
         del namespace[name]
-    _restore(namespace, before)
+    _restore_namespace(namespace, before)
 
 
-def _restore(namespace: dict[str, object], before: Mapping[str, object]) -> None:
+def _restore_namespace(namespace: dict[str, object], before: Mapping[str, object]) -> None:
     for name, value in before.items():
         if namespace.get(name, _MISSING) is value:
             continue
@@ -81,12 +81,12 @@ def _restore(namespace: dict[str, object], before: Mapping[str, object]) -> None
             namespace[name] = value
 
 
-def _same(now: Collection[object], before: Collection[object]) -> bool:
+def _have_same_objects(now: Collection[object], before: Collection[object]) -> bool:
     return len(now) == len(before) and all(map(is_, now, before))
 
 
 def _refill_dict(mapping: dict[object, object], before: dict[object, object]) -> None:
-    if _same(mapping.keys(), before.keys()) and _same(mapping.values(), before.values()):
+    if _have_same_objects(mapping.keys(), before.keys()) and _have_same_objects(mapping.values(), before.values()):
         return
     kind: Any = OrderedDict if isinstance(mapping, OrderedDict) else dict  # not the methods of a user's class
     kind.clear(mapping)
@@ -95,12 +95,12 @@ def _refill_dict(mapping: dict[object, object], before: dict[object, object]) ->
 
 
 def _refill_list(values: list[object], before: list[object]) -> None:
-    if not _same(values, before):
+    if not _have_same_objects(values, before):
         list.__setitem__(values, slice(None), before)
 
 
 def _refill_deque(values: deque[object], before: list[object]) -> None:
-    if not _same(values, before):
+    if not _have_same_objects(values, before):
         values.clear()
         values.extend(before)
 
@@ -175,7 +175,7 @@ def _of_numpy(value: object) -> PutBack | None:
 
 def slots_put_back(value: object) -> tuple[PutBack, list[object]]:
     """Return a function that restores the attributes that an object has in ``__slots__``, and their values."""
-    names = [name for kind in type(value).__mro__ for name in _slots(kind)]
+    names = [name for kind in type(value).__mro__ for name in _slot_names(kind)]
     before = {name: getattr(value, name, _MISSING) for name in names}
 
     def put_back() -> None:
@@ -186,7 +186,7 @@ def slots_put_back(value: object) -> tuple[PutBack, list[object]]:
     return put_back, [old for old in before.values() if old is not _MISSING]
 
 
-def _slots(kind: type) -> Iterable[str]:
+def _slot_names(kind: type) -> Iterable[str]:
     slots = vars(kind).get("__slots__", ())
     names = [slots] if isinstance(slots, str) else list(slots)
     hidden = f"_{kind.__name__.lstrip('_')}"

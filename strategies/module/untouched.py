@@ -47,7 +47,7 @@ class Untouched:
 def trying_steps(module: nn.Module, values: object = None) -> Iterator[None]:
     """Run steps of a module on these values without gradients or logging, and undo changes as `Untouched` does."""
     with Untouched(module, (*steps_of(module), values)), torch.no_grad():
-        vars(module)["log"] = _ignore
+        vars(module)["log"] = _do_nothing
         yield
 
 
@@ -56,5 +56,5 @@ def steps_of(module: nn.Module) -> list[object]:
     return [getattr(module, name) for name in _STEPS if hasattr(module, name)]
 
 
-def _ignore(*_: object, **__: object) -> None:
+def _do_nothing(*_: object, **__: object) -> None:
     pass

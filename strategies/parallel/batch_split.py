@@ -16,7 +16,7 @@ from ..distributed.nested import iterate_tensors, rebuild_mapping
 from ..targets.target_mean import TargetMean, note_target_mean, target_mean_of
 
 
-def split(batch: object, num_slices: int) -> tuple[list[Any], list[int]]:
+def split_batch(batch: object, num_slices: int) -> tuple[list[Any], list[int]]:
     """Return at most `num_slices` slices of a batch, as ``torch.chunk`` would, and the number of samples in each.
 
     Tensors are cut along their first dimension, and so are lists with one entry per sample; a tensor without
@@ -36,19 +36,19 @@ def split(batch: object, num_slices: int) -> tuple[list[Any], list[int]]:
         return [batch], [length]
     step = -(-length // num_slices)
     starts = range(0, length, step)
-    slices = [_rows(batch, start, start + step, length) for start in starts]
+    slices = [_slice_rows(batch, start, start + step, length) for start in starts]
     return slices, [min(step, length - start) for start in starts]
 
 
-def _rows(data: object, start: int, stop: int, length: int) -> object:
+def _slice_rows(data: object, start: int, stop: int, length: int) -> object:
     if isinstance(data, Tensor):
         return data[start:stop] if data.dim() else data
     if isinstance(data, list) and len(data) == length and next(iterate_tensors(data), None) is None:
         return data[start:stop]
-    return _by_child(lambda child: _rows(child, start, stop, length), data)
+    return _by_child(lambda child: _slice_rows(child, start, stop, length), data)
 
 
-def combine(results: Sequence[Any], sizes: Sequence[int], where: str) -> object:
+def combine_results(results: Sequence[Any], sizes: Sequence[int], where: str) -> object:
     """Combine the results for the slices of a batch into one for the whole batch; `where` names them in errors.
 
     None is left out. Floating-point numbers and tensors are averaged, weighted by samples; integers are summed. Tensors
@@ -66,11 +66,11 @@ def combine(results: Sequence[Any], sizes: Sequence[int], where: str) -> object:
     if all(isinstance(result, Tensor) for result in results):
         return _combine_tensors(results, sizes, where)
     if len({type(result) for result in results}) > 1:
-        raise _cannot(where, results)
+        raise _cannot_combine_error(where, results)
     if isinstance(first, Mapping):
         if any(result.keys() != first.keys() for result in results):
-            raise _cannot(where, [sorted(map(str, result)) for result in results])
-        made = {key: combine([result[key] for result in results], sizes, f"{where}[{key!r}]") for key in first}
+            raise _cannot_combine_error(where, [sorted(map(str, result)) for result in results])
+        made = {key: combine_results([result[key] for result in results], sizes, f"{where}[{key!r}]") for key in first}
         return rebuild_mapping(first, made)
     if (
         isinstance(first, list)
@@ -79,11 +79,11 @@ def combine(results: Sequence[Any], sizes: Sequence[int], where: str) -> object:
     ):
         return [entry for result in results for entry in result]
     if isinstance(first, list | tuple) and any(len(result) != len(first) for result in results):
-        raise _cannot(where, [f"{len(result)} entries" for result in results])
+        raise _cannot_combine_error(where, [f"{len(result)} entries" for result in results])
     if _is_dataclass(first) and hasattr(first, "__add__"):
         return reduce(operator.add, results)
     if isinstance(first, list | tuple) or _is_dataclass(first):
-        return _by_child(lambda *children: combine(children, sizes, where), *results)
+        return _by_child(lambda *children: combine_results(children, sizes, where), *results)
     return _combine_others(results, sizes, where)
 
 
@@ -92,7 +92,7 @@ def _combine_tensors(results: Sequence[Tensor], sizes: Sequence[int], where: str
     if has_rows and all(result.shape[1:] == results[0].shape[1:] for result in results):
         return torch.cat(list(results))
     if has_rows or any(result.shape != results[0].shape for result in results):
-        raise _cannot(where, [f"shape {tuple(result.shape)}" for result in results])
+        raise _cannot_combine_error(where, [f"shape {tuple(result.shape)}" for result in results])
     has_fraction = results[0].is_floating_point() or results[0].is_complex()
     if not has_fraction:
         return sum(results[1:], results[0])
@@ -103,7 +103,7 @@ def _combine_tensors(results: Sequence[Tensor], sizes: Sequence[int], where: str
         of_targets = [mean for mean in given if mean is not None]
         if len(of_targets) == len(results):
             return _mean_over_targets(results, of_targets)
-    combined: Tensor = reduce(torch.add, _weighted(results, sizes))
+    combined: Tensor = reduce(torch.add, _weigh_by_size(results, sizes))
     return combined
 
 
@@ -126,15 +126,15 @@ def _mean_over_targets(results: Sequence[Tensor], means: Sequence[TargetMean]) -
 def _combine_others(results: Sequence[object], sizes: Sequence[int], where: str) -> Any:
     first = results[0]
     if isinstance(first, float):
-        return sum(_weighted(results, sizes))
+        return sum(_weigh_by_size(results, sizes))
     if isinstance(first, int) and not isinstance(first, bool):
         return sum(results)
     if isinstance(first, str | bool) and all(result == first for result in results):
         return first
-    raise _cannot(where, results)
+    raise _cannot_combine_error(where, results)
 
 
-def _weighted(results: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
+def _weigh_by_size(results: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
     return [result * (size / sum(sizes)) for result, size in zip(results, sizes, strict=True)]
 
 
@@ -162,7 +162,7 @@ def _is_dataclass(data: object) -> bool:
     return dataclasses.is_dataclass(data) and not isinstance(data, type)
 
 
-def _cannot(where: str, results: Sequence[object]) -> ModuleError:
+def _cannot_combine_error(where: str, results: Sequence[object]) -> ModuleError:
     kinds = {type(result).__name__ for result in results}
     shown = sorted(kinds) if len(kinds) > 1 else [r if isinstance(r, str) else f"{r!r:.60}" for r in results]
     return ModuleError(

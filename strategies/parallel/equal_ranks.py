@@ -18,14 +18,16 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def configure(module: Any, mesh: DeviceMesh | None, device: torch.device, collectives: Collectives) -> None:
+def run_configure_sharding(
+    module: Any, mesh: DeviceMesh | None, device: torch.device, collectives: Collectives
+) -> None:
     """Let a module shard parts of itself, with equal values on all ranks. Collective: every rank calls it."""
-    if overrides(module, "configure_sharding"):
+    if overrides_hook(module, "configure_sharding"):
         make_equal(chain(module.parameters(), module.buffers()), device, collectives)
         module.configure_sharding(mesh)
 
 
-def overrides(module: nn.Module, hook: str) -> bool:
+def overrides_hook(module: nn.Module, hook: str) -> bool:
     """Return whether a module overrides a hook of its base class, which does nothing."""
     return sum(hook in vars(kind) for kind in type(module).__mro__) > 1
 

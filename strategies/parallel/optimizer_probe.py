@@ -19,7 +19,7 @@ from ..devices.generators import fork_generators
 from ..distributed.collectives import Collectives
 from ..distributed.nested import iterate_tensors
 from ..state.dtensor import is_dtensor, is_wrapper, local_shard, shard_like, with_even_shards
-from ..state.optimizer_state import attributes_of, needs_closure, remake
+from ..state.optimizer_state import attributes_of, needs_closure, remake_optimizer
 from ..torch_internals.compiler import is_compiler_imported
 from ..torch_internals.operators import TorchDispatchMode, tree_leaves
 from .shard_update import ELEMENTWISE
@@ -68,15 +68,15 @@ class OptimizerProbe:
 
     @cached_property
     def _chosen(self) -> list[tuple[int, Any]]:
-        return _choose(self.optimizer)
+        return _choose_parameters(self.optimizer)
 
     def differs_if_dealt(self) -> bool:
         """Return whether a parameter is updated otherwise if the optimizer has no other one."""
         for scale in _SCALES if len(self._chosen) > 1 else ():
             together = self._updated_whole(self._chosen, scale)
             for at, chosen in enumerate(self._chosen if together is not None else ()):
-                alone = self._updated([chosen], scale, _same)
-                if together is not None and alone is not None and _differ(together[at], alone[0]):
+                alone = self._updated([chosen], scale, _return_value)
+                if together is not None and alone is not None and _updates_differ(together[at], alone[0]):
                     return True
         return False
 
@@ -102,7 +102,7 @@ class OptimizerProbe:
         """Return whether each element is updated by itself, so that shards can be updated as plain tensors."""
         for scale in _SCALES:
             self._operations = operations = _Operations()
-            whole = self._updated(self._chosen, scale, _same)
+            whole = self._updated(self._chosen, scale, _return_value)
             self._operations = None
             if whole is None or not operations.are_elementwise or self.draws or self._has_other_state:
                 return False
@@ -110,7 +110,7 @@ class OptimizerProbe:
 
     def first_state(self) -> list[tuple[Parameter, dict[str, object]]]:
         """Return the state that some steps make for imitations of parameters, with these; empty if they fail."""
-        self._updated(self._chosen, 1.0, _same)
+        self._updated(self._chosen, 1.0, _return_value)
         return [(parameter, state) for (_, parameter), state in zip(self._chosen, self._state, strict=False)]
 
     def fails_on_plain_shards(self) -> bool:
@@ -125,14 +125,16 @@ class OptimizerProbe:
             sharded = None if whole is None else self._updated(chosen, scale, shard)
             differs |= whole is not None and sharded is None
             for (_, parameter), one, other in zip(chosen, whole or (), sharded or (), strict=False):
-                differs |= _differ(_shards(one, parameter), (local_shard(other[0]), local_shard(other[1])))
+                differs |= _updates_differ(
+                    _local_shards(one, parameter), (local_shard(other[0]), local_shard(other[1]))
+                )
         return differs
 
     def _updated_whole(self, chosen: Sequence[tuple[int, object]], scale: float) -> list[tuple[Tensor, Tensor]] | None:
         if chosen is not self._chosen:
-            return self._updated(chosen, scale, _same)
+            return self._updated(chosen, scale, _return_value)
         if scale not in self._together:
-            self._together[scale] = self._updated(chosen, scale, _same)
+            self._together[scale] = self._updated(chosen, scale, _return_value)
         return self._together[scale]
 
     def _updated(
@@ -142,11 +144,11 @@ class OptimizerProbe:
         held: dict[int, list[Parameter]] = {}
         before, stand_ins, gradients = [], [], []
         for index, parameter in chosen:
-            values = _numbers(parameter, seed=parameter.dim() + 7 * index)
+            values = _draw_numbers(parameter, seed=parameter.dim() + 7 * index)
             before.append(shard(values, parameter))
             gradients.append(
                 [
-                    shard(_numbers(parameter, seed=100 * step + parameter.dim()) * size * scale, parameter)
+                    shard(_draw_numbers(parameter, seed=100 * step + parameter.dim()) * size * scale, parameter)
                     for step, size in enumerate(_OF_STEPS, 1)
                 ]
             )
@@ -167,7 +169,7 @@ class OptimizerProbe:
             {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
         ]
         groups = [copy.deepcopy(settings[index]) | {"params": parameters} for index, parameters in held.items()]
-        twin = remake(type(optimizer), copy.deepcopy(attributes_of(optimizer)), groups)
+        twin = remake_optimizer(type(optimizer), copy.deepcopy(attributes_of(optimizer)), groups)
         drawn = torch.get_rng_state()
         for step in range(len(_OF_STEPS)):
             for parameter, gradients in pairs:
@@ -268,7 +270,7 @@ def _is_known(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim.") or needs_closure(optimizer)
 
 
-def _choose(optimizer: Optimizer) -> list[tuple[int, object]]:
+def _choose_parameters(optimizer: Optimizer) -> list[tuple[int, object]]:
     """Return parameters, each with its group: the smallest and the largest of each kind, then others.
 
     Some optimizers treat matrices from a certain size on in another way.
@@ -282,13 +284,13 @@ def _choose(optimizer: Optimizer) -> list[tuple[int, object]]:
         if parameter.requires_grad and not parameter.is_meta and 0 < parameter.numel() <= _LARGEST
     ]
     held.sort(key=lambda each: each[1].numel())
-    smallest = {(index, _kind(parameter)): (index, parameter) for index, parameter in reversed(held)}
-    largest = {(index, _kind(parameter)): (index, parameter) for index, parameter in held}
+    smallest = {(index, _kind_of_parameter(parameter)): (index, parameter) for index, parameter in reversed(held)}
+    largest = {(index, _kind_of_parameter(parameter)): (index, parameter) for index, parameter in held}
     chosen = {id(each[1]): each for each in (*smallest.values(), *largest.values(), *held)}
     return list(chosen.values())[:_MOST]
 
 
-def _kind(parameter: Any) -> tuple[object, ...]:
+def _kind_of_parameter(parameter: Any) -> tuple[object, ...]:
     """Return what optimizers tell parameters apart by: the dimensions, those above 1, and how it is sharded."""
     layout = (parameter.device_mesh, parameter.placements) if is_dtensor(parameter) else ()
     return parameter.dim(), sum(size > 1 for size in parameter.shape), layout
@@ -299,12 +301,12 @@ def _has_parameters(value: object) -> bool:
     return any(isinstance(each, Parameter | Optimizer) for each in values)
 
 
-def _numbers(parameter: Tensor, seed: int) -> Tensor:
+def _draw_numbers(parameter: Tensor, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.device)
 
 
-def _same(value: Tensor, like: object) -> Tensor:
+def _return_value(value: Tensor, like: object) -> Tensor:
     return value
 
 
@@ -339,11 +341,11 @@ class _Operations(TorchDispatchMode):
         return result
 
 
-def _shards(pair: tuple[Tensor, Tensor], parameter: object) -> tuple[Tensor, Tensor]:
+def _local_shards(pair: tuple[Tensor, Tensor], parameter: object) -> tuple[Tensor, Tensor]:
     return local_shard(shard_like(pair[0], parameter)), local_shard(shard_like(pair[1], parameter))
 
 
-def _differ(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> bool:
+def _updates_differ(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> bool:
     """Return whether two updates of the same parameter differ."""
     if not one[0].numel():
         return False

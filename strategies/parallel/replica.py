@@ -347,10 +347,10 @@ def average_gradients(
         if parameter.requires_grad or with_frozen:
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
     for group in by_dtype.values():
-        _average(group, collectives)
+        _average_gradients(group, collectives)
 
 
-def _average(parameters: list[nn.Parameter], collectives: Collectives) -> None:
+def _average_gradients(parameters: list[nn.Parameter], collectives: Collectives) -> None:
     """Average gradients of one dtype; flags that say which parameters have one are appended to the same tensor."""
     like = parameters[0]
     if not like.is_cpu:

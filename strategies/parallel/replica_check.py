@@ -39,7 +39,7 @@ class ReplicaDifference:
     def __str__(self) -> str:
         place = f"{self.name}{list(self.index)}" if self.index else self.name
         (first, second), (one, other) = self.ranks, self.values
-        return f"the {self.kind} {place} is {one} on {_named(first)} and {other} on {_named(second)}"
+        return f"the {self.kind} {place} is {one} on {_name_ranks(first)} and {other} on {_name_ranks(second)}"
 
 
 class _Held(NamedTuple):
@@ -220,6 +220,6 @@ def _first_difference(theirs: Sequence[Tensor], own: Sequence[Tensor]) -> tuple[
     return [], ("what it was", "what it was")
 
 
-def _named(ranks: Ranks) -> str:
+def _name_ranks(ranks: Ranks) -> str:
     shown = ", ".join(map(str, ranks[:8]))
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{', ...' if len(ranks) > 8 else ''}"

@@ -43,7 +43,7 @@ def step_on_shards(optimizer: Optimizer, step: Callable[[], object]) -> None:
             )
             raise
         return
-    with _holding(optimizer, shards):
+    with _holding_shards(optimizer, shards):
         step()
 
 
@@ -75,18 +75,18 @@ def on_shards(optimizer: Optimizer) -> Iterator[None]:
     if shards is None:
         yield
         return
-    with _holding(optimizer, shards):
+    with _holding_shards(optimizer, shards):
         yield
 
 
 @contextmanager
-def _holding(optimizer: Optimizer, shards: Mapping[Any, Tensor]) -> Iterator[None]:
+def _holding_shards(optimizer: Optimizer, shards: Mapping[Any, Tensor]) -> Iterator[None]:
     whole_state, whole_groups = optimizer.state, [group["params"] for group in optimizer.param_groups]
     state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
     with torch.no_grad():
         for parameter, shard in shards.items():
             if parameter in whole_state:
-                state[shard] = {key: _local(value) for key, value in whole_state[parameter].items()}
+                state[shard] = {key: _to_local(value) for key, value in whole_state[parameter].items()}
     try:
         optimizer.state = state
         for group in optimizer.param_groups:
@@ -127,14 +127,14 @@ def _shard_of(parameter: Any) -> Tensor | None:
     return shard
 
 
-def _local(value: Any) -> object:
+def _to_local(value: Any) -> object:
     return value.to_local() if is_dtensor(value) else value
 
 
 def _take_back(whole: dict[str, Any], own: dict[str, Any], parameter: Tensor) -> None:
     """Put entries that an optimizer has added or replaced in a shard's state, as in its first step, into the state."""
     for key, value in own.items():
-        if key in whole and _local(whole[key]) is value:
+        if key in whole and _to_local(whole[key]) is value:
             continue
         # a single number for all elements, such as "step", is not a shard
         is_cut = isinstance(value, Tensor) and value.dim() > 0 and is_dtensor(parameter)

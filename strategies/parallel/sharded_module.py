@@ -23,7 +23,7 @@ from ..units.dealt_layers import DealtLayers
 from ..units.large_layers import LargeLayers, LayerUnit
 from ..units.unit_runs import UnitRuns
 from ..units.whole_parameters import WholeParameters
-from .equal_ranks import make_equal, overrides
+from .equal_ranks import make_equal, overrides_hook
 from .filled_shards import FilledShards
 from .mesh import DATA_AXES
 from .sharding_policy import ShardingOptions, large_layers
@@ -111,7 +111,7 @@ class ShardedModule:
             self.roots[0].register_forward_pre_hook(self.runs.layers.begin)
         if device.type == "cpu":
             match_inputs_of_norms(module)
-        self.parameters = _names(module)
+        self.parameters = _names_by_parameter(module)
         """The names of the sharded parameters."""
         self._checked_steps: set[str] = set()
         self._is_in_step = self._is_known = self._is_gathered = False
@@ -147,7 +147,7 @@ class ShardedModule:
 
     def _shard_layers(self, names: Sequence[str]) -> list[Any]:
         """Shard these layers outside the blocks as units beside the module's, and return these units."""
-        if self._options.policy is not None or overrides(self.module, "configure_sharding"):
+        if self._options.policy is not None or overrides_hook(self.module, "configure_sharding"):
             return []
         layers = [LayerUnit(self.module.get_submodule(name)) for name in names]
         # beside the module, whose names must not change, but where the root's hooks find them
@@ -229,7 +229,7 @@ class ShardedModule:
         filling = FilledShards(self.module, self._elsewhere, self._device, shard_device)
         root = self.module if self._is_manual else self.roots[0]
         if filling.fill(root, deferred, places, self._collectives):
-            self.parameters = _names(self.module)
+            self.parameters = _names_by_parameter(self.module)
 
     def _set_prefetch(self) -> None:
         for order, ahead, setter in (
@@ -385,5 +385,5 @@ def _is_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def _names(module: nn.Module) -> dict[nn.Parameter, str]:
+def _names_by_parameter(module: nn.Module) -> dict[nn.Parameter, str]:
     return {parameter: name for name, parameter in module.named_parameters()}

@@ -12,8 +12,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ...common.errors import ConfigError
-from ..distributed.buckets import join
-from ..state.optimizer_state import attributes_of, needs_closure, remake
+from ..distributed.buckets import join_in_buckets
+from ..state.optimizer_state import attributes_of, needs_closure, remake_optimizer
 from ..torch_internals.optimizers import find_owners, make_zero_class, note_step, replace_step, step_own_part
 
 
@@ -42,7 +42,7 @@ class ShardedOptimizer:
 
     def _make_own(self, groups: list[dict[str, object]], **_: object) -> Optimizer:
         """Return a second optimizer of the user's class, with this rank's parameters in its groups."""
-        return remake(type(self._optimizer), attributes_of(self._optimizer), groups)
+        return remake_optimizer(type(self._optimizer), attributes_of(self._optimizer), groups)
 
     def owns(self, parameter: Tensor) -> bool:
         """Return whether this rank keeps the state of a parameter; each rank keeps what is of no parameter."""
@@ -84,7 +84,7 @@ class ShardedOptimizer:
         pending: list[tuple[Any, Any, Any, bool]] = []
         for owner in range(self._zero.world_size):
             owned = [tensor for tensor, rank in zip(held, owners, strict=True) if rank == owner]
-            for bucket in join(owned):
+            for bucket in join_in_buckets(owned):
                 work = dist.broadcast(bucket.flat, group=group, group_src=owner, async_op=True)
                 pending.append((work, bucket, owned, owner != self._zero.rank))
         for work, bucket, owned, is_received in pending:
@@ -106,7 +106,7 @@ def check_one_by_one(optimizer: Optimizer) -> None:
         )
 
 
-def deal(optimizer: Optimizer, num_ranks: int) -> list[set[Parameter]]:
+def deal_parameters(optimizer: Optimizer, num_ranks: int) -> list[set[Parameter]]:
     """Return the parameters of an optimizer whose state each rank keeps, assigned as torch does."""
     dealt: list[set[Parameter]] = [set() for _ in range(num_ranks)]
     sizes = [0] * num_ranks

@@ -194,7 +194,7 @@ def find_units(module: nn.Module, policy: Policy | None, *, with_batch_norms: bo
     elif isinstance(policy, int) and not isinstance(policy, bool):
         chosen = set(_large_submodules(module, policy))
     else:
-        is_unit = _predicate(policy)
+        is_unit = _make_predicate(policy)
         chosen = {name for name, submodule in submodules.items() if is_unit(name, submodule)}
     units = {name for name in chosen if name in submodules and not isinstance(submodules[name], CONTAINERS)}
     if policy is not None and not units:
@@ -218,14 +218,14 @@ def large_layers(module: nn.Module) -> list[str]:
     if not blocks:
         return []
     inside = {submodule for block in blocks for submodule in block.modules()}
-    least = max(_size(block) for block in blocks) / 2
+    least = max(_count_elements(block) for block in blocks) / 2
     names = [
         name
         for name, layer in module.named_modules()
         if isinstance(layer, nn.Embedding | nn.Linear)
         and layer not in inside
         and next(layer.children(), None) is None
-        and _size(layer) >= least
+        and _count_elements(layer) >= least
     ]
     shared = _shared_submodules(module, names)
     return [name for name in names if name not in shared]
@@ -276,7 +276,7 @@ def check_gradients(module: nn.Module) -> None:
         )
 
 
-def _predicate(policy: Policy) -> Predicate:
+def _make_predicate(policy: Policy) -> Predicate:
     predicate = as_predicate(policy)
     if predicate is None:
         raise ConfigError(
@@ -300,12 +300,12 @@ def _large_submodules(module: nn.Module, least: int) -> list[str]:
 
 def _shared_submodules(module: nn.Module, names: Iterable[str]) -> set[str]:
     """Return the submodules that share a parameter with a module outside them."""
-    uses = _uses(module)
-    inside = {name: _uses(module.get_submodule(name)) for name in names}
+    uses = _count_uses(module)
+    inside = {name: _count_uses(module.get_submodule(name)) for name in names}
     return {name for name, counts in inside.items() if any(uses[p] > count for p, count in counts.items())}
 
 
-def _uses(module: nn.Module) -> Counter[nn.Parameter]:
+def _count_uses(module: nn.Module) -> Counter[nn.Parameter]:
     """Count the submodules that hold each parameter."""
     return Counter(p for child in module.modules() for p in child.parameters(recurse=False) if not is_kept_whole(p))
 
@@ -368,7 +368,7 @@ def largest_share(parameter: Tensor, shape: Shape, num_shards: int, num_parts: i
     return round(-(-shape[0] // num_shards) * prod(shape[1:]) * element)
 
 
-def _size(module: nn.Module) -> int:
+def _count_elements(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters() if not is_lazy(parameter))
 
 

@@ -28,7 +28,7 @@ def layers_of_other_dtypes(module: nn.Module, units: Iterable[str], precision: P
         units: the names of its units; the rest of the module is one more.
         precision: converts the module.
     """
-    found = list(_reduced(module, set(units), precision))
+    found = list(_trained_parameters(module, set(units), precision))
     sizes: dict[str, Counter[torch.dtype]] = defaultdict(Counter)
     for _, unit, dtype, size in found:
         sizes[unit][dtype] += size
@@ -36,14 +36,16 @@ def layers_of_other_dtypes(module: nn.Module, units: Iterable[str], precision: P
     return {layer for layer, unit, dtype, _ in found if layer != unit and dtype != usual[unit]}
 
 
-def _reduced(module: nn.Module, units: set[str], precision: Precision) -> Iterator[tuple[str, str, torch.dtype, int]]:
+def _trained_parameters(
+    module: nn.Module, units: set[str], precision: Precision
+) -> Iterator[tuple[str, str, torch.dtype, int]]:
     """Yield of each trained parameter the layer that holds it, its unit, its dtype in training, and its size.
 
     Complex ones that are frozen are among them: mixed precision would cast them with the others.
     """
     seen: set[nn.Parameter] = set()
     for layer, submodule in module.named_modules():
-        unit = next((prefix for prefix in _prefixes(layer) if prefix in units), "")
+        unit = next((prefix for prefix in _name_and_prefixes(layer) if prefix in units), "")
         for parameter in submodule.parameters(recurse=False):
             is_reduced = parameter.requires_grad or parameter.is_complex()
             is_left_out = is_lazy(parameter) or is_kept_whole(parameter)  # in its own dtype
@@ -52,7 +54,7 @@ def _reduced(module: nn.Module, units: set[str], precision: Precision) -> Iterat
                 yield layer, unit, precision.dtype_for(parameter.dtype), parameter.numel()
 
 
-def _prefixes(name: str) -> Iterator[str]:
+def _name_and_prefixes(name: str) -> Iterator[str]:
     """Yield a dotted name and those of the modules around it, from the inside."""
     while name:
         yield name

@@ -69,19 +69,19 @@ def stand_in(specs: object, value: float, device: torch.device, error_of: Callab
             return leaf.filled(value, device)
         return AbsentTensor.like(leaf.shape, leaf.dtype, device, error=error_of(leaf))
 
-    return map_tensors(_same, specs, fill)
+    return map_tensors(_return_unchanged, specs, fill)
 
 
-def absent(specs: object, device: torch.device, error: Exception) -> object:
+def make_absent_tensors(specs: object, device: torch.device, error: Exception) -> object:
     """Return a structure of absent tensors."""
 
     def fill(leaf: object) -> Any:
         return AbsentTensor.like(leaf.shape, leaf.dtype, device, error=error) if isinstance(leaf, Spec) else leaf
 
-    return map_tensors(_same, specs, fill)
+    return map_tensors(_return_unchanged, specs, fill)
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _return_unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
@@ -160,7 +160,7 @@ class AbsentAttributes:
             if name not in mark.attributes:
                 continue
             if raises:
-                value = absent(specs, self._device, mark.error)
+                value = make_absent_tensors(specs, self._device, mark.error)
             else:
                 value = stand_in(specs, float("nan"), self._device, mark.error_of)
             self._now.append((mark, value, mark.attributes[name]))

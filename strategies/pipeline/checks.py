@@ -68,7 +68,13 @@ def stage_table(module: nn.Module, schedule: Schedule) -> str:
     rows = [("stage", "rank", "parts", "bytes", "of all")]
     for stage in range(schedule.num_stages):
         size = partition.bytes_of(stage)
-        row = str(stage), str(schedule.rank_of(stage)), _shown(partition, stage), f"{size:,}", f"{size / all_bytes:.0%}"
+        row = (
+            str(stage),
+            str(schedule.rank_of(stage)),
+            _format_stage(partition, stage),
+            f"{size:,}",
+            f"{size / all_bytes:.0%}",
+        )
         rows.append(row)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -78,6 +84,6 @@ def stage_table(module: nn.Module, schedule: Schedule) -> str:
     return "\n".join(filter(None, [title, *lines, shared, f"Idle share by micro-batches: {idle}."]))
 
 
-def _shown(partition: Partition, stage: int) -> str:
+def _format_stage(partition: Partition, stage: int) -> str:
     names = partition.stages[stage]
     return ", ".join(names) if len(names) < 5 else f"{names[0]} ... {names[-1]} ({len(names)} parts)"

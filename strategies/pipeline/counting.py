@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...common.errors import ModuleError
 from ..distributed.nested import iterate_tensors, map_tensors, named_leaves
 from ..module.traces import KeptObjects
-from ..state.dtensor import gathered, number_of
+from ..state.dtensor import gather_tensor, number_of
 
 Tolerance = Callable[[torch.dtype], float]
 """The relative difference of values of a dtype that rounding may cause."""
@@ -51,9 +51,9 @@ class CountedOnce:
         It is asked at each call: the values may come from parts that are called in between.
         """
         log = self._module.log if self.observe is None else partial(_log_and_observe, self._module.log, self.observe)
-        guards = [(self._module, "log", _Guard(log, counts, _nothing))]
+        guards = [(self._module, "log", _Guard(log, counts, _do_nothing))]
         for metric in self._metrics:
-            guards.append((metric, "update", _Guard(metric.update, counts, _nothing)))
+            guards.append((metric, "update", _Guard(metric.update, counts, _do_nothing)))
             guards.append((metric, "forward", _Guard(metric.forward, counts, _ForwardOfCopy(metric))))
         before = [vars(owner).get(name) for owner, name, _ in guards]
         for owner, name, guard in guards:
@@ -88,7 +88,7 @@ class Observed:
                 "parameter of another stage, which was used outside its part. Call the part, or name it for this "
                 "stage, too, in configure_pipeline(num_stages)."
             )
-        self.outputs[index] = map_tensors(lambda tensor: gathered(tensor).detach().clone(), output)
+        self.outputs[index] = map_tensors(lambda tensor: gather_tensor(tensor).detach().clone(), output)
 
     def note(self, index: int, stage: int, name: str, value: Any) -> None:
         """Note a number that a step logs, of this rank's part of a sequence; metric objects are not compared."""
@@ -138,7 +138,7 @@ def _log_and_observe(
     log(name, value, *args, **kwargs)
 
 
-def _nothing(*args: object, **kwargs: object) -> None:
+def _do_nothing(*args: object, **kwargs: object) -> None:
     pass
 
 
@@ -157,11 +157,11 @@ def first_difference(whole: Observed, staged: Observed, index: int, tolerance: T
             continue  # the index of the larger of two numbers, say
         if not _is_close(value, other, tolerance(value.dtype)):
             what = f"it returns {name}" if name and not name.endswith(("'loss']", ".total")) else "the loss is"
-            return f"{what} {_shown(other)}, and as a whole {_shown(value)}"
+            return f"{what} {_format_tensor(other)}, and as a whole {_format_tensor(value)}"
     for name, values in _by_name(whole, index).items():
         others = _by_name(staged, index).get(name, [])
         if len(values) != len(others) or not all(map(_are_close(tolerance(torch.float32)), values, others)):
-            return f"self.log({name!r}, ...) gets {_listed(others)}, and as a whole {_listed(values)}"
+            return f"self.log({name!r}, ...) gets {_format_values(others)}, and as a whole {_format_values(values)}"
     return None
 
 
@@ -195,11 +195,11 @@ def _by_name(observed: Observed, index: int) -> dict[str, list[float]]:
     return values
 
 
-def _shown(tensor: Tensor) -> str:
+def _format_tensor(tensor: Tensor) -> str:
     if tensor.numel() == 1:
         return f"{tensor.item():.6g}"
     return f"a tensor {list(tensor.shape)} of norm {float(tensor.double().norm()):.6g}"
 
 
-def _listed(values: Sequence[float]) -> str:
+def _format_values(values: Sequence[float]) -> str:
     return " and ".join(f"{value:.6g}" for value in values) or "nothing"

@@ -305,7 +305,7 @@ class _WholePass:
         owners = {"": self._staged.module, **{at: self._staged.module.get_submodule(at) for at in around}}
         owners |= {f"{name}.{own}".rstrip("."): submodule for own, submodule in part.named_modules()}
         return {
-            (owner, attribute): (value, _content(value))
+            (owner, attribute): (value, _changeable_content(value))
             for owner, submodule in owners.items()
             for attribute, value in attributes_of(submodule).items()
         }
@@ -321,7 +321,7 @@ class _WholePass:
                 self._whole.written.append(Written(name, owner, attribute, specs_of(value)))
 
 
-def _content(value: object) -> tuple[object, ...]:
+def _changeable_content(value: object) -> tuple[object, ...]:
     """Return what makes up a value that can change in place."""
     if isinstance(value, Tensor):
         return (read_version(value),)
@@ -344,7 +344,7 @@ class _State:
 
     def __init__(self, part: nn.Module) -> None:
         self._part = part
-        self._first = {(name, key): (value, _content(value)) for name, key, value in self._attributes()}
+        self._first = {(name, key): (value, _changeable_content(value)) for name, key, value in self._attributes()}
 
     def _attributes(self) -> Iterator[tuple[str, str, Any]]:
         for name, submodule in self._part.named_modules():
@@ -360,7 +360,7 @@ class _State:
             if isinstance(value, torch.Generator):
                 content.append((name, key, value.get_state()))
             elif isinstance(value, Tensor):
-                if value is not first or not _are_same(_content(value), content_first):
+                if value is not first or not _are_same(_changeable_content(value), content_first):
                     content.append((name, key, value.detach()))
             elif type(first) is not type(value) or first != value:
                 content.append((name, key, value))

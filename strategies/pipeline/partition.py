@@ -71,11 +71,11 @@ def make_partition(module: nn.Module, num_stages: int) -> Partition:
         ConfigError: for fewer blocks than stages, or for names that are not parts.
     """
     parts = find_parts(module)
-    everywhere = _outside(module, parts)
+    everywhere = _parameters_outside(module, parts)
     hook = getattr(module, HOOK, None)
     if callable(hook):
-        return Partition(parts, _named(module, parts, hook(num_stages), num_stages), everywhere)
-    return Partition(parts, _dealt(module, list(parts.values()), num_stages), everywhere)
+        return Partition(parts, _stages_from_names(module, parts, hook(num_stages), num_stages), everywhere)
+    return Partition(parts, _balance_stages(module, list(parts.values()), num_stages), everywhere)
 
 
 def find_parts(module: nn.Module) -> dict[str, Part]:
@@ -86,7 +86,7 @@ def find_parts(module: nn.Module) -> dict[str, Part]:
     """
     blocks = {name for name, _ in repeated_blocks(module)}
     inside = {name.rpartition(".")[0] for name in blocks}
-    around = {name[:end] for name in inside for end in (*_dots(name), len(name))} | {""}
+    around = {name[:end] for name in inside for end in (*_find_dots(name), len(name))} | {""}
     parts: dict[str, Part] = {}
 
     def visit(name: str, submodule: nn.Module) -> None:
@@ -94,7 +94,7 @@ def find_parts(module: nn.Module) -> dict[str, Part]:
             for child_name, child in _in_order_of_calls(submodule, name, around | blocks):
                 visit(f"{name}.{child_name}" if name else child_name, child)
         elif next(submodule.parameters(), None) is not None:
-            parts[name] = _part(name, submodule, is_block=name in blocks)
+            parts[name] = _make_part(name, submodule, is_block=name in blocks)
 
     visit("", module)
     return parts
@@ -178,11 +178,11 @@ def _own_attribute(node: ast.AST) -> str | None:
     return name if isinstance(node, ast.Name) and node.id == "self" else None
 
 
-def _dots(name: str) -> list[int]:
+def _find_dots(name: str) -> list[int]:
     return [at for at, letter in enumerate(name) if letter == "."]
 
 
-def _part(name: str, submodule: nn.Module, *, is_block: bool) -> Part:
+def _make_part(name: str, submodule: nn.Module, *, is_block: bool) -> Part:
     tables = {layer.weight for layer in submodule.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag)}
     parameters = [parameter for parameter in submodule.parameters() if not is_lazy(parameter)]
     return Part(
@@ -194,7 +194,7 @@ def _part(name: str, submodule: nn.Module, *, is_block: bool) -> Part:
     )
 
 
-def _outside(module: nn.Module, parts: Mapping[str, Part]) -> tuple[str, ...]:
+def _parameters_outside(module: nn.Module, parts: Mapping[str, Part]) -> tuple[str, ...]:
     """Return the names of the parameters that are in no part: those of the modules around the blocks."""
     inside = {parameter for name in parts for parameter in module.get_submodule(name).parameters()}
     return tuple(name for name, parameter in module.named_parameters() if parameter not in inside)
@@ -203,7 +203,7 @@ def _outside(module: nn.Module, parts: Mapping[str, Part]) -> tuple[str, ...]:
 # --- blocks dealt by size and work -----------------------------------------------------------------------------------
 
 
-def _dealt(module: nn.Module, parts: Sequence[Part], num_stages: int) -> tuple[tuple[str, ...], ...]:
+def _balance_stages(module: nn.Module, parts: Sequence[Part], num_stages: int) -> tuple[tuple[str, ...], ...]:
     """Return the stages that minimize the largest share of all bytes and all work; each ends after a block."""
     ends = [index + 1 for index, part in enumerate(parts) if part.is_block]
     if len(ends) < num_stages:
@@ -241,7 +241,9 @@ def _smallest_maximum(costs: Sequence[float], number: int) -> list[int]:
 # --- stages that the module names ------------------------------------------------------------------------------------
 
 
-def _named(module: nn.Module, parts: Mapping[str, Part], given: Any, num_stages: int) -> tuple[tuple[str, ...], ...]:
+def _stages_from_names(
+    module: nn.Module, parts: Mapping[str, Part], given: Any, num_stages: int
+) -> tuple[tuple[str, ...], ...]:
     where = f"{type(module).__name__}.{HOOK}({num_stages})"
     is_list = isinstance(given, Sequence) and not isinstance(given, str)
     if not is_list or len(given) != num_stages or any(isinstance(names, str) for names in given):

@@ -97,7 +97,7 @@ class Schedule:
         backwards: then no two ranks send to each other at the same time.
         """
         is_simple = is_simple or bool(self.reason_against(num_micro_batches))
-        return _actions(self, num_micro_batches, is_simple)[rank]
+        return _plan_actions(self, num_micro_batches, is_simple)[rank]
 
     def idle_share(self, num_micro_batches: int, *, is_simple: bool = False, is_whole: bool = False) -> float:
         """Return the share of a step that ranks spend waiting, on average, if all stages and transfers are ideal.
@@ -105,10 +105,10 @@ class Schedule:
         A forward takes one unit, a backward two, and each half of it one. `is_simple`: see `actions`. With `is_whole`,
         no backward is computed in halves.
         """
-        orders = _actions(self, num_micro_batches, is_simple or bool(self.reason_against(num_micro_batches)))
+        orders = _plan_actions(self, num_micro_batches, is_simple or bool(self.reason_against(num_micro_batches)))
         if is_whole:
             orders = tuple(tuple(without_halves(actions)) for actions in orders)
-        busy, end = _simulated(self, orders)
+        busy, end = _simulate_schedule(self, orders)
         return 1 - busy / (end * self.num_ranks)
 
 
@@ -144,7 +144,7 @@ def check_schedule(name: str, virtual_stages: int | None) -> None:
 
 
 @lru_cache(maxsize=64)
-def _actions(schedule: Schedule, number: int, is_simple: bool) -> tuple[tuple[Action, ...], ...]:
+def _plan_actions(schedule: Schedule, number: int, is_simple: bool) -> tuple[tuple[Action, ...], ...]:
     """Return the actions of all ranks, with transfers."""
     ranks = range(schedule.num_ranks)
     if is_simple or schedule.name == "gpipe":
@@ -176,7 +176,7 @@ def _one_by_one(rank: int, num_ranks: int, number: int) -> list[Action]:
 _UNITS: Final[Mapping[str, int]] = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
-def _simulated(schedule: Schedule, orders: Sequence[Sequence[Action]]) -> tuple[int, int]:
+def _simulate_schedule(schedule: Schedule, orders: Sequence[Sequence[Action]]) -> tuple[int, int]:
     """Return the units of work of all ranks, and the time at which the last rank finishes."""
     queues = [[action for action in order if action.kind in _UNITS] for order in orders]
     ended: dict[tuple[str, int, int], int] = {}
@@ -185,7 +185,7 @@ def _simulated(schedule: Schedule, orders: Sequence[Sequence[Action]]) -> tuple[
         for rank, queue in enumerate(queues):
             if not queue:
                 continue
-            before = _needed(schedule, queue[0])
+            before = _actions_before(schedule, queue[0])
             if any(need not in ended for need in before):
                 continue
             kind, stage, index = queue.pop(0)
@@ -196,7 +196,7 @@ def _simulated(schedule: Schedule, orders: Sequence[Sequence[Action]]) -> tuple[
     return busy, max(free)
 
 
-def _needed(schedule: Schedule, action: Action) -> list[tuple[str, int, int]]:
+def _actions_before(schedule: Schedule, action: Action) -> list[tuple[str, int, int]]:
     """Return the actions that must have ended before an action begins."""
     kind, stage, index = action
     if kind == "F":

@@ -49,15 +49,15 @@ def specs_of(data: object) -> object:
 def with_tensors(specs: object, tensors: list[Tensor]) -> object:
     """Return a structure with tensors, in its order, in place of its specs."""
     left = iter(tensors)
-    return map_tensors(_same, specs, lambda leaf: next(left) if isinstance(leaf, Spec) else leaf)
+    return map_tensors(_return_unchanged, specs, lambda leaf: next(left) if isinstance(leaf, Spec) else leaf)
 
 
-def flat(specs: object) -> list[Spec]:
+def flatten_specs(specs: object) -> list[Spec]:
     """Return the specs of a structure, in order."""
     return [leaf for _, leaf in named_leaves(specs) if isinstance(leaf, Spec)]
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _return_unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
@@ -95,11 +95,11 @@ class KnownShapes:
 def signature_of(step_name: str, batch: object) -> Hashable:
     """Return a key that differs for batches with different shapes, or with different numbers, which may be lengths."""
     leaves = tuple(
-        (name, str(leaf.dtype), tuple(leaf.shape)) if isinstance(leaf, Tensor) else (name, _plain(leaf))
+        (name, str(leaf.dtype), tuple(leaf.shape)) if isinstance(leaf, Tensor) else (name, _simplify_leaf(leaf))
         for name, leaf in named_leaves(batch)
     )
     return step_name, torch.is_grad_enabled(), leaves
 
 
-def _plain(leaf: object) -> object:
+def _simplify_leaf(leaf: object) -> object:
     return leaf if isinstance(leaf, bool | int) or leaf is None else type(leaf).__name__

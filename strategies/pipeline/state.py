@@ -14,7 +14,7 @@ from ..state.optimizer_state import Elsewhere, Sharded
 from .pipeline import Pipeline
 
 
-def marked(pipeline: Pipeline, state: Mapping[str, object]) -> dict[str, object]:
+def add_placeholders(pipeline: Pipeline, state: Mapping[str, object]) -> dict[str, object]:
     """Return a module's state with placeholders for the parameters that other ranks of the pipeline write."""
     parameters = dict(pipeline.module.named_parameters(remove_duplicate=False))
     marks: dict[Tensor, Elsewhere] = {}  # one for all names of a parameter
@@ -56,7 +56,7 @@ def without_elsewhere(pipeline: Pipeline, state: Mapping[str, Any]) -> dict[str,
     }
 
 
-def here(pipeline: Pipeline, entries: Mapping[str, object]) -> dict[str, object]:
+def keep_own_entries(pipeline: Pipeline, entries: Mapping[str, object]) -> dict[str, object]:
     """Return the entries of an optimizer's state for the parameters that this rank holds."""
     lacking = {name for name, parameter in pipeline.module.named_parameters() if parameter in pipeline.elsewhere}
     return {name: values for name, values in entries.items() if name not in lacking}

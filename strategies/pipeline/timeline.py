@@ -10,7 +10,7 @@ from typing import Final, Literal, NamedTuple
 
 import torch
 
-from ..devices.queries import synchronize
+from ..devices.queries import synchronize_device
 from ..distributed.collectives import Collectives
 from .schedule import Action, Schedule
 
@@ -138,7 +138,7 @@ class WindowRecorder:
         self._notes.append(_Note(f"WAIT_{kind}", stage, micro_batch, begin, self._begun))
 
     def _finish_device(self) -> None:
-        synchronize(self._device)
+        synchronize_device(self._device)
 
     def gather(self) -> WindowTimeline:
         """Return the window as all ranks saw it. Collective: every rank of the pipeline calls it."""
@@ -147,11 +147,11 @@ class WindowRecorder:
         notes: list[list[_Note]] = self._collectives.all_gather_object(own)
         began = min(note.begin for of_rank in notes for note in of_rank)
         seconds = max(note.end for of_rank in notes for note in of_rank) - began
-        spans = [span for rank in range(len(notes)) for span in _spans(notes, rank, began)]
+        spans = [span for rank in range(len(notes)) for span in _spans_of_rank(notes, rank, began)]
         return WindowTimeline(self._schedule, self.num_micro_batches, self._is_simple, seconds, spans)
 
 
-def _spans(notes: Sequence[Sequence[_Note]], rank: int, began: float) -> Iterator[StageSpan]:
+def _spans_of_rank(notes: Sequence[Sequence[_Note]], rank: int, began: float) -> Iterator[StageSpan]:
     """Yield the spans of a rank; a wait counts only from when what it waits for was sent."""
     sent = {note[:3]: note.begin for of_rank in notes for note in of_rank if note.kind.startswith("SEND")}
     for note in notes[rank]:
@@ -178,11 +178,11 @@ def _clock_ahead(collectives: Collectives) -> float:
                 collectives.recv(0)
                 collectives.send(time.perf_counter(), 0)
         elif collectives.rank == 0:
-            ahead[rank] = _compared(collectives, rank)
+            ahead[rank] = _compare_clock(collectives, rank)
     return float(collectives.broadcast(ahead)[collectives.rank])
 
 
-def _compared(collectives: Collectives, rank: int) -> float:
+def _compare_clock(collectives: Collectives, rank: int) -> float:
     fastest, difference = float("inf"), 0.0
     for _ in range(_PINGS):
         begin = time.perf_counter()

@@ -16,7 +16,7 @@ from ..module.traces import Traceless
 from ..module.untouched import steps_of
 from ..torch_internals.pipelining import add_weight_gradients, compute_input_gradients
 from .schedule import Action, Schedule, without_halves
-from .spec import KnownShapes, Shapes, flat, specs_of, with_tensors
+from .spec import KnownShapes, Shapes, flatten_specs, specs_of, with_tensors
 from .stages import Pass, StagedModule, has_nan
 from .timeline import WindowRecorder
 from .wire import StageWire, tag_of
@@ -125,7 +125,7 @@ class WindowRunner:
                 with torch.no_grad(), self._staged.passing(stage, 0, value, shapes) as current:
                     value = work.forward_at(index)
                 shapes = Shapes(specs_of(value), current.noted())
-                for spec in (spec for specs in (shapes.received, shapes.parts) for spec in flat(specs)):
+                for spec in (spec for specs in (shapes.received, shapes.parts) for spec in flatten_specs(specs)):
                     spec.requires_grad = spec.dtype.is_floating_point
 
     def _end(self, number: int) -> None:
@@ -213,7 +213,7 @@ class WindowRunner:
             tensors, works = self._arriving.pop((stage, index))
             self._wait(works, "F", stage, index)
             shapes = self._shapes[index][stage]
-        specs = flat(shapes.received)
+        specs = flatten_specs(shapes.received)
         for tensor, spec in zip(tensors, specs, strict=True):
             tensor.requires_grad_(spec.requires_grad and torch.is_grad_enabled())
         return tensors, with_tensors(shapes.received, tensors), shapes
@@ -224,12 +224,13 @@ class WindowRunner:
         sent = self._shapes[index].get(-1 - stage)
         if sent is None:
             self._shapes[index][-1 - stage] = shapes
-        elif list(map(str, flat(sent.received))) != list(map(str, flat(shapes.received))):
+        elif list(map(str, flatten_specs(sent.received))) != list(map(str, flatten_specs(shapes.received))):
             boundary = current.partition.boundary(stage)
             raise ModuleError(
-                f"{boundary}, the last part of stage {stage}, returned {', '.join(map(str, flat(shapes.received)))}, "
-                f"and {', '.join(map(str, flat(sent.received)))} for another batch of the same shapes; the shapes of "
-                "what passes between stages must depend only on the shapes of the batch."
+                f"{boundary}, the last part of stage {stage}, returned "
+                f"{', '.join(map(str, flatten_specs(shapes.received)))}, and "
+                f"{', '.join(map(str, flatten_specs(sent.received)))} for another batch of the same shapes; the shapes "
+                "of what passes between stages must depend only on the shapes of the batch."
             )
         following = stage + 1
         if self._schedule.rank_of(following) == self._rank:
@@ -257,7 +258,7 @@ class WindowRunner:
             recording = self._recording
             with nullcontext() if recording is None else recording.waiting("F", stage, index):
                 known[stage] = self._wire.receive_object(rank)
-        tensors = [spec.empty(self._staged.device) for spec in flat(known[stage].received)]
+        tensors = [spec.empty(self._staged.device) for spec in flatten_specs(known[stage].received)]
         tag = tag_of(index, stage - 1, is_backward=False)
         self._arriving[stage, index] = tensors, self._wire.receive(tensors, rank, tag)
 

@@ -20,7 +20,7 @@ from ..experts.find_experts import check_experts, find_experts
 from ..experts.router_check import RouterCheck
 from ..parallel.equal_ranks import make_equal
 from ..parallel.mesh import DATA_AXES, Degrees, in_stage
-from ..state.dtensor import gathered, is_dtensor, whole_tensor
+from ..state.dtensor import gather_tensor, is_dtensor, whole_tensor
 from ..tensor_parallel.check.block_check import BlockCheck
 from ..tensor_parallel.cutting import check_cut, cut_module
 from ..tensor_parallel.loss import loss_context
@@ -202,7 +202,7 @@ class Cuts:
 
     def gathered(self, output: object) -> Any:
         """Return what a step has returned, with whole tensors."""
-        return map_tensors(gathered, output) if self._gathers else output
+        return map_tensors(gather_tensor, output) if self._gathers else output
 
     @property
     def has_cut_sequences(self) -> bool:

@@ -16,7 +16,7 @@ from ..parallel.replica import DDPOptions, Replica, copy_from_first
 from ..parallel.sharding_policy import sparse_layers
 from ..servers.choices import ServerChoices
 from ..servers.connection import Connection, Timeouts
-from ..servers.flat_layout import deal
+from ..servers.flat_layout import deal_names
 from ..servers.served_optimizer import ServedOptimizer
 from ..servers.served_state import ServedState, mean_gradients, multiply_gradients, sparse_gradient
 from ..servers.tables import RemoteTables
@@ -135,7 +135,7 @@ class PlacedOnServers(PlacedReplica):
                 f"strategy='ps' needs one optimizer for each parameter, got two for {twice[0]}; give it one."
             )
         sizes = check_served(self.module, self._tables, self._choices, self._num_servers)
-        return {name: index for index, names in enumerate(deal(sizes, self._num_servers)) for name in names}
+        return {name: index for index, names in enumerate(deal_names(sizes, self._num_servers)) for name in names}
 
     @property
     def _num_servers(self) -> int:

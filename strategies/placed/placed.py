@@ -20,7 +20,7 @@ from ..module.precision import Precision
 from ..state.dtensor import multiply_all, whole_on_cpu
 from ..state.optimizer_state import load_by_name, state_by_name
 from ..state.tied_names import as_tied, with_tied_names, without_unread
-from .plain_copies import PlainCopies, release
+from .plain_copies import PlainCopies, release_tensors
 
 if TYPE_CHECKING:
     from ..parallel.replica_check import ReplicaDifference
@@ -207,7 +207,7 @@ class Placed:
             with torch.no_grad(), self.precision.forward_context(self.device):
                 yield copied
         finally:
-            release(copied.modules())
+            release_tensors(copied.modules())
 
     def _whole_of(self, part: nn.Module) -> dict[Tensor, Tensor]:
         """Return whole tensors for the parameters of a part, or these, and copies of its buffers. Collective."""

@@ -62,7 +62,7 @@ class PlainCopies:
     """
 
     def __init__(self, before: Mapping[nn.Module, _Attributes] | None = None) -> None:
-        self._changes = {part: _change(part, attributes) for part, attributes in (before or {}).items()}
+        self._changes = {part: _find_change(part, attributes) for part, attributes in (before or {}).items()}
 
     def copy_of(self, part: nn.Module, tensors: Mapping[Tensor, Tensor]) -> nn.Module:
         """Return a copy of a part in eval mode, which shares its other attributes.
@@ -83,7 +83,9 @@ class PlainCopies:
             return kept[original]
 
         for original, copied in copies.items():
-            vars(copied).update({name: _moved(value, copies) for name, value in attributes[original][1].items()})
+            vars(copied).update(
+                {name: _value_in_copies(value, copies) for name, value in attributes[original][1].items()}
+            )
             vars(copied).update(
                 _parameters={n: p if p is None else parameter(p) for n, p in find_parameter_dict(original).items()},
                 _buffers={n: b if b is None else tensors[b] for n, b in find_buffer_dict(original).items()},
@@ -109,7 +111,7 @@ class PlainCopies:
         return kind, {name: value for name, value in found.items() if value is not _MISSING}
 
 
-def _change(part: nn.Module, before: _Attributes) -> _Change:
+def _find_change(part: nn.Module, before: _Attributes) -> _Change:
     now = _own_attributes(part)
     names = [name for name in {**before.values, **now.values} if name not in before.hooks and name not in now.hooks]
     old = {name: before.values.get(name, _MISSING) for name in names}
@@ -121,7 +123,7 @@ def _change(part: nn.Module, before: _Attributes) -> _Change:
     )
 
 
-def _moved(value: Any, copies: Mapping[nn.Module, nn.Module]) -> object:
+def _value_in_copies(value: Any, copies: Mapping[nn.Module, nn.Module]) -> object:
     """Return what stands for a value in the copies: a copied part, a method of it, or plain containers of these."""
     if isinstance(value, nn.Module):
         return copies.get(value, value)
@@ -129,11 +131,11 @@ def _moved(value: Any, copies: Mapping[nn.Module, nn.Module]) -> object:
         owner = copies.get(value.__self__)
         return value if owner is None else MethodType(value.__func__, owner)
     if type(value) in (list, tuple) and any(isinstance(each, nn.Module) for each in value):
-        return type(value)(_moved(each, copies) for each in value)
+        return type(value)(_value_in_copies(each, copies) for each in value)
     return value
 
 
-def release(parts: Iterable[nn.Module]) -> None:
+def release_tensors(parts: Iterable[nn.Module]) -> None:
     """Drop the tensors of copies, which a variable may keep."""
     for part in parts:
         find_parameter_dict(part).clear()

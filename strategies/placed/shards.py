@@ -19,7 +19,7 @@ from ..distributed.nested import map_tensors
 from ..launch.registries import follow_classes
 from ..module.deferred_init import DeferredInit
 from ..module.memory_estimate import MemoryShare
-from ..parallel.equal_ranks import configure
+from ..parallel.equal_ranks import run_configure_sharding
 from ..parallel.optimizer_probe import OptimizerProbe, check_can_be_sharded
 from ..parallel.replica_check import ReplicaCheck, ReplicaDifference
 from ..parallel.shard_update import note_use_of_shards, on_shards, step_on_shards
@@ -78,7 +78,7 @@ class PlacedShards(Placed):
         is_manual = sharding.is_manual or not getattr(module, "automatic_optimization", True)
         places, hooks = deferred.places(module), GradientHooks(module)  # before the conversion replaces tensors
         self.precision.convert_module(module)
-        configure(module, mesh, self.device, self.ranks.all)
+        run_configure_sharding(module, mesh, self.device, self.ranks.all)
         self._cut(sharding)
         elsewhere = self._elsewhere()
         dealt = cuts.deal_experts(module, self.device, self.ranks.peers, elsewhere)

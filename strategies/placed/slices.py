@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ...common.errors import ModuleError
-from ..devices.replicas import replicate
+from ..devices.replicas import replicate_module
 from ..distributed.nested import to_device
 from ..module.precision import Precision
-from ..parallel.batch_split import combine, split
+from ..parallel.batch_split import combine_results, split_batch
 from .placed import Placed, Site
 
 
@@ -40,12 +40,12 @@ class PlacedSlices(Placed):
         self._devices, self._device_of_thread = devices, device_of_thread
 
     def run(self, step_name: str, *args: object) -> Any:
-        batches, sizes = split(args[0], len(self._devices))
+        batches, sizes = split_batch(args[0], len(self._devices))
         with self.forward_context:
             if len(sizes) == 1:
                 return getattr(self.module, step_name)(*args)
             devices = self._devices[: len(sizes)]
-            modules = replicate(self.module, devices)
+            modules = replicate_module(self.module, devices)
             steps = [
                 _SliceStep(module, device, f"slice {index + 1} of {len(sizes)}", self.precision, self._device_of_thread)
                 for index, (module, device) in enumerate(zip(modules, devices, strict=True))
@@ -53,16 +53,20 @@ class PlacedSlices(Placed):
             inputs = [
                 (step_name, to_device(batch, device), *args[1:]) for batch, device in zip(batches, devices, strict=True)
             ]
-            outputs = _apply(steps, inputs, devices)
+            outputs = _apply_steps(steps, inputs, devices)
             for step, size in zip(steps, sizes, strict=True):
                 step.log.replay(self.module, size)
             outputs = [to_device(output, self.device) for output in outputs]
             # combining extends the autograd graph, so it needs a new thread as the slices did
             has_graph = self.device.type == "cpu" and torch.is_grad_enabled()
-            return _in_a_thread(combine, outputs, sizes, step_name) if has_graph else combine(outputs, sizes, step_name)
+            return (
+                _in_a_thread(combine_results, outputs, sizes, step_name)
+                if has_graph
+                else combine_results(outputs, sizes, step_name)
+            )
 
 
-def _apply(
+def _apply_steps(
     steps: Sequence[_SliceStep], inputs: Sequence[tuple[object, ...]], devices: Sequence[torch.device]
 ) -> list[object]:
     """Call each step in a thread of its own; on the CPU, one after another."""

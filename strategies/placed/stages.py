@@ -22,7 +22,14 @@ from ..pipeline.partition import find_parts
 from ..pipeline.pipeline import Pipeline
 from ..pipeline.schedule import Schedule
 from ..pipeline.spec import signature_of
-from ..pipeline.state import gather_all, here, marked, own_entries, whole_of_stages, without_elsewhere
+from ..pipeline.state import (
+    add_placeholders,
+    gather_all,
+    keep_own_entries,
+    own_entries,
+    whole_of_stages,
+    without_elsewhere,
+)
 from ..pipeline.timeline import WindowRecorder
 from ..pipeline.work import StepContext, WindowWork, signatures_of
 from ..state.dtensor import is_dtensor
@@ -137,7 +144,7 @@ class PlacedStages(PlacedShards):
 
     def run_window(self, work: WindowWork) -> None:
         signatures = signatures_of(work, self.pipeline.around)
-        arguments = partial(_arguments, work, len(signatures))
+        arguments = partial(_window_arguments, work, len(signatures))
         if not self._has_run:
             check_number(self._schedule, work.micro_batches_a_step)
         if self._cuts.sequences is not None:
@@ -190,7 +197,7 @@ class PlacedStages(PlacedShards):
         self.pipeline.sync_buffers(copies)
 
     def model_state(self) -> dict[str, object]:
-        return marked(self.pipeline, super().model_state())
+        return add_placeholders(self.pipeline, super().model_state())
 
     def full_model_state(self) -> dict[str, object]:
         self._sharded.reshard()
@@ -221,7 +228,7 @@ class PlacedStages(PlacedShards):
         return own_entries(self.pipeline, super().optimizer_state(optimizer), self.ranks.peers)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        super().load_optimizer_state(optimizer, {**state, "state": here(self.pipeline, state["state"])})
+        super().load_optimizer_state(optimizer, {**state, "state": keep_own_entries(self.pipeline, state["state"])})
 
 
 def _any_of(ranks: Collectives) -> Callable[[bool], bool]:
@@ -229,5 +236,5 @@ def _any_of(ranks: Collectives) -> Callable[[bool], bool]:
     return lambda flag: bool(begin([float(flag)], "max")()[0])
 
 
-def _arguments(work: WindowWork, number: int) -> list[Sequence[object]]:
+def _window_arguments(work: WindowWork, number: int) -> list[Sequence[object]]:
     return [work.arguments_at(index) for index in range(number)]

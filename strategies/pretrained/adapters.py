@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...common.errors import ConfigError
 from ..state.dtensor import is_dtensor, plain_kind
 from ..torch_internals.modules import find_buffer_dict, find_parameter_dict
-from ..wrapped.wrapped_tensors import dequantized, is_wrapped
+from ..wrapped.wrapped_tensors import dequantize_tensor, is_wrapped
 
 if TYPE_CHECKING:
     from .saved_names import Fetch, Outline
@@ -141,11 +141,11 @@ class MergedTensors:
         prefix = next(name for name, part in model.named_modules() if part is base)
         self._walk(base, f"{prefix}.", "")
         self._check_ties()
-        from .saved_names import SavedTensors, untied
+        from .saved_names import SavedTensors, untied_tensors
 
         own = {
             name: torch.empty(value.shape, dtype=self._dtypes[name], device="meta")
-            for name, value in untied(self._plain).items()
+            for name, value in untied_tensors(self._plain).items()
         }
         self._saved = SavedTensors(self._plain, own, dtype)
         self.outlines = self._saved.outlines
@@ -201,7 +201,7 @@ class MergedTensors:
         if layer.layer is None:
             return {layer.base_prefix + name.removeprefix(layer.prefix): value for name, value in whole.items()}
         # what an adapter adds to a quantized weight is lost if the sum is quantized again
-        plain = {name: dequantized(value) if is_wrapped(value) else value for name, value in whole.items()}
+        plain = {name: dequantize_tensor(value) if is_wrapped(value) else value for name, value in whole.items()}
         copied = _with_whole(layer.layer, layer.prefix, plain)
         with torch.no_grad():
             copied.merge(adapter_names=[self._adapter])

@@ -131,7 +131,7 @@ class _Converting:
             else:
                 converter, collected = groups.setdefault(name, (deepcopy(self._by_pattern[pattern]), {}))
                 collected.setdefault(pattern, []).append(sources[saved])
-                converter.add_tensor(name, saved, pattern, _outline(sources[saved]))
+                converter.add_tensor(name, saved, pattern, _make_outline(sources[saved]))
         for name, (converter, collected) in groups.items():
             named.found.update(self._converted(name, converter, collected))
         vars(self._model)["_weight_conversions"] = [entry for entry in self._conversions if entry.was_used()]
@@ -187,7 +187,7 @@ class _Converting:
         return self._call(name, real)[key]
 
 
-def _outline(source: TensorSource) -> Tensor:
+def _make_outline(source: TensorSource) -> Tensor:
     return torch.empty(source.shape, dtype=source.dtype, device="meta")
 
 
@@ -202,7 +202,7 @@ class _Place(NamedTuple):
     config: object
 
 
-def _stack(operation: Operation, values: Collected, converter: Conversion, place: _Place) -> Collected:
+def _stack_rows(operation: Operation, values: Collected, converter: Conversion, place: _Place) -> Collected:
     dim, number, targets = operation.dim, len(values), converter.target_patterns
     return {
         operation.get_target_pattern(number, pattern, targets): [Joined([Row(source, dim) for source in group], dim)]
@@ -210,12 +210,12 @@ def _stack(operation: Operation, values: Collected, converter: Conversion, place
     }
 
 
-def _concatenate(operation: Operation, values: Collected, converter: Conversion, place: _Place) -> Collected:
+def _concatenate_parts(operation: Operation, values: Collected, converter: Conversion, place: _Place) -> Collected:
     parts = [source for pattern in converter.source_patterns for source in values.get(pattern, ())]
     return {operation.get_target_pattern(converter.target_patterns): [Joined(parts, operation.dim)]}
 
 
-def _chunk(operation: Operation, values: Collected, converter: Conversion, place: _Place) -> Collected:
+def _chunk_whole(operation: Operation, values: Collected, converter: Conversion, place: _Place) -> Collected:
     whole, dim = next(iter(values.values()))[0], operation.dim
     targets = operation.get_target_patterns(converter.target_patterns, config=place.config, model=place.model)
     size = whole.shape[dim]
@@ -227,7 +227,7 @@ def _chunk(operation: Operation, values: Collected, converter: Conversion, place
     }
 
 
-def _unstack(operation: Operation, values: Collected, converter: Conversion, place: _Place) -> Collected:
+def _unstack_rows(operation: Operation, values: Collected, converter: Conversion, place: _Place) -> Collected:
     rows: Collected = {}
     for pattern, (whole, *_) in values.items():
         number = whole.shape[operation.dim]
@@ -236,7 +236,7 @@ def _unstack(operation: Operation, values: Collected, converter: Conversion, pla
     return rows
 
 
-def _transpose(operation: Operation, values: Collected, converter: Conversion, place: _Place) -> Collected:
+def _transpose_whole(operation: Operation, values: Collected, converter: Conversion, place: _Place) -> Collected:
     target = operation.get_target_pattern(values, converter.source_patterns, converter.target_patterns)
     whole = next(iter(values.values()))[0]
     fits = operation.check_dims and whole.shape == place.model.get_parameter(place.name).shape
@@ -244,10 +244,10 @@ def _transpose(operation: Operation, values: Collected, converter: Conversion, p
 
 
 _MAKERS: Final[Mapping[str, Callable[[Operation, Collected, Conversion, _Place], Collected]]] = {
-    "MergeModulelist": _stack,
-    "Concatenate": _concatenate,
-    "Chunk": _chunk,
-    "SplitModulelist": _unstack,
-    "Transpose": _transpose,
+    "MergeModulelist": _stack_rows,
+    "Concatenate": _concatenate_parts,
+    "Chunk": _chunk_whole,
+    "SplitModulelist": _unstack_rows,
+    "Transpose": _transpose_whole,
 }
 """How the usual operations work on sources; any other is computed on whole tensors."""

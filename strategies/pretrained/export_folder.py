@@ -14,7 +14,7 @@ from .find_folder import find_folder
 from .libraries import model_described_by
 from .save_folder import committed_folder
 from .save_model import FolderSettings, write_folder
-from .saved_names import SavedTensors, untied
+from .saved_names import SavedTensors, untied_tensors
 
 
 def export_folder(
@@ -35,8 +35,8 @@ def export_folder(
     """
     folder = find_folder(base)
     model = model_described_by(folder)
-    shapes = untied(model)
-    prefix = _prefix(list(shapes), weights, str(path), folder)
+    shapes = untied_tensors(model)
+    prefix = _find_prefix(list(shapes), weights, str(path), folder)
     for name, here in shapes.items():
         if weights[prefix + name].shape != here.shape:
             raise CheckpointError(
@@ -51,7 +51,7 @@ def export_folder(
     return destination
 
 
-def _prefix(names: list[str], weights: Mapping[str, Tensor], path: str, folder: Path) -> str:
+def _find_prefix(names: list[str], weights: Mapping[str, Tensor], path: str, folder: Path) -> str:
     """Return what stands before the model's names in a checkpoint, which is the name of a part of a TrainModule."""
     first = names[0]
     prefixes = [name.removesuffix(first) for name in weights if name == first or name.endswith(f".{first}")]

@@ -19,7 +19,7 @@ from ..torch_internals.tensors import DisableTorchFunction
 from .conversions import is_of_transformers, under_own_names
 from .find_folder import check_dtype, find_folder, open_sources
 from .libraries import is_of_diffusers
-from .matching import Match, match
+from .matching import Match, match_sources
 from .read_tensors import tensors_read
 from .whole_builds import LOADED
 
@@ -78,13 +78,13 @@ def load_pretrained(
             f"load_pretrained needs a plain model, got a {type(model).__name__} that is quantized or has adapters; "
             "load the base first, then quantize it or add the adapters."
         )
-    found, resized, ignored = check_dtype(dtype), _patterns(resize, "resize"), _patterns(ignore, "ignore")
+    found, resized, ignored = check_dtype(dtype), _check_patterns(resize, "resize"), _check_patterns(ignore, "ignore")
     folder = find_folder(folder_or_id)
     with _without_modes():
         named = under_own_names(model, open_sources(folder))
-        matched = match(model, named, resize=resized, ignore=ignored, folder=folder)
+        matched = match_sources(model, named, resize=resized, ignore=ignored, folder=folder)
     if found is not None:
-        _convert(model, found, matched)
+        _convert_dtypes(model, found, matched)
     for name, source in matched.sources.items():
         tensor = matched.tensors[name]
         if name in matched.resized:
@@ -98,7 +98,7 @@ def load_pretrained(
     return model
 
 
-def _patterns(given: str | Iterable[str], name: str) -> list[str]:
+def _check_patterns(given: str | Iterable[str], name: str) -> list[str]:
     patterns = [given] if isinstance(given, str) else list(given) if isinstance(given, Iterable) else [given]
     if not all(isinstance(pattern, str) and pattern for pattern in patterns):
         raise ConfigError(f"{name} must be a pattern of names such as 'lm_head', or several, got {given!r:.80}.")
@@ -114,7 +114,7 @@ def _without_modes() -> Iterator[None]:
         yield
 
 
-def _convert(model: nn.Module, dtype: torch.dtype, matched: Match) -> None:
+def _convert_dtypes(model: nn.Module, dtype: torch.dtype, matched: Match) -> None:
     """Convert the parameters, and the buffers that are loaded, but for those that a model keeps in float32."""
     kept: dict[str, torch.dtype] = {}
     if is_of_transformers(model):

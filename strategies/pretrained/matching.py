@@ -34,12 +34,12 @@ class Match:
     """The names of those of which only the first rows are in the folder, or are used."""
 
 
-def matches(name: str, patterns: Iterable[str]) -> bool:
+def matches_any_pattern(name: str, patterns: Iterable[str]) -> bool:
     """Return whether a name matches a pattern, or is of a submodule whose name does."""
     return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for pattern in patterns)
 
 
-def match(
+def match_sources(
     model: nn.Module, named: NamedSources, *, resize: Sequence[str], ignore: Sequence[str], folder: Path
 ) -> Match:
     """Match sources with the tensors of a model's state.
@@ -60,14 +60,16 @@ def match(
     missing, mismatched = list[str](), list[str]()
     for group in names:
         name = next((name for name in group if name in named.found), None)
-        is_ignored = any(matches(other, ignore) for other in group)
+        is_ignored = any(matches_any_pattern(other, ignore) for other in group)
         if is_ignored:
             continue
         if name is None:
             missing.append(group[0])
             continue
         source, tensor = named.found[name], state[name]
-        is_resized = any(matches(other, resize) for other in group) and _differ_in_rows(source.shape, tensor.shape)
+        is_resized = any(matches_any_pattern(other, resize) for other in group) and _differ_in_rows(
+            source.shape, tensor.shape
+        )
         if source.shape != tensor.shape and not is_resized:
             mismatched.append(f"{name}: {tuple(tensor.shape)} here, {tuple(source.shape)} in the folder")
             continue
@@ -76,11 +78,11 @@ def match(
     unexpected = {
         name: saved
         for name, saved in named.unexpected.items()
-        if not matches(name, ignore) and not matches(saved, ignore)
+        if not matches_any_pattern(name, ignore) and not matches_any_pattern(saved, ignore)
     }
     missing, unexpected = _without_harmless(model, missing, unexpected)
     if missing or unexpected or mismatched:
-        raise _error(model, named, (missing, unexpected, mismatched), folder)
+        raise _mismatch_error(model, named, (missing, unexpected, mismatched), folder)
     for group in names:
         _check_tied([name for name in group if name in named.found], named.found)
     return Match(sources, tensors, resized)
@@ -125,7 +127,7 @@ def _without_harmless(
     )
 
 
-def _error(
+def _mismatch_error(
     model: nn.Module,
     named: NamedSources,
     differences: tuple[Sequence[str], Mapping[str, str], Sequence[str]],
@@ -133,10 +135,12 @@ def _error(
 ) -> CheckpointError:
     own, (missing, unexpected, mismatched) = list(model.state_dict(keep_vars=True)), differences
     lines = [f"{folder} does not fit {type(model).__name__}."]
-    lines += _section("missing in the folder", [_nearest(name, unexpected, "it has") for name in missing])
-    shown = [_nearest(name, missing or own, "the model has") for name in unexpected]
-    lines += _section("not in the model", shown)
-    lines += _section("of another shape", mismatched)
+    lines += _format_section(
+        "missing in the folder", [_add_nearest_name(name, unexpected, "it has") for name in missing]
+    )
+    shown = [_add_nearest_name(name, missing or own, "the model has") for name in unexpected]
+    lines += _format_section("not in the model", shown)
+    lines += _format_section("of another shape", mismatched)
     if not named.found:
         remedy = "No name fits: it is the folder of another model; build the model from its config.json."
     elif mismatched and not missing and not unexpected:
@@ -157,13 +161,13 @@ def _error(
     return CheckpointError("\n".join([*lines, remedy]))
 
 
-def _section(title: str, lines: Sequence[str]) -> list[str]:
+def _format_section(title: str, lines: Sequence[str]) -> list[str]:
     if not lines:
         return []
     rest = [f"  ... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     return [f"{title} ({len(lines)}):", *(f"  {line}" for line in lines[:_SHOWN]), *rest]
 
 
-def _nearest(name: str, others: Iterable[str], word: str) -> str:
+def _add_nearest_name(name: str, others: Iterable[str], word: str) -> str:
     near = get_close_matches(name, list(others), n=1, cutoff=0.6)
     return f"{name} ({word} {near[0]})" if near else name

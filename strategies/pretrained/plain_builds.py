@@ -21,7 +21,7 @@ _MODELS: Final = "transformers.modeling_utils"
 
 
 @contextmanager
-def recording(deferred: DeferredInit) -> Iterator[None]:
+def recording_builds(deferred: DeferredInit) -> Iterator[None]:
     """Build modules inside without allocating memory, see `DeferredInit`; ``from_pretrained`` builds whole ones."""
     with _building_plainly(), deferred.recording():
         yield

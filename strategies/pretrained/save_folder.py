@@ -114,7 +114,7 @@ class TensorWriter:
 
     def __init__(self, folder: Path, outlines: Sequence[Outline], max_size: int, name: str = SINGLE) -> None:
         self._folder = folder
-        shards = _split(outlines, max_size)
+        shards = _split_into_shards(outlines, max_size)
         stem, number = name.removesuffix(".safetensors"), len(shards)
         names = [name] if number == 1 else [f"{stem}-{at + 1:05}-of-{number:05}.safetensors" for at in range(number)]
         self._left = [(folder / file, list(shard)) for file, shard in zip(names, shards, strict=True)]
@@ -131,7 +131,7 @@ class TensorWriter:
         iterator = iter(values)
         for path, shard in self._left:
             with path.open("wb") as file:
-                file.write(_header(shard))
+                file.write(_make_header(shard))
                 for outline in shard:
                     found, tensor = next(iterator)
                     assert found == outline and tensor.shape == outline.shape and tensor.dtype == outline.dtype
@@ -140,7 +140,7 @@ class TensorWriter:
         assert next(iterator, None) is None
 
 
-def _split(outlines: Sequence[Outline], max_size: int) -> list[list[Outline]]:
+def _split_into_shards(outlines: Sequence[Outline], max_size: int) -> list[list[Outline]]:
     shards: list[list[Outline]] = [[]]
     size = 0
     for outline in outlines:
@@ -152,7 +152,7 @@ def _split(outlines: Sequence[Outline], max_size: int) -> list[list[Outline]]:
     return shards
 
 
-def _header(outlines: Sequence[Outline]) -> bytes:
+def _make_header(outlines: Sequence[Outline]) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for outline in outlines:

@@ -52,7 +52,7 @@ class SavedTensors:
         self, model: nn.Module, names: Mapping[str, Tensor] | None = None, dtype: torch.dtype | None = None
     ) -> None:
         self._model, self._dtype = model, dtype
-        self._tensors = untied(model) if names is None else dict(names)
+        self._tensors = untied_tensors(model) if names is None else dict(names)
         self._renamings: list[Conversion] = []
         self._groups = self._group()
         self._by_group = {id(group): self._outlines(group) for group in self._groups}
@@ -133,7 +133,7 @@ def _reversed_conversions(model: nn.Module) -> list[Conversion]:
     return [entry.reverse_transform() for entry in used[::-1]]
 
 
-def untied(model: nn.Module) -> dict[str, Tensor]:
+def untied_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a model's state by name; a tied one under the name that its class expects in files."""
     ties = getattr(model, "all_tied_weights_keys", None) or {}
     left_out = list_unsaved(model)

@@ -26,9 +26,9 @@ def warn_of_whole_builds(module: nn.Module, strategy: str, ranks: Ranks) -> None
     own = sum(_bytes_here(parameter) for parameter in parameters)
     size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     warnings.warn(
-        f"{type(whole[0]).__name__}.from_pretrained has built the whole model, of {_shown(size)}, in each of "
-        f"{ranks.world_size} processes, which keep {_shown(own)}. With strategy={strategy!r} and deferred_init=True, "
-        "each reads only its shards if configure_model builds it from its config and calls "
+        f"{type(whole[0]).__name__}.from_pretrained has built the whole model, of {_format_bytes(size)}, in each of "
+        f"{ranks.world_size} processes, which keep {_format_bytes(own)}. With strategy={strategy!r} and "
+        "deferred_init=True, each reads only its shards if configure_model builds it from its config and calls "
         "echelon.load_pretrained(model, folder).",
         stacklevel=2,
     )
@@ -38,7 +38,7 @@ def _bytes_here(parameter: nn.Parameter) -> int:
     return 0 if parameter.is_meta else local_shard(parameter).nbytes
 
 
-def _shown(size: int) -> str:
+def _format_bytes(size: int) -> str:
     for unit in ("B", "KB", "MB"):
         if size < 1000:
             return f"{size:.0f} {unit}"

@@ -19,10 +19,10 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from ...common.errors import ProcessError
 from ..launch.agent import Agent
 from ..launch.failures import WorkerExit
-from ..launch.fork_server import preload
+from ..launch.fork_server import preload_modules
 from ..launch.worker import WorkerTask
 from .elastic_rendezvous import ManyNodes, OneNode, lost_store
-from .hang_detection import Hang, Limits, Standing, Watch, clocks
+from .hang_detection import Hang, Limits, Standing, Watch, read_clocks
 from .restart_policy import GiveUp, RestartPolicy
 from .rounds import RUN_FOLDER, EndKind, Round, RoundEnd, append_round
 from .stack_dumps import dump_stacks
@@ -70,7 +70,7 @@ class ElasticAgent(Agent):
         grace: float,
     ) -> None:
         job = replace(job, node_folder=folder, shows_stacks=True, modules=(*job.modules, *_LATER))
-        preload(job.modules, uses_devices=job.uses_devices)
+        preload_modules(job.modules, uses_devices=job.uses_devices)
         meeting = meet()
         super().__init__(job, num_processes, meeting, max_restarts=_MANY)
         self._meeting, self._node_folder, self._policy, self._grace = meeting, folder, policy, grace
@@ -211,7 +211,7 @@ class ElasticAgent(Agent):
 
     def _look(self) -> Hang | None:
         """Return the workers that hang, if any; if another node's workers are further behind, its agent decides."""
-        now, suspended = clocks()
+        now, suspended = read_clocks()
         return self._watch.look(now, suspended, self._elsewhere(now) if self._round.num_nodes > 1 else ())
 
     def _elsewhere(self, now: float) -> list[Standing]:

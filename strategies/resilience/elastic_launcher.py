@@ -73,11 +73,11 @@ class ElasticLauncher(RunLauncher):
 
     def _make_agent(self, job: Any, *, folder: Any) -> ElasticAgent:
         from .elastic_agent import ElasticAgent
-        from .elastic_rendezvous import meeting
+        from .elastic_rendezvous import make_rendezvous
 
         options = self.options
         meet = partial(
-            meeting,
+            make_rendezvous,
             nodes=options.nodes,
             endpoint=options.rdzv,
             run_id=options.run_id,

@@ -45,7 +45,7 @@ _OVER: Final = "over"
 _log = logging.getLogger("echelon")
 
 
-def meeting(
+def make_rendezvous(
     *,
     nodes: tuple[int, int],
     endpoint: str | None,
@@ -72,7 +72,7 @@ def meeting(
         raise ConfigError(
             f"endpoint must be HOST:PORT for nodes={nodes[0]}:{nodes[1]}, got None; give the address of one of them."
         )
-    host, port = _parse(endpoint)
+    host, port = _parse_endpoint(endpoint)
     # otherwise MASTER_PORT stays the first round's, even after its node has left (torch 2.14)
     set_defaults({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
     address = StoreAddress(host, port, f"echelon/{run_id}")
@@ -81,7 +81,7 @@ def meeting(
     return ManyNodes(address, RendezvousSettings(run_id, *nodes, timeout, KEEP_ALIVE, MISSED))
 
 
-def _parse(endpoint: str) -> tuple[str, int]:
+def _parse_endpoint(endpoint: str) -> tuple[str, int]:
     try:
         host, port = parse_rendezvous_endpoint(endpoint, DEFAULT_PORT)
         address = ipaddress.ip_address(address_towards(host))
@@ -110,12 +110,12 @@ def _await_end_of_last_run(address: StoreAddress, limit: timedelta) -> None:
         if not Noticeboard(store, address.prefix).has(_OVER):
             return
         if time.monotonic() > end or store.check([KEPT]):
-            raise _over(address)
+            raise _run_over_error(address)
         del store  # a client that is connected when it ends gets an error
         time.sleep(1.0)
 
 
-def _over(address: StoreAddress) -> ProcessError:
+def _run_over_error(address: StoreAddress) -> ProcessError:
     run_id = address.prefix.removeprefix("echelon/")
     return ProcessError(
         f"The run {run_id!r} at {address.host}:{address.port} is over; give the next run another run ID."
@@ -199,7 +199,7 @@ class ManyNodes(DynamicRendezvousHandler):
             with StartWait(self.settings.timeout.join).telling(self._missing):
                 info = self._meet()
         except RendezvousClosedError as error:
-            raise _over(self.notices_at) from error
+            raise _run_over_error(self.notices_at) from error
         except RendezvousGracefulExitError as error:
             most = self.settings.max_nodes
             raise SpareError(

@@ -52,7 +52,7 @@ class FaultEvent:
     def __str__(self) -> str:
         """Return the text that `Chaos` parses as this event."""
         values = {"code": (self.code, 1), "ms": (self.ms, 100.0), "delay": (self.delay, 0.0)}
-        options = [f"+{name}={_plain(value)}" for name, (value, default) in values.items() if value != default]
+        options = [f"+{name}={_format_number(value)}" for name, (value, default) in values.items() if value != default]
         return f"{self.action}:{self.target}={self.index}{''.join(options)}@{self.point}={self.number}"
 
 
@@ -69,7 +69,7 @@ class RandomFaults:
         """Return the text that `Chaos` parses as these faults."""
         actions = "/".join(self.actions)
         option = "" if actions == _DRAWN else f"+actions={actions}"
-        return f"random:seed={self.seed}{option}@seconds={_plain(self.shortest)}-{_plain(self.longest)}"
+        return f"random:seed={self.seed}{option}@seconds={_format_number(self.shortest)}-{_format_number(self.longest)}"
 
     def draw(self, number: int, world_size: int) -> tuple[float, Action, int]:
         """Return the seconds from the previous fault or restart to this one, its action, and its rank."""
@@ -127,7 +127,7 @@ class Chaos:
         at_random = [entry for entry in entries if entry.startswith("random")]
         if len(at_random) > 1:
             raise ConfigError(f"chaos must have one random entry, got {' and '.join(map(repr, at_random))}; keep one.")
-        object.__setattr__(self, "events", tuple(_event(entry) for entry in entries if entry not in at_random))
+        object.__setattr__(self, "events", tuple(_parse_event(entry) for entry in entries if entry not in at_random))
         object.__setattr__(self, "at_random", _random_faults(at_random[0]) if at_random else None)
 
     @classmethod
@@ -139,7 +139,9 @@ class Chaos:
         Raises:
             ConfigError: if a number or an action is invalid.
         """
-        return cls(f"random:seed={seed}+actions={'/'.join(actions)}@seconds={_plain(every[0])}-{_plain(every[1])}")
+        return cls(
+            f"random:seed={seed}+actions={'/'.join(actions)}@seconds={_format_number(every[0])}-{_format_number(every[1])}"
+        )
 
     def __bool__(self) -> bool:
         """Return whether there are any faults."""
@@ -154,16 +156,16 @@ class Chaos:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def _event(entry: str) -> FaultEvent:
+def _parse_event(entry: str) -> FaultEvent:
     what, _, when = entry.partition("@")
     action_name, _, rest = what.partition(":")
     target_text, *option_texts = rest.split("+")
     action = _one_of(action_name, ACTIONS, "action", entry, _EVENT)
-    target_name, index = _pair(target_text, "target", entry, _EVENT)
-    point_name, number = _pair(when, "point", entry, _EVENT)
+    target_name, index = _parse_pair(target_text, "target", entry, _EVENT)
+    point_name, number = _parse_pair(when, "point", entry, _EVENT)
     target = _one_of(target_name, TARGETS, "target", entry, _EVENT)
     point = _one_of(point_name, POINTS, "point", entry, _EVENT)
-    options = dict(_pair(text, "option", entry, _EVENT) for text in option_texts)
+    options = dict(_parse_pair(text, "option", entry, _EVENT) for text in option_texts)
     for name in options:
         if not _OPTIONS[action]:
             raise ConfigError(f"chaos: {name!r} in {entry!r}: {action} has no options; leave it out.")
@@ -171,20 +173,20 @@ def _event(entry: str) -> FaultEvent:
     return FaultEvent(
         action,
         target,
-        _whole(index, target, entry),
+        _parse_whole_number(index, target, entry),
         point,
-        _whole(number, point, entry, least=0 if point == "start" else 1),
-        code=_whole(options.get("code", "1"), "code", entry, most=255),
-        ms=_number(options.get("ms", "100"), "ms", entry),
-        delay=_number(options.get("delay", "0"), "delay", entry),
+        _parse_whole_number(number, point, entry, least=0 if point == "start" else 1),
+        code=_parse_whole_number(options.get("code", "1"), "code", entry, most=255),
+        ms=_parse_number(options.get("ms", "100"), "ms", entry),
+        delay=_parse_number(options.get("delay", "0"), "delay", entry),
     )
 
 
 def _random_faults(entry: str) -> RandomFaults:
     what, _, when = entry.partition("@")
     action_name, _, rest = what.partition(":")
-    texts = dict(_pair(text, "option", entry, _RANDOM) for text in filter(None, rest.split("+")))
-    point_name, seconds = _pair(when, "point", entry, _RANDOM)
+    texts = dict(_parse_pair(text, "option", entry, _RANDOM) for text in filter(None, rest.split("+")))
+    point_name, seconds = _parse_pair(when, "point", entry, _RANDOM)
     _one_of(action_name, ("random",), "action", entry, _RANDOM)
     _one_of(point_name, ("seconds",), "point", entry, _RANDOM)
     for name in texts:
@@ -193,9 +195,9 @@ def _random_faults(entry: str) -> RandomFaults:
         raise ConfigError(f"chaos: {entry!r} has no seed; write {_RANDOM}.")
     shortest, _, longest = seconds.partition("-")
     faults = RandomFaults(
-        _whole(texts["seed"], "seed", entry),
-        _number(shortest, "seconds", entry),
-        _number(longest or shortest, "seconds", entry),
+        _parse_whole_number(texts["seed"], "seed", entry),
+        _parse_number(shortest, "seconds", entry),
+        _parse_number(longest or shortest, "seconds", entry),
         tuple(
             _one_of(name, ACTIONS, "action", entry, _RANDOM) for name in texts.get("actions", "kill/stop").split("/")
         ),
@@ -205,7 +207,7 @@ def _random_faults(entry: str) -> RandomFaults:
     return faults
 
 
-def _pair(text: str, what: str, entry: str, form: str) -> tuple[str, str]:
+def _parse_pair(text: str, what: str, entry: str, form: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not (name and equals and value):
         fault = f"{text!r} in {entry!r} is not a valid {what}" if text else f"{entry!r} has no {what}"
@@ -220,19 +222,19 @@ def _one_of(word: str, known: tuple[Name, ...], what: str, entry: str, form: str
     raise ConfigError(f"chaos: {word!r} in {entry!r} is not a valid {what}; write {form}.{did_you_mean(word, known)}")
 
 
-def _whole(text: str, name: str, entry: str, *, least: int = 0, most: float = float("inf")) -> int:
+def _parse_whole_number(text: str, name: str, entry: str, *, least: int = 0, most: float = float("inf")) -> int:
     if not (text.isascii() and text.isdigit() and least <= int(text) <= most):
         limits = f">= {least}" if most == float("inf") else f"from {least} to {most}"
         raise ConfigError(f"chaos: {name} in {entry!r} must be a whole number {limits}, got {text}.")
     return int(text)
 
 
-def _number(text: str, name: str, entry: str) -> float:
+def _parse_number(text: str, name: str, entry: str) -> float:
     if not re.fullmatch(r"\d+(\.\d+)?", text, re.ASCII):
         raise ConfigError(f"chaos: {name} in {entry!r} must be a number such as 0.5, got {text}.")
     return float(text)
 
 
-def _plain(value: float) -> str:
+def _format_number(value: float) -> str:
     """Return a number as exact text, without an exponent."""
     return str(int(value)) if value == int(value) else format(Decimal(repr(value)), "f")

@@ -247,7 +247,7 @@ class Watch:
 
         Args:
             now: the time on the monotonic clock.
-            suspended: seconds for which the machine has been suspended since boot, see `clocks`.
+            suspended: seconds for which the machine has been suspended since boot, see `read_clocks`.
             elsewhere: the positions of other nodes, whose agents report hangs there.
         """
         self._notice_gaps(now, suspended)
@@ -347,7 +347,7 @@ class Watch:
         )
 
 
-def clocks() -> tuple[float, float]:
+def read_clocks() -> tuple[float, float]:
     """Return arguments for `Watch.look`: the monotonic time, and the seconds of suspend so far."""
     now = time.monotonic()
     return now, time.clock_gettime(time.CLOCK_BOOTTIME) - now if hasattr(time, "CLOCK_BOOTTIME") else 0.0

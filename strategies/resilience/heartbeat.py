@@ -11,7 +11,7 @@ from time import monotonic, sleep
 from typing import Final, NamedTuple
 
 from ...common.errors import ProcessError
-from ..launch.node_folder import allocate
+from ..launch.node_folder import allocate_file
 
 _NAME: Final = "beats"
 _MAGIC: Final = float(0xECE1_0001)
@@ -66,7 +66,7 @@ class Beat:
     __slots__ = ("_all", "_record")
 
     def __init__(self, folder: Path, local_rank: int) -> None:
-        self._all = _records(folder)
+        self._all = _open_records(folder)
         self._record = self._all[(local_rank + 1) * _RECORD :][:_RECORD]
         if not self._record:
             raise ProcessError(
@@ -102,8 +102,8 @@ def make_records(folder: Path, local_world_size: int) -> memoryview[float]:
     Raises:
         ProcessError: if there is no room.
     """
-    allocate(folder / _NAME, (local_world_size + 1) * _RECORD * 8)
-    records = _mapped(folder / _NAME)
+    allocate_file(folder / _NAME, (local_world_size + 1) * _RECORD * 8)
+    records = _map_file(folder / _NAME)
     records[0], records[_UNTIL] = _MAGIC, inf
     for local_rank in range(local_world_size):
         for number in (_PLACE, _FIRST):
@@ -128,10 +128,10 @@ def read_record(records: memoryview[float], local_rank: int) -> BeatRecord:
     return BeatRecord(now[_TIME], Phase(phase), step, bool(now[_IS_COMPILING]), int(now[_PID]) or None, first_step)
 
 
-def _records(folder: Path) -> memoryview[float]:
+def _open_records(folder: Path) -> memoryview[float]:
     file = folder / _NAME
     try:
-        records = _mapped(file)
+        records = _map_file(file)
     except (OSError, ValueError) as error:
         raise ProcessError(
             f"{file} cannot be read: {error}; start this worker from its agent, which creates the file."
@@ -141,7 +141,7 @@ def _records(folder: Path) -> memoryview[float]:
     return records
 
 
-def _mapped(file: Path) -> memoryview[float]:
+def _map_file(file: Path) -> memoryview[float]:
     descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW)
     try:
         return memoryview(mmap.mmap(descriptor, 0)).cast("d")

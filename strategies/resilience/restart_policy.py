@@ -111,13 +111,13 @@ def _alike_at_the_end(ends: list[RoundEnd]) -> list[RoundEnd]:
     last = ends[-1]
     alike: list[RoundEnd] = []
     for end in reversed(ends):
-        if end.step != last.step or _signature(end.cause) != _signature(last.cause):
+        if end.step != last.step or _signature_of_cause(end.cause) != _signature_of_cause(last.cause):
             break
         alike.insert(0, end)
     return alike
 
 
-def _signature(cause: str) -> str:
+def _signature_of_cause(cause: str) -> str:
     """Return what equal causes have in common: the type of the exception, or the text without numbers."""
     exception = _EXCEPTION.search(cause)
     return exception[1] if exception else _NUMBER.sub("#", cause)
@@ -139,26 +139,28 @@ def _report_repetition(ends: list[RoundEnd]) -> str:
             "A restart does not help: look at the batch, the code and the memory of that step; then start the run "
             "again from the newest checkpoint."
         )
-    return f"The run failed {times} {where} with the same cause, and is not started again.\n{_table(ends)}\n{remedy}"
+    return (
+        f"The run failed {times} {where} with the same cause, and is not started again.\n{_format_ends(ends)}\n{remedy}"
+    )
 
 
 def _report_budget(ends: list[RoundEnd], max_restarts: int) -> str:
     return (
         f"The run failed {len(ends)} times, and max_restarts={max_restarts}: it is not started "
-        f"again.\n{_table(ends)}\nIf the machines are at fault, raise max_restarts; if the failures have one cause, "
-        "correct it."
+        f"again.\n{_format_ends(ends)}\nIf the machines are at fault, raise max_restarts; if the failures have one "
+        "cause, correct it."
     )
 
 
 def _report_consequences(ends: list[RoundEnd]) -> str:
     return (
         f"The workers of this node lost those of other nodes {len(ends)} times without a step in between, and no node "
-        f"reported a cause: the run is not started again.\n{_table(ends)}\nLook at the output of the other nodes, and "
-        "check that the nodes reach each other: firewall, network interface."
+        f"reported a cause: the run is not started again.\n{_format_ends(ends)}\nLook at the output of the other "
+        "nodes, and check that the nodes reach each other: firewall, network interface."
     )
 
 
-def _table(ends: list[RoundEnd]) -> str:
+def _format_ends(ends: list[RoundEnd]) -> str:
     rows = [("round", "step", "rank", "cause")]
     for end in ends:
         kind = "hang: " if end.kind == "hang" else ""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from ..launch.proc_status import catches, look_at, status_of
+from ..launch.proc_status import catches_signal, look_at, status_of
 from ..launch.worker import SHOW_STACKS
 
 _PATIENCE: Final = 2.0
@@ -24,9 +24,9 @@ def dump_stacks(pids: Mapping[int, int], folder: Path) -> dict[int, str]:
     is stuck. For a worker that cannot answer, the text says why, and gives its state in the kernel.
     """
     files = {rank: folder / f"{rank}.stacks" for rank in pids}
-    before = {rank: _size(file) for rank, file in files.items()}
-    reasons = {rank: _ask(pid) for rank, pid in pids.items()}
-    sizes = _wait({rank: file for rank, file in files.items() if reasons[rank] is None}, before)
+    before = {rank: _size_of_file(file) for rank, file in files.items()}
+    reasons = {rank: _ask_for_stacks(pid) for rank, pid in pids.items()}
+    sizes = _wait_for_dumps({rank: file for rank, file in files.items() if reasons[rank] is None}, before)
     texts = {}
     for rank, pid in pids.items():
         if sizes.get(rank, 0) > before[rank]:
@@ -37,33 +37,33 @@ def dump_stacks(pids: Mapping[int, int], folder: Path) -> dict[int, str]:
     return texts
 
 
-def _wait(files: Mapping[int, Path], before: Mapping[int, int]) -> dict[int, int]:
+def _wait_for_dumps(files: Mapping[int, Path], before: Mapping[int, int]) -> dict[int, int]:
     """Return the sizes of files once all have grown and stopped growing, or after two seconds."""
     end = time.monotonic() + _PATIENCE
     sizes: dict[int, int] = {}
     while files and time.monotonic() < end:
         time.sleep(_POLL)
-        last, sizes = sizes, {rank: _size(file) for rank, file in files.items()}
+        last, sizes = sizes, {rank: _size_of_file(file) for rank, file in files.items()}
         if sizes == last and all(size > before[rank] for rank, size in sizes.items()):
             break
     return sizes
 
 
-def _ask(pid: int) -> str | None:
+def _ask_for_stacks(pid: int) -> str | None:
     """Send the signal, or return why the process cannot answer."""
     state = look_at(pid).state
     if state == "stopped":
         return "It is stopped and cannot answer; `kill -CONT` resumes it."
     if state == "ended":
         return "It has ended."
-    if state == "runs" and not catches(pid, SHOW_STACKS):
+    if state == "runs" and not catches_signal(pid, SHOW_STACKS):
         return "It is still being started and cannot answer."
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, SHOW_STACKS)
     return None
 
 
-def _size(file: Path) -> int:
+def _size_of_file(file: Path) -> int:
     return file.stat().st_size if file.exists() else 0
 
 

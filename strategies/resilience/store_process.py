@@ -15,7 +15,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # as its d
 from ...common.errors import ProcessError
 from ..cluster.network import is_this_machine
 from ..cluster.start_wait import StartWait
-from ..cluster.tcp_store import connect_store, connections_to, listen
+from ..cluster.tcp_store import connect_store, connections_to, listen_on_address
 
 LIFE: Final = "echelon/life"
 """Counts the keep-alive messages of the agents, each of which sends one per second."""
@@ -52,7 +52,7 @@ def reach_store(host: str, port: int, limit: timedelta) -> Any:
     wait = StartWait(limit)
     is_to_start = is_this_machine(host)
     while True:
-        is_to_start = is_to_start and not _start(host, port)
+        is_to_start = is_to_start and not _start_store(host, port)
         try:
             attempt = min(_TRY, limit)
             socket.create_connection((host, port), timeout=attempt.total_seconds()).close()  # torch warns of failures
@@ -83,14 +83,14 @@ def hang_up_on_silence(port: int) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENCE)
 
 
-def _start(address: str, port: int) -> bool:
+def _start_store(address: str, port: int) -> bool:
     """Start the store's process, unless something listens there already; return whether it was started.
 
     The socket listens before the process runs: if several agents start at once, one of them gets it, and the others'
     calls wait until the store answers.
     """
     try:
-        listener = listen(address, port)
+        listener = listen_on_address(address, port)
     except OSError:  # the port is taken, by the store or another program
         return False
     with listener:

@@ -30,7 +30,7 @@ from .meeting import Meeting
 from .messages import Push, Updated
 from .processes import ServerProcesses
 from .server import LOST_PEERS, ServerTask, run_server
-from .transport import Arguments, Peers, RequestError, Transport, server, trainer
+from .transport import Arguments, Peers, RequestError, Transport, server_name, trainer_name
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -135,7 +135,7 @@ class Connection:
         def join() -> None:
             service, limit = _Presence(), self._timeouts.start
             try:
-                joined.set_result(meeting.join(trainer(self.rank), self.peers, service, limit, is_given_up))
+                joined.set_result(meeting.join(trainer_name(self.rank), self.peers, service, limit, is_given_up))
             except BaseException as error:  # noqa: BLE001 - raised in the trainer's thread
                 joined.set_exception(error)
 
@@ -152,7 +152,7 @@ class Connection:
                     raise self._not_met(error) from error
         except BaseException:
             is_given_up.set()
-            joined.add_done_callback(_close)
+            joined.add_done_callback(_leave_late_peers)
             raise
 
     def _look_at_start(self) -> None:
@@ -174,7 +174,7 @@ class Connection:
         try:
             reason = self._notices.read(_FAILED)
         except RuntimeError as error:
-            reason = f"the store of the run is gone ({_short(error)})"
+            reason = f"the store of the run is gone ({_shorten_error(error)})"
         if reason is not None:
             raise ProcessError(f"Rank {self.rank} did not meet the servers: {reason}")
 
@@ -183,7 +183,7 @@ class Connection:
         self._look_at_notices()
         return ProcessError(
             f"Rank {self.rank} did not meet the {self.num_servers} servers and {self.peers.num_trainers} trainers of "
-            f"the run ({_short(error)}): one of them has ended, or did not connect within "
+            f"the run ({_shorten_error(error)}): one of them has ended, or did not connect within "
             f"start_timeout={self._timeouts.start.total_seconds():g} s; see the output of the others."
         )
 
@@ -201,7 +201,9 @@ class Connection:
         Raises:
             ProcessError: naming the server that failed, or is gone, or the trainer for which it waits.
         """
-        calls = {index: self._transport.call(server(index), request, *message) for index, message in messages.items()}
+        calls = {
+            index: self._transport.call(server_name(index), request, *message) for index, message in messages.items()
+        }
         self.sent += sum(num_bytes(_tensors_of(part)) for message in messages.values() for part in message)
         begin = time.monotonic()
         answers = {index: self._wait(index, call) for index, call in calls.items()}
@@ -226,10 +228,10 @@ class Connection:
     def _look(self, index: int, *, is_over: bool) -> None:
         """Raise an error if a server does not answer, or a trainer for which it waits does not."""
         limit = self._timeouts.answer.total_seconds()
-        ping = self._transport.call(server(index), "ping", timeout=limit)
+        ping = self._transport.call(server_name(index), "ping", timeout=limit)
         missing = self._pong(ping, partial(self._lost, index))
         others = [rank for rank in missing if rank != self.rank]
-        pings = {rank: self._transport.call(trainer(rank), "ping", timeout=limit) for rank in others}
+        pings = {rank: self._transport.call(trainer_name(rank), "ping", timeout=limit) for rank in others}
         for rank, call in pings.items():
             self._pong(call, partial(self._lost_trainer, rank))
         if is_over:
@@ -254,14 +256,14 @@ class Connection:
         if self._processes is None:
             time.sleep(_EXIT)  # the trainer that started it knows how it ended, and shall report it first
         return ProcessError.of_server(
-            f"Server {index} of {self.num_servers} does not answer rank {self.rank} ({_short(error)}); it was killed, "
-            "or stopped, or cannot be reached. Resume with ckpt_path='last'."
+            f"Server {index} of {self.num_servers} does not answer rank {self.rank} ({_shorten_error(error)}); it was "
+            "killed, or stopped, or cannot be reached. Resume with ckpt_path='last'."
         )
 
     def _lost_trainer(self, rank: int, error: BaseException) -> ProcessError:
         return ProcessError(
-            f"Rank {rank} of {self.peers.num_trainers} does not answer rank {self.rank} ({_short(error)}); it was "
-            "killed, or stopped, or cannot be reached. Resume with ckpt_path='last'."
+            f"Rank {rank} of {self.peers.num_trainers} does not answer rank {self.rank} ({_shorten_error(error)}); it "
+            "was killed, or stopped, or cannot be reached. Resume with ckpt_path='last'."
         )
 
     def _look_at_processes(self, error: BaseException | None) -> None:
@@ -269,7 +271,7 @@ class Connection:
         processes = self._processes
         for index in processes.pids if processes is not None else ():
             assert processes is not None
-            code = _within(partial(processes.exit_code, index), _EXIT if error is not None else 0.0)
+            code = _find_within(partial(processes.exit_code, index), _EXIT if error is not None else 0.0)
             if code == LOST_PEERS:
                 raise ProcessError(
                     f"Server {index} of {self.num_servers} (process {processes.pids[index]}) did not meet the others; "
@@ -284,13 +286,13 @@ class Connection:
 
     def try_ask(self, request: str, index: int, *message: object) -> Any:
         """Return the answer of a server that may be gone; None if it is, or shows no sign of life for a second."""
-        call = self._transport.call(server(index), request, *message)
+        call = self._transport.call(server_name(index), request, *message)
         with suppress(ConnectionError, RequestError):
             while True:
                 try:
                     return call.result(timeout=_PATIENCE)
                 except NotYet:
-                    self._transport.call(server(index), "ping", timeout=_PATIENCE).result()
+                    self._transport.call(server_name(index), "ping", timeout=_PATIENCE).result()
         return None
 
     def meet(self) -> None:
@@ -320,7 +322,9 @@ class Connection:
                     self.ask("end", dict.fromkeys(range(self.num_servers), ()))
                 self._collectives.barrier()
             else:  # so that servers do not warn of it; those that are alive answer at once
-                calls = [self._transport.call(server(i), "end", timeout=_PATIENCE) for i in range(self.num_servers)]
+                calls = [
+                    self._transport.call(server_name(i), "end", timeout=_PATIENCE) for i in range(self.num_servers)
+                ]
                 wait(calls, timeout=_PATIENCE)
             self._transport.close()
             if not has_failed:
@@ -336,7 +340,7 @@ class Connection:
             self._folder.remove()
 
 
-def _close(joined: Future[Transport]) -> None:
+def _leave_late_peers(joined: Future[Transport]) -> None:
     """Leave peers that were joined too late."""
     if joined.exception() is None:
         joined.result().close()
@@ -365,7 +369,7 @@ class _Folder:
             shutil.rmtree(self.path, ignore_errors=True)
 
 
-def _within(look: Callable[[], T | None], seconds: float) -> T | None:
+def _find_within(look: Callable[[], T | None], seconds: float) -> T | None:
     """Return what is found within some seconds: a connection breaks before the process is gone."""
     end = time.monotonic() + seconds
     while (found := look()) is None and time.monotonic() < end:
@@ -373,7 +377,7 @@ def _within(look: Callable[[], T | None], seconds: float) -> T | None:
     return found
 
 
-def _short(error: BaseException) -> str:
+def _shorten_error(error: BaseException) -> str:
     return str(error).split(" (this error originated")[0][:120]
 
 

@@ -27,7 +27,7 @@ class FlatLayout:
             flats.append(
                 torch.cat(
                     [
-                        torch.zeros(self.shapes[i].numel(), dtype=dtype) if part is None else _flat(part)
+                        torch.zeros(self.shapes[i].numel(), dtype=dtype) if part is None else _flatten_tensor(part)
                         for i, part in zip(members, parts, strict=True)
                     ]
                 )
@@ -43,11 +43,11 @@ class FlatLayout:
         return [views[i] for i in range(len(self.shapes))]
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def _flatten_tensor(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).cpu()
 
 
-def deal(sizes: Mapping[str, int], number: int) -> list[list[str]]:
+def deal_names(sizes: Mapping[str, int], number: int) -> list[list[str]]:
     """Distribute names over `number` holders: the largest first, each to the holder with the least so far."""
     dealt: list[list[str]] = [[] for _ in range(number)]
     loads = [0] * number

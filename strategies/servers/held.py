@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..distributed.pickling import unpack
-from ..state.optimizer_state import remake
+from ..distributed.pickling import unpack_value
+from ..state.optimizer_state import remake_optimizer
 from ..torch_internals.tensors import find_values
 from .flat_layout import FlatLayout
 from .messages import Assignment, Push, Rows, Update, Updated
@@ -47,8 +47,8 @@ class HeldOptimizer:
         groups = [
             {**group, "params": [self.parameters[name] for name in group["params"]]} for group in assignment.groups
         ]
-        kind, attributes = unpack(assignment.optimizer)
-        self.optimizer: Optimizer = remake(kind, attributes, groups)
+        kind, attributes = unpack_value(assignment.optimizer)
+        self.optimizer: Optimizer = remake_optimizer(kind, attributes, groups)
         self.optimizer.state.update(_state_of(assignment.state, self.parameters))
         self._pushes: dict[int, tuple[Push, Future[object]]] = {}
         self._updated: tuple[int, Updated] | None = None
@@ -109,11 +109,11 @@ class HeldOptimizer:
             self._take_settings(push.settings)
 
     def _update(self, step: int) -> Updated:
-        before = _settings(self.optimizer)
+        before = _copy_settings(self.optimizer)
         self.optimizer.step()
         changed = [
             {name: value for name, value in after.items() if _has_changed(old.get(name), value)}
-            for old, after in zip(before, _settings(self.optimizer), strict=True)
+            for old, after in zip(before, _copy_settings(self.optimizer), strict=True)
         ]
         updated = Updated(self.flats, changed)
         self._updated = step, updated
@@ -194,14 +194,15 @@ def _has_changed(old: object, new: object) -> bool:
     return old is not new and (isinstance(new, Tensor) or bool(old != new))
 
 
-def _settings(optimizer: Optimizer) -> list[dict[str, object]]:
+def _copy_settings(optimizer: Optimizer) -> list[dict[str, object]]:
     """Return the settings of each group, with copies of what a step may change in place."""
     return [
-        {name: _copied(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+        {name: _copy_if_mutable(value) for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
     ]
 
 
-def _copied(value: object) -> object:
+def _copy_if_mutable(value: object) -> object:
     return copy.deepcopy(value) if isinstance(value, Tensor | list | dict) else value
 
 

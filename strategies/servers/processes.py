@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from ...common.errors import ProcessError
 from ..cluster.environment import hide_gpus
-from ..launch.fork_server import blank_main, preload
+from ..launch.fork_server import blank_main, preload_modules
 from ..launch.proc_status import look_at
 from ..launch.worker import end_with_the_caller, makes_devices_unusable
 from ..torch_internals.distributed import kill_with_parent
@@ -46,10 +46,10 @@ class Nursery:
         if self.is_forked:
             context: Any = multiprocessing.get_context("fork")
         else:
-            preload(())
+            preload_modules(())
             context = multiprocessing.get_context("forkserver")
         with blank_main():
-            self.process = context.Process(target=_tend, args=(theirs,), daemon=True, name="echelon-servers")
+            self.process = context.Process(target=_tend_servers, args=(theirs,), daemon=True, name="echelon-servers")
             self.process.start()
         theirs.close()
 
@@ -171,7 +171,7 @@ def _num_threads() -> int:
 # --- in the nursery --------------------------------------------------------------------------------------------------
 
 
-def _tend(pipe: Connection) -> None:
+def _tend_servers(pipe: Connection) -> None:
     """Fork servers and report how they end, until the parent of this process is gone."""
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)  # the trainer's handler would ask for a checkpoint
@@ -185,7 +185,7 @@ def _tend(pipe: Connection) -> None:
         except (EOFError, OSError):
             os._exit(0)
         if request == "start":
-            pid = _fork(*arguments)
+            pid = _fork_server(*arguments)
             exit_codes[pid] = None
             pipe.send(pid)
             continue
@@ -198,7 +198,7 @@ def _tend(pipe: Connection) -> None:
         pipe.send(exit_codes[pid])
 
 
-def _fork(function: Callable[..., None], argument: object) -> int:
+def _fork_server(function: Callable[..., None], argument: object) -> int:
     nursery = os.getpid()
     pid = os.fork()
     if pid:

@@ -72,11 +72,11 @@ class RemoteCalls:
             raise RunError(
                 f"strategy.{name} needs a running fit, found none; call it between on_fit_start and on_fit_end."
             )
-        _check(func, args, kwargs, timeout)
+        _check_call(func, args, kwargs, timeout)
         return self._connection.invoke(how, to, func, Arguments(tuple(args), kwargs or {}), timeout)
 
 
-def _check(func: object, args: object, kwargs: object, timeout: object) -> None:
+def _check_call(func: object, args: object, kwargs: object, timeout: object) -> None:
     """Check what a user gives for a call, of which the other process would complain, or torch.
 
     Raises:

@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 
 from ...common.errors import ModuleError
 from ..distributed.collectives import Collectives
-from ..distributed.pickling import PICKLING_ERRORS, pack
+from ..distributed.pickling import PICKLING_ERRORS, pack_value
 from ..state.optimizer_state import attributes_of, parameter_names
 from ..torch_internals.optimizers import note_step, put_step_back, replace_step
 from ..torch_internals.tensors import copy_together
 from .connection import Connection
-from .flat_layout import FlatLayout, deal, have_same_bits
+from .flat_layout import FlatLayout, deal_names, have_same_bits
 from .messages import Assignment, Push, Rows, Update, Updated
 from .served_state import (
     ServedState,
@@ -163,7 +163,7 @@ class ServedOptimizer:
         self._layouts = {index: FlatLayout([named[n] for n in trained]) for index, trained in self._trained.items()}
         with self._collectives.fail_together():  # only trainer 0 finds out what cannot be sent
             if self._connection.rank == 0:
-                packed = pack((type(optimizer), attributes_of(optimizer)), type(optimizer).__name__)
+                packed = pack_value((type(optimizer), attributes_of(optimizer)), type(optimizer).__name__)
                 assignments = {index: (self.key, self._assignment(index, packed, state)) for index in servers}
                 self._send("assign", assignments)
         served = {parameter: name for name, parameter in named.items()}
@@ -202,7 +202,7 @@ class ServedOptimizer:
     def own_state(self) -> dict[str, dict[str, object]]:
         """Return this trainer's share of the state that servers hold: each trainer saves another one."""
         sizes = {name: parameter.numel() for name, parameter in self._named.items()}
-        return self.fetch_state(deal(sizes, self._collectives.world_size)[self._connection.rank])
+        return self.fetch_state(deal_names(sizes, self._collectives.world_size)[self._connection.rank])
 
     def come_home(self, *, has_failed: bool) -> None:
         """Give the user's object its own step and state; that of a run that has failed only if servers still answer."""

@@ -19,7 +19,7 @@ from .held import HeldOptimizer
 from .meeting import Meeting
 from .messages import Assignment, Push, Update, Updated
 from .staleness import StalenessBound
-from .transport import Peers, server
+from .transport import Peers, server_name
 
 LOST_PEERS: Final = 75
 """Exit code of a server that did not meet the others: another process is to blame."""
@@ -44,7 +44,7 @@ def run_server(task: ServerTask) -> None:
     torch.set_num_threads(threads_per_process(task.num_neighbours))
     service = Server(task.peers.num_trainers, task.max_staleness)
     try:
-        task.meeting.join(server(task.index), task.peers, service, task.start_timeout)
+        task.meeting.join(server_name(task.index), task.peers, service, task.start_timeout)
     except (ConnectionError, RuntimeError) as error:
         sys.stderr.write(f"Server {task.index} of {task.peers.num_servers} did not meet the others: {error}\n")
         sys.stderr.flush()

@@ -12,7 +12,7 @@ from ...common.errors import ConfigError
 from ..distributed.collectives import Collectives
 from ..module.memory_estimate import MemoryShare
 from .connection import Connection
-from .flat_layout import deal
+from .flat_layout import deal_names
 from .remote_embedding import RemoteEmbedding
 
 
@@ -35,7 +35,7 @@ class RemoteTables:
         self.names = frozenset(self._layers)
         self.sparse = {key: all(layer.sparse for _, layer in layers) for key, layers in self._layers.items()}
         self._holders: Mapping[str, int] = {}
-        _check(module, found)
+        _check_tables(module, found)
 
     @property
     def all_names(self) -> frozenset[str]:
@@ -111,7 +111,7 @@ class RemoteTables:
     ) -> dict[str, object]:
         """Return the share of the module's state that this trainer saves: some tables; on the first, also all else."""
         sizes = {name: weight.numel() for name, weight in self._weights.items()}
-        own = self.fetch(connection, deal(sizes, collectives.world_size)[connection.rank])
+        own = self.fetch(connection, deal_names(sizes, collectives.world_size)[connection.rank])
         aliases = self._aliases()
         share = {n: v for n, v in state.items() if n not in aliases} if connection.rank == 0 else {}
         return share | {name: own[key] for name, key in aliases.items() if key in own}
@@ -138,7 +138,7 @@ class RemoteTables:
         }
 
 
-def _check(module: nn.Module, found: Mapping[str, RemoteEmbedding]) -> None:
+def _check_tables(module: nn.Module, found: Mapping[str, RemoteEmbedding]) -> None:
     tables = {id(layer.weight) for layer in found.values()}
     for name, part in module.named_modules():
         shared = [own for own, p in part.named_parameters(recurse=False) if id(p) in tables]

@@ -24,8 +24,8 @@ from torch.distributed import Store, rpc  # type: ignore[attr-defined]  # as its
 from torch.distributed.rpc import functions
 
 from ...common.errors import ConfigError, RunError
-from ..cluster.environment import overridden
-from ..distributed.pickling import PICKLING_ERRORS, pack, unpack
+from ..cluster.environment import overriding_variables
+from ..distributed.pickling import PICKLING_ERRORS, pack_value, unpack_value
 from ..torch_internals.distributed import is_rpc_initialized, join_rpc, make_rpc_options
 from .transport import Arguments, Peers, RequestError, Service
 
@@ -74,7 +74,7 @@ class TensorPipe:
         _SERVICES.append(service)
         self._store = _PatientStore(store, start_timeout, is_given_up)  # torch does not keep it alive
         try:
-            with warnings.catch_warnings(), overridden(interface):
+            with warnings.catch_warnings(), overriding_variables(interface):
                 warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch's own use of it
                 join_rpc(self._internal(name), rank, len(peers.names), self._store, options)
         except BaseException as error:
@@ -92,11 +92,11 @@ class TensorPipe:
         """Send a request; see `Transport`."""
         answer: Future[object] = Future()
         try:
-            future = rpc.rpc_async(self._internal(peer), _answer, (request, arguments), timeout=timeout)
+            future = rpc.rpc_async(self._internal(peer), _answer_request, (request, arguments), timeout=timeout)
         except RuntimeError as error:
             answer.set_exception(ConnectionError(str(error)))
         else:
-            future.add_done_callback(lambda done: _take(done, answer))
+            future.add_done_callback(lambda done: _pass_on_outcome(done, answer))
         return answer
 
     def invoke(
@@ -104,10 +104,10 @@ class TensorPipe:
     ) -> object:
         """Call a function of the user's in a peer; see `Transport`."""
         call: Any = rpc.remote if how == "remote" else rpc.rpc_async
-        packed = _packed(function) if isinstance(function, Hashable) else pack(function)
+        packed = _pack_function(function) if isinstance(function, Hashable) else pack_value(function)
         sent = packed, arguments.args, dict(arguments.kwargs)
         try:
-            result = call(self._internal(peer), _invoke, sent, timeout=timeout)
+            result = call(self._internal(peer), _invoke_packed, sent, timeout=timeout)
         except PICKLING_ERRORS as error:  # by torch, before anything is sent
             raise ConfigError(
                 f"The arguments cannot be sent to {peer}: {error}; give tensors, numbers, lists, references and "
@@ -172,7 +172,7 @@ class _PatientStore(Store):
 
 
 @functions.async_execution  # type: ignore[untyped-decorator]  # torch has no types for it
-def _answer(request: str, arguments: tuple[object, ...]) -> torch.futures.Future[object]:
+def _answer_request(request: str, arguments: tuple[object, ...]) -> torch.futures.Future[object]:
     """Answer a request, in the process that received it."""
     future: torch.futures.Future[object] = torch.futures.Future()
     try:
@@ -181,7 +181,7 @@ def _answer(request: str, arguments: tuple[object, ...]) -> torch.futures.Future
         future.set_result(_Failure(error))
         return future
     if isinstance(value, Future):
-        value.add_done_callback(lambda done: future.set_result(_outcome(done)))
+        value.add_done_callback(lambda done: future.set_result(_get_outcome(done)))
     else:
         future.set_result(value)
     return future
@@ -195,12 +195,12 @@ class _Failure:
         self.trace = "".join(traceback.format_tb(error.__traceback__))
 
 
-def _outcome(done: Future[object]) -> object:
+def _get_outcome(done: Future[object]) -> object:
     error = done.exception()
     return done.result() if error is None else _Failure(error)
 
 
-def _take(done: torch.futures.Future[object], answer: Future[object]) -> None:
+def _pass_on_outcome(done: torch.futures.Future[object], answer: Future[object]) -> None:
     """Pass on the outcome of torch's future, on which one cannot wait and still handle signals."""
     try:
         value = done.value()
@@ -216,20 +216,20 @@ def _take(done: torch.futures.Future[object], answer: Future[object]) -> None:
 
 
 @lru_cache(maxsize=256)
-def _packed(function: Callable[..., object]) -> bytes:
-    return pack(function)  # the peer cannot import the user's program
+def _pack_function(function: Callable[..., object]) -> bytes:
+    return pack_value(function)  # the peer cannot import the user's program
 
 
-def _invoke(packed: bytes, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-    return _unpacked(packed)(*args, **kwargs)
+def _invoke_packed(packed: bytes, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    return _unpack_function(packed)(*args, **kwargs)
 
 
 @lru_cache(maxsize=256)
-def _unpacked(packed: bytes) -> Any:
-    return unpack(packed)
+def _unpack_function(packed: bytes) -> Any:
+    return unpack_value(packed)
 
 
-def _flush() -> None:
+def _flush_stderr() -> None:
     if sys.stderr is not None:  # it is None in a program that was started without one
         sys.stderr.flush()
 
@@ -237,7 +237,7 @@ def _flush() -> None:
 @contextmanager
 def _without_warnings() -> Iterator[None]:
     """Drop what torch's agent prints about each peer as it ends; any other output of that time comes afterwards."""
-    _flush()
+    _flush_stderr()
     try:
         stream = os.dup(2)
     except OSError:  # closed, as a daemon's may be
@@ -248,7 +248,7 @@ def _without_warnings() -> Iterator[None]:
         try:
             yield
         finally:
-            _flush()
+            _flush_stderr()
             os.dup2(stream, 2)
             os.close(stream)
             file.seek(0)

@@ -57,14 +57,16 @@ class Peers:
     @property
     def names(self) -> list[str]:
         """The names of all, in the order of their numbers."""
-        return [trainer(rank) for rank in range(self.num_trainers)] + [server(i) for i in range(self.num_servers)]
+        return [trainer_name(rank) for rank in range(self.num_trainers)] + [
+            server_name(i) for i in range(self.num_servers)
+        ]
 
 
-def trainer(rank: int) -> str:
+def trainer_name(rank: int) -> str:
     """Return the name of a trainer."""
     return f"trainer{rank}"
 
 
-def server(index: int) -> str:
+def server_name(index: int) -> str:
     """Return the name of a server."""
     return f"server{index}"

@@ -11,7 +11,7 @@ from ...common.errors import EchelonError
 from ..state.lazy_tensor import OUTLINE
 from .exchange import FileTransfer, SnapshotExchange
 from .index import FileEntry, Returns, SnapshotIndex, read_index, write_index
-from .shared_file import MemoryFile, checksum
+from .shared_file import MemoryFile, compute_checksum
 
 Holders: TypeAlias = Mapping[str, Sequence[int]]
 """The nodes that have each file of a snapshot."""
@@ -87,7 +87,7 @@ class Recovery:
 
     def _is_sound(self, index: SnapshotIndex, name: str) -> bool:
         try:
-            return checksum(MemoryFile(self._folder / index.slot / name).bytes) == index.files[name].checksum
+            return compute_checksum(MemoryFile(self._folder / index.slot / name).bytes) == index.files[name].checksum
         except OSError:
             return False
 

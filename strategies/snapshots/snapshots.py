@@ -186,13 +186,13 @@ class MemorySnapshots:
         """Return, on rank 0, a snapshot's index, and the transfers that copy each file to a second node."""
         for rank, contribution in enumerate(contributions):
             if contribution.error:
-                raise _refusal(draft, rank, contribution.error)
+                raise _not_taken_error(draft, rank, contribution.error)
         try:
             described = describe([contribution.content for contribution in contributions])
         except Exception as error:
-            raise _refusal(draft, 0, error) from error
+            raise _not_taken_error(draft, 0, error) from error
         first = replace(contributions[0], files={**contributions[0].files, **described})
-        files, transfers = _place([first, *contributions[1:]], self.nodes)
+        files, transfers = _place_files([first, *contributions[1:]], self.nodes)
         sources = [list(contribution.sources) for contribution in contributions]
         index = SnapshotIndex(self.round, draft.number, draft.path.name, draft.step, self.nodes, sources, files)
         return index, transfers
@@ -236,11 +236,11 @@ class MemorySnapshots:
             _keep_only(self.folder, (self._slot, self._other_slot))
 
 
-def _refusal(draft: Draft, rank: int, error: object) -> CheckpointError:
+def _not_taken_error(draft: Draft, rank: int, error: object) -> CheckpointError:
     return CheckpointError(f"The snapshot of step {draft.step} in memory was not taken; see rank {rank}: {error}")
 
 
-def _place(
+def _place_files(
     contributions: Sequence[Contribution], nodes: Sequence[int]
 ) -> tuple[dict[str, FileEntry], list[FileTransfer]]:
     """Return all files, and the transfers that copy each one to a second node."""

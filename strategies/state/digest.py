@@ -19,13 +19,13 @@ _TABLE: Final = 1 << 16
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def digest(tensor: Tensor) -> Tensor:
+def digest_tensor(tensor: Tensor) -> Tensor:
     """Return an int64 scalar on the tensor's device, without waiting for the device.
 
     Tensors with other values, or with the same ones in another order, have another digest (but for 1 in 2 ** 32, and
     for most changes in 2 ** 64; a change of one value always gives another).
     """
-    return _digests([tensor])[0]
+    return _digest_tensors([tensor])[0]
 
 
 def digest_of_all(tensors: Iterable[Tensor]) -> Tensor:
@@ -38,13 +38,13 @@ def digest_of_all(tensors: Iterable[Tensor]) -> Tensor:
         by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     total = torch.zeros((), dtype=torch.int64)
     for of_kind in by_kind.values():
-        for number in torch.stack(_digests(_joined(of_kind))).cpu():
-            total = mixed(total) + number
+        for number in torch.stack(_digest_tensors(_join_small_tensors(of_kind))).cpu():
+            total = mix_numbers(total) + number
     return total
 
 
 @torch.no_grad()
-def _digests(tensors: Iterable[Tensor]) -> list[Tensor]:
+def _digest_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return the digests of tensors on the same device."""
     weights = torch.empty(0, dtype=torch.int64)
     totals = []
@@ -57,17 +57,17 @@ def _digests(tensors: Iterable[Tensor]) -> list[Tensor]:
         size = _size_of_chunks(bits)
         if len(weights) < min(max(len(words), len(rest)), size):
             # odd, so that no change of a number is multiplied away
-            weights = mixed(torch.arange(1, min(max(len(words), 8), size) + 1, device=bits.device)) | 1
+            weights = mix_numbers(torch.arange(1, min(max(len(words), 8), size) + 1, device=bits.device)) | 1
         total = torch.zeros((), dtype=torch.int64, device=bits.device)
         for chunk in (*words.split(size), rest):
             if len(chunk):
                 # overflow wraps around; without the shift, the highest bits, which are signs, would cancel out in pairs
-                total = mixed(total) + (weights[: len(chunk)] * (chunk ^ (chunk >> 32))).sum()
+                total = mix_numbers(total) + (weights[: len(chunk)] * (chunk ^ (chunk >> 32))).sum()
         totals.append(total)
     return totals
 
 
-def _joined(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
+def _join_small_tensors(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
     """Yield large tensors as they are, and small ones in concatenations of about the size of a chunk."""
     waiting: list[Tensor] = []
     size = 0
@@ -96,7 +96,7 @@ def bits_of(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(_BITS[tensor.element_size()])
 
 
-def mixed(numbers: Tensor) -> Tensor:
+def mix_numbers(numbers: Tensor) -> Tensor:
     """Return other numbers, which have no simple relation to these ones."""
     numbers = numbers * _ODD[0]
     numbers = (numbers ^ (numbers >> 29)) * _ODD[1]
@@ -117,7 +117,11 @@ def part_digest(part: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> T
     """
     if part.is_complex():
         part, offsets, shape = torch.view_as_real(part.resolve_conj()), (*offsets, 0), (*shape, 2)
-    size, bits, table = part.element_size(), bits_of(part), mixed(torch.arange(1, _TABLE + 1, device=part.device)) | 1
+    size, bits, table = (
+        part.element_size(),
+        bits_of(part),
+        mix_numbers(torch.arange(1, _TABLE + 1, device=part.device)) | 1,
+    )
     is_in_a_row = tuple(part.shape[1:]) == tuple(shape[1:])
     begin = offsets[0] * math.prod(shape[1:]) * size if part.dim() else 0
     if not is_in_a_row or begin % 4:
@@ -131,7 +135,7 @@ def part_digest(part: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> T
     while len(words):
         rest = (_TABLE - word % _TABLE) % _TABLE or min(step, max(_TABLE, len(words) // _TABLE * _TABLE))
         chunk, words = words[:rest].to(torch.int64) & 0xFFFFFFFF, words[rest:]
-        total = total + _weighed(chunk, word, table)
+        total = total + _sum_weighted_words(chunk, word, table)
         word += len(chunk)
     if whole < len(bits):
         at = torch.arange(begin // size + whole, begin // size + len(bits), device=part.device)
@@ -139,19 +143,19 @@ def part_digest(part: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> T
     return total
 
 
-def _weighed(words: Tensor, first: int, table: Tensor) -> Tensor:
+def _sum_weighted_words(words: Tensor, first: int, table: Tensor) -> Tensor:
     """Return the sum of words that follow each other, each multiplied by its weight."""
     if first % _TABLE or len(words) % _TABLE:
         cut = min(len(words), _TABLE - first % _TABLE)
-        sums = (words[:cut] * table[first % _TABLE :][:cut]).sum() * _factor(first // _TABLE, table)
-        return sums if cut == len(words) else sums + _weighed(words[cut:], first + cut, table)
+        sums = (words[:cut] * table[first % _TABLE :][:cut]).sum() * _make_factor(first // _TABLE, table)
+        return sums if cut == len(words) else sums + _sum_weighted_words(words[cut:], first + cut, table)
     rows = (words.view(-1, _TABLE) * table).sum(1)
-    factors = mixed(torch.arange(first // _TABLE, first // _TABLE + len(rows), device=words.device) + _TABLE) | 1
+    factors = mix_numbers(torch.arange(first // _TABLE, first // _TABLE + len(rows), device=words.device) + _TABLE) | 1
     return (rows * factors).sum()
 
 
-def _factor(number: int, table: Tensor) -> Tensor:
-    return mixed(torch.tensor(number + _TABLE, device=table.device)) | 1
+def _make_factor(number: int, table: Tensor) -> Tensor:
+    return mix_numbers(torch.tensor(number + _TABLE, device=table.device)) | 1
 
 
 def _digest_of_elements(
@@ -182,4 +186,4 @@ def _weighed_elements(bits: Tensor, at: Tensor, table: Tensor) -> Tensor:
 
 
 def _weighed_at(values: Tensor, words: Tensor, table: Tensor) -> Tensor:
-    return (values * table[words % _TABLE] * (mixed(words // _TABLE + _TABLE) | 1)).sum()
+    return (values * table[words % _TABLE] * (mix_numbers(words // _TABLE + _TABLE) | 1)).sum()

@@ -18,7 +18,7 @@ from ..distributed.collectives import Collectives
 from ..torch_internals.fake_tensors import is_without_memory
 from ..torch_internals.tensors import compute_norms, is_traceable_wrapper_subclass, scale_together
 from ..wrapped.wrapped_tensors import (
-    copied,
+    copy_wrapped,
     held_tensors,
     put_together,
     rule_of,
@@ -74,7 +74,7 @@ def bytes_of(tensor: Tensor) -> float:
     return tensor.numel() * sum(inner.nbytes for inner in held_tensors(held)) / max(1, held.numel())
 
 
-def unfit(tensor: Tensor) -> str:
+def describe_if_unfit(tensor: Tensor) -> str:
     """Return why a tensor's elements, or those of its shard, are not plainly in its memory; empty if they are."""
     tensor = held_as(tensor)
     if is_lazy(tensor):
@@ -88,10 +88,10 @@ def unfit(tensor: Tensor) -> str:
     if kind:
         return f"a {kind} tensor"
     has_memory = not tensor.numel() or is_without_memory(tensor) or isinstance(tensor, StoredTensor)
-    return "" if has_memory or _address(tensor) else f"a {type(tensor).__name__} without memory of its own"
+    return "" if has_memory or _data_address(tensor) else f"a {type(tensor).__name__} without memory of its own"
 
 
-def _address(tensor: Tensor) -> int:
+def _data_address(tensor: Tensor) -> int:
     try:
         return tensor.data_ptr()
     except RuntimeError:  # a functional tensor, or one in a transform of torch.func
@@ -104,15 +104,15 @@ def values_here(tensor: Tensor) -> Tensor:
     return tensor.coalesce().values() if tensor.is_sparse else tensor
 
 
-def gathered(tensor: Tensor) -> Tensor:
+def gather_tensor(tensor: Tensor) -> Tensor:
     """Return a DTensor gathered, differentiably, or a plain tensor as is. Collective: the ranks of its mesh call it."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 def number_of(value: object) -> float | None:
-    """Return what ``self.log`` gets as a number; None for a metric object. Collective for a DTensor, see `gathered`."""
+    """Return what ``self.log`` gets as a number; None for a metric object. Collective as `gather_tensor` is."""
     if isinstance(value, Tensor):
-        value = gathered(value).detach()
+        value = gather_tensor(value).detach()
         value = value.item() if value.numel() == 1 else None
     return float(value) if isinstance(value, int | float) else None
 
@@ -211,7 +211,7 @@ def check_whole(state: Mapping[str, object]) -> None:
         ModuleError: naming one whose shards are not dense tensors.
     """
     for name, value in state.items():
-        reason = unfit(value) if is_dtensor(value) and not _can_be_joined(value) else ""
+        reason = describe_if_unfit(value) if is_dtensor(value) and not _can_be_joined(value) else ""
         if reason:
             raise ModuleError(
                 f"{name} is sharded, and {reason}: its shards cannot be put together, as a fit that starts its own "
@@ -226,7 +226,7 @@ def whole_on_cpu(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         if tensor is not None:
             found = whole_tensor(tensor) if is_dtensor(tensor) else tensor
             if is_wrapper(found):
-                whole[name] = copied(found, "cpu")
+                whole[name] = copy_wrapped(found, "cpu")
                 continue
             dense = found.detach().to_dense() if found.is_sparse else found.detach()
             whole[name] = dense.to("cpu", copy=True)
@@ -254,11 +254,11 @@ def whole_tensor(tensor: DTensor) -> Tensor:
 
     mesh = tensor.device_mesh
     if is_wrapper(tensor):
-        return _joined(tensor)
+        return _join_wrapped_shards(tensor)
     # a tensor that is offloaded to the CPU is moved to the device on which its mesh communicates
     local = local_shard(tensor).to(mesh.device_type)
     if mesh.ndim == 1:
-        return _full(local, mesh, tensor.placements[0], tensor.shape)
+        return _gather_one_axis(local, mesh, tensor.placements[0], tensor.shape)
     names, place = mesh.mesh_dim_names or (), mesh.get_coordinate() or ()
     shape, steps = list(tensor.shape), []
     for dim in range(tensor.dim()):
@@ -268,7 +268,7 @@ def whole_tensor(tensor: DTensor) -> Tensor:
             shape[dim] = shard_size(shape[dim], mesh.shape[axis], split_factor, place[axis])
     local = local if local.numel() else local.new_empty(shape)  # fully_shard gives an empty shard an odd shape
     for submesh, placement, whole in reversed(steps):
-        local = _full(local, submesh, placement, whole)
+        local = _gather_one_axis(local, submesh, placement, whole)
     return local
 
 
@@ -282,7 +282,7 @@ def _can_be_joined(tensor: DTensor) -> bool:
     return are_rows and held_as(tensor).shape[0] * number == tensor.shape[0]
 
 
-def _joined(tensor: DTensor) -> Tensor:
+def _join_wrapped_shards(tensor: DTensor) -> Tensor:
     """Return a whole DTensor whose shards wrap others, bit by bit. Collective: the ranks of its mesh call it."""
     from torch.distributed.tensor import Shard
 
@@ -296,7 +296,9 @@ def _joined(tensor: DTensor) -> Tensor:
         inner = {
             name: held
             if name in rule.shared or not held.dim()
-            else _full(held.to(mesh.device_type), axis, Shard(0), torch.Size((held.shape[0] * number, *held.shape[1:])))
+            else _gather_one_axis(
+                held.to(mesh.device_type), axis, Shard(0), torch.Size((held.shape[0] * number, *held.shape[1:]))
+            )
             for name, held in parts.tensors.items()
         }
         context = with_changed(parts.context, rule, parts.shape, shape)
@@ -304,7 +306,7 @@ def _joined(tensor: DTensor) -> Tensor:
     return whole
 
 
-def _full(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.Size) -> Tensor:
+def _gather_one_axis(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.Size) -> Tensor:
     """Return a whole tensor that is sharded over a mesh of one axis. Collective: the ranks of the mesh call it."""
     from torch.distributed.tensor import DTensor
 
@@ -380,7 +382,7 @@ def _check_placed(tensor: DTensor, path: str) -> None:
         )
 
 
-def writes(tensor: DTensor, key: str, holders: Holders) -> bool:
+def writes_shard(tensor: DTensor, key: str, holders: Holders) -> bool:
     """Return whether this rank is the one that writes its shard of a DTensor, of all ranks that hold the same shard.
 
     `key` determines which replica it is, so that all of them write about the same amount.

@@ -30,13 +30,13 @@ class FromEnvironment(str):
     def mark(cls, value: Any, stored: Any) -> Any:
         """Return a config value whose strings carry the interpolations that are `stored` in their place."""
         if isinstance(value, dict):
-            return {key: cls.mark(item, _at(stored, key)) for key, item in value.items()}
+            return {key: cls.mark(item, _stored_item(stored, key)) for key, item in value.items()}
         if isinstance(value, list):
-            return [cls.mark(item, _at(stored, index)) for index, item in enumerate(value)]
+            return [cls.mark(item, _stored_item(stored, index)) for index, item in enumerate(value)]
         is_unresolved = isinstance(value, str) and isinstance(stored, str) and _INTERPOLATION.search(stored)
         return cls(value, stored) if is_unresolved else value
 
 
-def _at(stored: Any, key: object) -> Any:
+def _stored_item(stored: Any, key: object) -> Any:
     """Return what is stored for an item; if its container came from one interpolation, that interpolation."""
     return stored if isinstance(stored, str) else stored[key]

@@ -13,7 +13,7 @@ from ...common.errors import CheckpointError
 from ..distributed.nested import map_tensors
 from ..torch_internals.tensors import DisableTorchFunctionSubclass, make_instance
 from ..wrapped.wrapped_blocks import join_wrapped
-from ..wrapped.wrapped_tensors import copied, dequantized, is_here, is_wrapped
+from ..wrapped.wrapped_tensors import copy_wrapped, dequantize_tensor, is_here, is_wrapped
 
 _SOURCE: Final = "_echelon_source"
 """The attribute of a tensor whose elements have to be fetched from a store."""
@@ -47,7 +47,7 @@ class StoredTensor(Tensor):
 
     def __new__(cls, blocks: Sequence[Block]) -> StoredTensor:
         """Return a tensor with this shape and dtype, but without elements."""
-        shape = [max(ends) for ends in zip(*(_ends(block) for block in blocks), strict=True)]
+        shape = [max(ends) for ends in zip(*(_end_offsets(block) for block in blocks), strict=True)]
         outline = torch.empty(shape, dtype=blocks[0][0].dtype, device="meta")
         return make_instance(cls, outline)
 
@@ -82,7 +82,7 @@ class StoredTensor(Tensor):
             if target.shape == source.shape and not source.is_wrapped:
                 source.copy_to(target, [0] * target.dim())
                 return target
-        return func(*map_tensors(_plain, tuple(args)), **map_tensors(_plain, dict(kwargs or {})))
+        return func(*map_tensors(_read_whole, tuple(args)), **map_tensors(_read_whole, dict(kwargs or {})))
 
     def copy_to(self, target: Tensor, offsets: Sequence[int]) -> None:
         """Copy the block that begins at `offsets` and has the shape of `target` into `target`."""
@@ -94,10 +94,10 @@ class StoredTensor(Tensor):
             if all(start < stop for start, stop in spans):
                 check_here(block, begin)
                 if is_wrapped(block):
-                    block, self.was_dequantized = dequantized(block), True
-                inside = _slices(spans, begin)
-                fetch(block, inside)
-                target[_slices(spans, offsets)].copy_(block[inside])
+                    block, self.was_dequantized = dequantize_tensor(block), True
+                inside = _relative_slices(spans, begin)
+                fetch_block(block, inside)
+                target[_relative_slices(spans, offsets)].copy_(block[inside])
 
     @property
     def blocks(self) -> Sequence[Block]:
@@ -113,7 +113,7 @@ class StoredTensor(Tensor):
         """Return the plain tensor; if it is stored in one block, that block."""
         if len(self.blocks) > 1:
             return self.whole()
-        fetch(self.blocks[0].tensor)
+        fetch_block(self.blocks[0].tensor)
         return self.blocks[0].tensor
 
     def whole(self) -> Tensor:
@@ -144,7 +144,9 @@ def read_block(
     if isinstance(tensor, StoredTensor):
         tensor.copy_to(block, offsets)
     else:
-        block.copy_(tensor[_slices([(o, o + n) for o, n in zip(offsets, sizes, strict=True)], [0] * len(sizes))])
+        block.copy_(
+            tensor[_relative_slices([(o, o + n) for o, n in zip(offsets, sizes, strict=True)], [0] * len(sizes))]
+        )
     return block
 
 
@@ -159,16 +161,16 @@ def read_from(tensor: Tensor, want: Callable[[Iterable[tuple[int, int]]], object
     setattr(tensor, _SOURCE, (want, begin))
 
 
-def fetch(block: Tensor, inside: Sequence[slice] | None = None) -> None:
+def fetch_block(block: Tensor, inside: Sequence[slice] | None = None) -> None:
     """Read the elements of a block, or those inside of these slices, if they are not here yet."""
     source = getattr(block, _SOURCE, None)
     if source is None:
         return
     want, first = source
-    want((first + begin, first + end) for begin, end in _spans(block, inside))
+    want((first + begin, first + end) for begin, end in _byte_spans(block, inside))
 
 
-def _spans(block: Tensor, inside: Sequence[slice] | None) -> Iterable[tuple[int, int]]:
+def _byte_spans(block: Tensor, inside: Sequence[slice] | None) -> Iterable[tuple[int, int]]:
     """Yield the bytes of a contiguous tensor that a slice of it has, in as few pieces as possible."""
     item, shape = block.element_size(), block.shape
     ranges = [(s.start, s.stop) for s in inside] if inside is not None else [(0, n) for n in shape]
@@ -198,34 +200,34 @@ def check_here(block: Tensor, begin: Sequence[int]) -> None:
 
 def own_copy(tensor: Tensor) -> Tensor:
     """Return a copy of any tensor; of a `StoredTensor`, what it holds."""
-    return copied(tensor) if is_wrapped(tensor) else tensor.clone()
+    return copy_wrapped(tensor) if is_wrapped(tensor) else tensor.clone()
 
 
-def _ends(block: Block) -> list[int]:
+def _end_offsets(block: Block) -> list[int]:
     return [offset + size for offset, size in zip(block[1], block[0].shape, strict=True)]
 
 
-def _slices(spans: Sequence[tuple[int, int]], origin: Sequence[int]) -> tuple[slice, ...]:
+def _relative_slices(spans: Sequence[tuple[int, int]], origin: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(start - at, stop - at) for (start, stop), at in zip(spans, origin, strict=True))
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def _read_whole(tensor: Tensor) -> Tensor:
     return tensor.whole() if isinstance(tensor, StoredTensor) else tensor
 
 
-def _getters(*names: str) -> set[object]:
+def _attribute_getters(*names: str) -> set[object]:
     return {getattr(Tensor, name).__get__ for name in names}
 
 
 _ABOUT: Final[frozenset[object]] = frozenset(
     {Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__}
     | {Tensor.is_floating_point, Tensor.is_complex, Tensor.is_neg, Tensor.is_conj}
-    | _getters("shape", "dtype", "ndim", "layout", "requires_grad", "is_sparse", "is_quantized", "is_nested")
+    | _attribute_getters("shape", "dtype", "ndim", "layout", "requires_grad", "is_sparse", "is_quantized", "is_nested")
 )
 """Functions that need only shape and dtype."""
 _CONSTANT: Final[Mapping[object, object]] = {
-    **dict.fromkeys(_getters("device"), torch.device("cpu")),
-    **dict.fromkeys(_getters("is_meta", "is_cuda"), False),
+    **dict.fromkeys(_attribute_getters("device"), torch.device("cpu")),
+    **dict.fromkeys(_attribute_getters("is_meta", "is_cuda"), False),
 }
 _NOTHING_TO_DO: Final = frozenset({Tensor.detach, Tensor.cpu})
 """Functions that return a CPU tensor without a gradient unchanged."""

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from ...common.errors import CheckpointError
 from ..distributed.collectives import Collectives
-from ..wrapped.wrapped_tensors import dequantized
+from ..wrapped.wrapped_tensors import dequantize_tensor
 from .digest import part_digest
-from .dtensor import held_as, is_dtensor, is_wrapper, local_shard, writes
+from .dtensor import held_as, is_dtensor, is_wrapper, local_shard, writes_shard
 from .lazy_tensor import StoredTensor
-from .schema import COUNT, TEXT, check, text_like
+from .schema import COUNT, TEXT, check_schema, text_like
 from .shards import Holders, pieces_of
 
 OMITTED: Final = "omitted_weights"
@@ -60,20 +60,20 @@ def _parts_of(value: Tensor, name: str, dtype: torch.dtype, holders: Holders) ->
     """Yield the digests of the parts of a tensor that this rank answers for; None for one without values."""
     shape = tuple(value.shape)
     if not is_dtensor(value):
-        values = _values(value, dtype)
+        values = _plain_values(value, dtype)
         yield None if values is None else part_digest(values, [0] * len(shape), shape)
-    elif writes(value, name, holders):
-        values = _values(held_as(value), dtype)
+    elif writes_shard(value, name, holders):
+        values = _plain_values(held_as(value), dtype)
         for piece in pieces_of(value):
             yield None if values is None else part_digest(values[piece.here], piece.offsets, shape)
 
 
-def _values(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
+def _plain_values(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
     if isinstance(tensor, StoredTensor):
         tensor = tensor.clone()  # not kept
     if is_wrapper(tensor):
         try:
-            tensor = dequantized(tensor)
+            tensor = dequantize_tensor(tensor)
         except CheckpointError:
             return None
     is_plain = tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
@@ -135,7 +135,7 @@ def left_out(state: Mapping[str, Any], digests: Mapping[str, str], collectives: 
     }
 
 
-def completed(
+def complete_state(
     saved: Mapping[str, Any], omitted: Mapping[str, Any], own: Mapping[str, Any], collectives: Collectives
 ) -> dict[str, Any]:
     """Return the saved state of a module with the weights that the checkpoint leaves out, from the module. Collective.
@@ -149,7 +149,7 @@ def completed(
     Raises:
         CheckpointError: if the module was built on another base.
     """
-    check(omitted, OMITTED_SCHEMA, "What the checkpoint says of the weights that it leaves out")
+    check_schema(omitted, OMITTED_SCHEMA, "What the checkpoint says of the weights that it leaves out")
     wanted = {name: entry for name, entry in omitted.items() if name not in saved}
     if not wanted:
         return dict(saved)
@@ -162,15 +162,15 @@ def completed(
     if missing or shapes:
         raise CheckpointError(
             f"The checkpoint leaves out {len(wanted)} frozen weights, and the module, which is to have them, lacks "
-            f"{_listed([*missing, *shapes])}; build it as it was."
+            f"{_list_names([*missing, *shapes])}; build it as it was."
         )
     here = digests_of({name: own[name] for name in wanted}, collectives, {n: e["dtype"] for n, e in wanted.items()})
     others = [name for name, entry in wanted.items() if here.get(name) != entry["digest"]]
     if others:
         raise CheckpointError(
             f"The checkpoint leaves out {len(wanted)} frozen weights, which the module is to have as it is built, but "
-            f"{len(others)} of them have other values than when it was saved: {_listed(others)}. Build the module on "
-            "the same base (the same pretrained weights and revision, or the same seed), before anything trains or "
+            f"{len(others)} of them have other values than when it was saved: {_list_names(others)}. Build the module "
+            "on the same base (the same pretrained weights and revision, or the same seed), before anything trains or "
             "loads into it; the other weights can be loaded with echelon.load_weights."
         )
     return {**saved, **{name: own[name] for name in wanted}}
@@ -185,5 +185,5 @@ def bytes_of(omitted: Mapping[str, object], state: Mapping[str, Any]) -> int:
     )
 
 
-def _listed(names: Sequence[str]) -> str:
+def _list_names(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

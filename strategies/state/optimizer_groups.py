@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...common.errors import CheckpointError
-from .schema import NUMBER, check
+from .schema import NUMBER, check_schema
 
 UNNAMED: Final = "unnamed."
 """The beginning of the names of parameters that do not belong to the module; their position follows."""
@@ -116,7 +116,7 @@ def _check_kind(optimizer: Optimizer, saved: Group, here: Group) -> None:
 def _check_setting(saved: Any, here: object, place: str) -> None:
     """Reject settings that are not numbers where this optimizer has numbers."""
     if isinstance(here, tuple):
-        check(saved, [object], place)
+        check_schema(saved, [object], place)
         if len(saved) != len(here):
             raise CheckpointError(f"{place} must have {len(here)} items, got {len(saved)}; use another checkpoint.")
         for index, (item, own) in enumerate(zip(saved, here, strict=True)):
@@ -124,4 +124,4 @@ def _check_setting(saved: Any, here: object, place: str) -> None:
             if item is not None and own is not None:
                 _check_setting(item, own, f"{place}[{index}]")
     elif isinstance(here, int | float | Tensor) and not isinstance(here, bool | Enum):
-        check(saved, (NUMBER, Tensor), place)
+        check_schema(saved, (NUMBER, Tensor), place)

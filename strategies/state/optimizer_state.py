@@ -18,7 +18,7 @@ from ..distributed.collectives import Collectives
 from ..distributed.nested import map_tensors, named_leaves, rebuild_mapping
 from .dtensor import is_dtensor, is_wrapper, own_copy_of
 from .optimizer_groups import UNNAMED, Sources, match_groups, taken_over
-from .schema import TEXT, check, shown
+from .schema import TEXT, check_schema, format_as_line
 
 _SCHEMA: Final = {"state": {TEXT: dict}, "param_groups": [{"params": [TEXT]}]}
 _DTYPES: Final = {TEXT: torch.dtype}
@@ -104,10 +104,10 @@ def _as_saved(loaded: Any, saved: Any, changed: tuple[torch.dtype, torch.dtype])
 
 def _state_by_position(optimizer: Optimizer, module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state by name in the form of ``optimizer.load_state_dict``."""
-    check(state, _SCHEMA, "The optimizer state")
-    check(state.get("dtypes", {}), _DTYPES, "dtypes of the optimizer state")
-    check(state.get("shared", {}), dict, "The optimizer state's shared part")
-    check(state.get("others", {}), dict, "The optimizer state's other parts")
+    check_schema(state, _SCHEMA, "The optimizer state")
+    check_schema(state.get("dtypes", {}), _DTYPES, "dtypes of the optimizer state")
+    check_schema(state.get("shared", {}), dict, "The optimizer state's shared part")
+    check_schema(state.get("others", {}), dict, "The optimizer state's other parts")
     names = parameter_names(optimizer, module)
     saved_names = {name for group in state["param_groups"] for name in group["params"]}
     if saved_names != set(names):
@@ -151,7 +151,7 @@ def match_optimizers(
 ) -> list[int]:
     """Return the index of the saved state of each optimizer, by its parameters; without a match, keep their order."""
     for state in states:
-        check(state, _SCHEMA, "The optimizer state")
+        check_schema(state, _SCHEMA, "The optimizer state")
     saved = [{name for group in state["param_groups"] for name in group["params"]} for state in states]
     left, order = list(range(len(states))), []
     for index, optimizer in enumerate(optimizers):
@@ -170,15 +170,15 @@ def _check_entries(state: Mapping[str, Any], names: Sequence[str]) -> None:
     for parameter, entries in state.items():
         if parameter not in names:
             raise CheckpointError(
-                f"The optimizer state must be of {shown(names)}, got an entry of {shown(parameter)}; use another "
-                "checkpoint."
+                f"The optimizer state must be of {format_as_line(names)}, got an entry of {format_as_line(parameter)}; "
+                "use another checkpoint."
             )
         for name, value in entries.items():
             is_tensor = isinstance(value, Tensor)
             if kinds.setdefault(name, is_tensor) is not is_tensor and value is not None:
                 raise CheckpointError(
-                    f"{shown(name)} of {parameter} in the optimizer state must be a tensor for all parameters or for "
-                    f"none, got {shown(value)}; use another checkpoint."
+                    f"{format_as_line(name)} of {parameter} in the optimizer state must be a tensor for all parameters "
+                    f"or for none, got {format_as_line(value)}; use another checkpoint."
                 )
 
 
@@ -200,7 +200,7 @@ def optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def attributes_of(optimizer: Optimizer) -> dict[str, object]:
-    """Return an optimizer's attributes, except its groups and state, from which `remake` makes another one.
+    """Return an optimizer's attributes, except its groups and state, from which `remake_optimizer` makes another one.
 
     The scheduler's wrapper of its step and its hooks are left out, since they belong to the user's object.
     """
@@ -212,7 +212,9 @@ def attributes_of(optimizer: Optimizer) -> dict[str, object]:
     }
 
 
-def remake(kind: type[Optimizer], attributes: Mapping[str, object], groups: list[dict[str, object]]) -> Optimizer:
+def remake_optimizer(
+    kind: type[Optimizer], attributes: Mapping[str, object], groups: list[dict[str, object]]
+) -> Optimizer:
     """Return an optimizer of this class with these groups, without state.
 
     It is made the way unpickling does, since the arguments of a constructor may differ from the groups' defaults.

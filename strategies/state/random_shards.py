@@ -32,19 +32,19 @@ def draw_whole() -> None:
     generator, the same numbers in each shard.
     """
     for name in _IN_PLACE:
-        for overload in _overloads(name):
-            set_dtensor_handler(overload, _fill)
+        for overload in _list_overloads(name):
+            set_dtensor_handler(overload, _fill_shard)
     for name in _LIKE:
-        for overload in _overloads(name):
-            set_dtensor_handler(overload, _make)
+        for overload in _list_overloads(name):
+            set_dtensor_handler(overload, _make_shard)
 
 
-def _overloads(name: str) -> list[OpOverload]:
+def _list_overloads(name: str) -> list[OpOverload]:
     packet = getattr(torch.ops.aten, name)
     return [getattr(packet, each) for each in packet.overloads() if not each.endswith("out")]
 
 
-def _fill(operation: OpOverload, args: Sequence[Any], kwargs: Mapping[str, object]) -> Tensor:
+def _fill_shard(operation: OpOverload, args: Sequence[Any], kwargs: Mapping[str, object]) -> Tensor:
     target, *others = args
     whole = torch.empty(target.shape, dtype=target.dtype, device=local_shard(target).device)
     operation(whole, *others, **kwargs)
@@ -53,7 +53,7 @@ def _fill(operation: OpOverload, args: Sequence[Any], kwargs: Mapping[str, objec
     return result
 
 
-def _make(operation: OpOverload, args: Sequence[Any], kwargs: Mapping[str, object]) -> Tensor:
+def _make_shard(operation: OpOverload, args: Sequence[Any], kwargs: Mapping[str, object]) -> Tensor:
     like, *others = args
     whole = torch.empty(like.shape, dtype=like.dtype, device=local_shard(like).device)
     drawn: Tensor = shard_like(operation(whole, *others, **kwargs), like)

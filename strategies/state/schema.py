@@ -26,25 +26,25 @@ class Rule:
         self.description, self.holds = description, holds
 
 
-def _whole(low: int, high: int) -> Rule:
+def _whole_number_rule(low: int, high: int) -> Rule:
     return Rule(f"a whole number from {low} to {high}", lambda value: type(value) is int and low <= value <= high)
 
 
-def _real(low: float) -> Rule:
+def _real_number_rule(low: float) -> Rule:
     return Rule(
         f"a number from {low:.3g} to {_LARGEST:.3g}",
         lambda value: type(value) in (int, float) and (value != value or low <= value <= _LARGEST),
     )
 
 
-COUNT: Final = _whole(0, _LARGEST)
-POSITIVE: Final = _whole(1, _LARGEST)
-INTEGER: Final = _whole(-(1 << 63), (1 << 64) - 1)
+COUNT: Final = _whole_number_rule(0, _LARGEST)
+POSITIVE: Final = _whole_number_rule(1, _LARGEST)
+INTEGER: Final = _whole_number_rule(-(1 << 63), (1 << 64) - 1)
 NUMBER: Final = Rule(
     "a number", lambda value: type(value) is float or (type(value) is int and -_LARGEST <= value <= _LARGEST)
 )
 """Includes NaN and infinity, such as the worst metric of a ReduceLROnPlateau."""
-SECONDS: Final = _real(0)
+SECONDS: Final = _real_number_rule(0)
 TEXT: Final = Rule("a text", lambda value: type(value) is str)
 
 
@@ -70,7 +70,7 @@ TIME: Final = Rule("a time such as 2026-11-21T10:16:39.661156+00:00", _is_time)
 LINEAGE: Final = text_like(r"[0-9a-f]{0,64}", "at most 64 hex digits")
 
 
-def check(value: object, schema: Schema, place: str) -> None:
+def check_schema(value: object, schema: Schema, place: str) -> None:
     """Check a value against a schema; `place` names it in the error.
 
     Raises:
@@ -80,41 +80,41 @@ def check(value: object, schema: Schema, place: str) -> None:
         _check_object(value, schema, place)
     elif isinstance(schema, list):
         if not isinstance(value, list | tuple):
-            raise _refused(place, "a list", value)
+            raise _mismatch_error(place, "a list", value)
         for index, item in enumerate(value):
-            check(item, schema[0], f"{place}[{index}]")
+            check_schema(item, schema[0], f"{place}[{index}]")
     elif isinstance(schema, tuple):
         _check_one_of(value, schema, place)
     elif isinstance(schema, Rule):
         if not schema.holds(value):
-            raise _refused(place, schema.description, value)
+            raise _mismatch_error(place, schema.description, value)
     elif isinstance(schema, type):
         if not isinstance(value, schema) or (schema in (int, float) and isinstance(value, bool)):
-            raise _refused(place, f"of type {schema.__name__}", value)
+            raise _mismatch_error(place, f"of type {schema.__name__}", value)
     elif value != schema or type(value) is not type(schema):
-        raise _refused(place, repr(schema), value)
+        raise _mismatch_error(place, repr(schema), value)
 
 
 def _check_object(value: object, schema: Mapping[object, Schema], place: str) -> None:
     if not isinstance(value, Mapping):
-        raise _refused(place, "an object", value)
+        raise _mismatch_error(place, "an object", value)
     if len(schema) == 1 and isinstance(rule := next(iter(schema)), Rule):
         for name, item in value.items():
-            check(name, rule, f"a name in {place}")
-            check(item, schema[rule], f"{place}[{shown(name)}]")
+            check_schema(name, rule, f"a name in {place}")
+            check_schema(item, schema[rule], f"{place}[{format_as_line(name)}]")
         return
     missing = [name for name in schema if name not in value]
     if missing:
-        raise _refused(place, f"an object with {missing[0]!r}", sorted(map(str, value)))
+        raise _mismatch_error(place, f"an object with {missing[0]!r}", sorted(map(str, value)))
     for name, item in schema.items():
-        check(value[name], item, f"{place}[{name!r}]")
+        check_schema(value[name], item, f"{place}[{name!r}]")
 
 
 def _check_one_of(value: object, schemas: tuple[Schema, ...], place: str) -> None:
     errors = []
     for schema in schemas:
         try:
-            check(value, schema, place)
+            check_schema(value, schema, place)
         except CheckpointError as error:
             errors.append(error)
         else:
@@ -122,11 +122,11 @@ def _check_one_of(value: object, schemas: tuple[Schema, ...], place: str) -> Non
     raise errors[-1]
 
 
-def _refused(place: str, description: str, value: object) -> CheckpointError:
-    return CheckpointError(f"{place} must be {description}, got {shown(value)}; use another checkpoint.")
+def _mismatch_error(place: str, description: str, value: object) -> CheckpointError:
+    return CheckpointError(f"{place} must be {description}, got {format_as_line(value)}; use another checkpoint.")
 
 
-def shown(value: object) -> str:
+def format_as_line(value: object) -> str:
     """Return a value as a short, printable line, whatever it contains."""
     try:
         text = repr(value)
@@ -145,9 +145,9 @@ def parse_json(raw: bytes, place: str) -> Any:
         CheckpointError: if it is not valid.
     """
     try:
-        return json.loads(raw, parse_constant=_refuse_constant, parse_float=_finite)
+        return json.loads(raw, parse_constant=_refuse_constant, parse_float=_parse_finite)
     except (ValueError, RecursionError, MemoryError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else shown(str(error))
+        reason = "nested too deeply" if isinstance(error, RecursionError) else format_as_line(str(error))
         raise CheckpointError(f"{place} is not JSON as Echelon writes it ({reason}); use another checkpoint.") from None
 
 
@@ -155,7 +155,7 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"the number {name}")
 
 
-def _finite(text: str) -> float:
+def _parse_finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"a number beyond the largest, {text[:20]}")

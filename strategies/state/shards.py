@@ -67,8 +67,10 @@ def pieces_of(tensor: DTensor) -> list[Piece]:
     for dim, size in enumerate(tensor.shape):
         runs = [(0, size)]
         for cut in cuts_of(tensor, dim):
-            runs = _cut(runs, tensor.device_mesh.shape[cut.axis], cut.split_factor, _coordinate(tensor)[cut.axis])
-        places.append(list(_with_places(_joined(runs))) or [(slice(0, 0), (size, size))])
+            runs = _cut_runs(
+                runs, tensor.device_mesh.shape[cut.axis], cut.split_factor, _own_coordinate(tensor)[cut.axis]
+            )
+        places.append(list(_with_places(_join_runs(runs))) or [(slice(0, 0), (size, size))])
     return [
         Piece(
             tuple(place for place, _ in block),
@@ -89,7 +91,7 @@ class Holders:
         """Return these ranks in ascending order, including this one; none on a rank outside the tensor's mesh."""
         key = tensor.device_mesh, tensor.placements
         if key not in self._known:
-            self._known[key] = _holders(*key)
+            self._known[key] = _find_holders(*key)
         return self._known[key]
 
     @property
@@ -98,7 +100,7 @@ class Holders:
         return {rank for ranks in self._known.values() for rank in ranks}
 
 
-def _holders(mesh: DeviceMesh, placements: Sequence[Placement]) -> list[int]:
+def _find_holders(mesh: DeviceMesh, placements: Sequence[Placement]) -> list[int]:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return []
@@ -123,33 +125,33 @@ def _holders(mesh: DeviceMesh, placements: Sequence[Placement]) -> list[int]:
 
 def shard_size(length: int, num_shards: int, split_factor: int, index: int) -> int:
     """Return the length of one of several shards of a dimension."""
-    return sum(stop - start for start, stop in _cut([(0, length)], num_shards, split_factor, index))
+    return sum(stop - start for start, stop in _cut_runs([(0, length)], num_shards, split_factor, index))
 
 
-def _coordinate(tensor: DTensor) -> Sequence[int]:
+def _own_coordinate(tensor: DTensor) -> Sequence[int]:
     coordinate: Sequence[int] | None = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "this rank holds nothing of the tensor"
     return coordinate
 
 
-def _cut(runs: list[Run], num_shards: int, split_factor: int, index: int) -> list[Run]:
+def _cut_runs(runs: list[Run], num_shards: int, split_factor: int, index: int) -> list[Run]:
     """Return the runs that make up one of several shards of the given runs."""
     length = sum(stop - start for start, stop in runs)
     held: list[Run] = []
     for part in range(split_factor):
-        start, stop = _chunk(length, split_factor, part)
-        first, last = _chunk(stop - start, num_shards, index)
-        held += _select(runs, start + first, start + last)
+        start, stop = _chunk_bounds(length, split_factor, part)
+        first, last = _chunk_bounds(stop - start, num_shards, index)
+        held += _select_runs(runs, start + first, start + last)
     return held
 
 
-def _chunk(length: int, number: int, index: int) -> Run:
+def _chunk_bounds(length: int, number: int, index: int) -> Run:
     """Return the bounds of a chunk as in ``torch.chunk``; the last ones may be empty."""
     width = -(-length // number)
     return min(index * width, length), min((index + 1) * width, length)
 
 
-def _select(runs: Sequence[Run], start: int, stop: int) -> Iterator[Run]:
+def _select_runs(runs: Sequence[Run], start: int, stop: int) -> Iterator[Run]:
     """Yield the runs of the elements from `start` to `stop`, counted along all runs."""
     for first, last in runs:
         begin, end = max(start, 0), min(stop, last - first)
@@ -158,7 +160,7 @@ def _select(runs: Sequence[Run], start: int, stop: int) -> Iterator[Run]:
         start, stop = start - (last - first), stop - (last - first)
 
 
-def _joined(runs: Sequence[Run]) -> list[Run]:
+def _join_runs(runs: Sequence[Run]) -> list[Run]:
     """Return the runs with adjacent ones joined."""
     joined: list[Run] = []
     for start, stop in runs:

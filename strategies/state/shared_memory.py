@@ -19,7 +19,7 @@ from .dtensor import is_dtensor
 @contextmanager
 def kept_shared(module: nn.Module) -> Iterator[None]:
     """Let tensors that share memory share it again after a conversion inside, for which torch makes each anew."""
-    groups = [_placed(group) for group in _groups(module)]
+    groups = [_place_in_base(group) for group in _group_by_memory(module)]
     yield
     now = dict(chain(module.named_parameters(), module.named_buffers()))  # a conversion replaces buffers
     for base_name, others in groups:
@@ -29,11 +29,11 @@ def kept_shared(module: nn.Module) -> Iterator[None]:
                 other.data = base.data.as_strided(size, stride, base.storage_offset() + offset)
 
 
-def _placed(group: list[tuple[str, Tensor]]) -> tuple[str, list[tuple[str, Sequence[int], Sequence[int], int]]]:
+def _place_in_base(group: list[tuple[str, Tensor]]) -> tuple[str, list[tuple[str, Sequence[int], Sequence[int], int]]]:
     """Return the name of the tensor that covers a whole group, and the places of the others in it, if one does."""
-    (name, base), *others = sorted(group, key=lambda named: (named[1].storage_offset(), -_extent(named[1])))
-    begin, end = base.storage_offset(), base.storage_offset() + _extent(base)
-    if not base.is_contiguous() or any(other.storage_offset() + _extent(other) > end for _, other in others):
+    (name, base), *others = sorted(group, key=lambda named: (named[1].storage_offset(), -_memory_extent(named[1])))
+    begin, end = base.storage_offset(), base.storage_offset() + _memory_extent(base)
+    if not base.is_contiguous() or any(other.storage_offset() + _memory_extent(other) > end for _, other in others):
         return name, []
     return name, [(each, other.size(), other.stride(), int(other.storage_offset() - begin)) for each, other in others]
 
@@ -45,10 +45,10 @@ def check_unshared(module: nn.Module, strategy: str, *, with_buffers: bool) -> N
         ModuleError: naming two that do.
     """
     parameters = set(module.parameters())
-    for group in _groups(module):
+    for group in _group_by_memory(module):
         for (name, tensor), (other_name, other) in combinations(group, 2):
             counts = with_buffers or (tensor in parameters and other in parameters)
-            if counts and _overlap(tensor, other) and not parameters.isdisjoint((tensor, other)):
+            if counts and _are_overlapping(tensor, other) and not parameters.isdisjoint((tensor, other)):
                 raise ModuleError(
                     f"{name} and {other_name} of {type(module).__name__} are two tensors in the same memory, and "
                     f"strategy={strategy!r} keeps each by itself, so that they would no longer be equal; assign the "
@@ -56,7 +56,7 @@ def check_unshared(module: nn.Module, strategy: str, *, with_buffers: bool) -> N
                 )
 
 
-def _groups(module: nn.Module) -> list[list[tuple[str, Tensor]]]:
+def _group_by_memory(module: nn.Module) -> list[list[tuple[str, Tensor]]]:
     """Return the tensors that lie in the same memory, with their names, in groups of two and more."""
     found: dict[tuple[object, ...], list[tuple[str, Tensor]]] = defaultdict(list)
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
@@ -68,11 +68,11 @@ def _groups(module: nn.Module) -> list[list[tuple[str, Tensor]]]:
     return [group for group in found.values() if len(group) > 1]
 
 
-def _extent(tensor: Tensor) -> int:
+def _memory_extent(tensor: Tensor) -> int:
     """Return the number of elements from the first to the last one in memory."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
+def _are_overlapping(one: Tensor, other: Tensor) -> bool:
     first, second = one.storage_offset(), other.storage_offset()
-    return bool(first < second + _extent(other) and second < first + _extent(one))
+    return bool(first < second + _memory_extent(other) and second < first + _memory_extent(one))

@@ -54,7 +54,7 @@ def asked_of(layer: nn.Module) -> InPlaceOfLogits | None:
 
 
 @contextmanager
-def asking(layer: nn.Module, asked: InPlaceOfLogits) -> Iterator[None]:
+def asking_layer(layer: nn.Module, asked: InPlaceOfLogits) -> Iterator[None]:
     """Ask a layer inside the block."""
     vars(layer)[_ATTRIBUTE] = asked
     try:

@@ -62,7 +62,7 @@ def target_mean_of(loss: Tensor) -> TargetMean | None:
                 return noted
         if kind == "other" or (kind == "one" and not is_of_one_element(node)):
             return None
-        node = _only_term(node) if kind == "sum" else _source(node)
+        node = _only_term(node) if kind == "sum" else _only_source(node)
     return None
 
 
@@ -74,10 +74,10 @@ def note_target_mean(loss: Tensor, mean: TargetMean) -> None:
 
 def target_means_in(loss: Tensor) -> list[TargetMean]:
     """Return the means over targets of which a loss is a sum, with any factors; empty if it has other parts only."""
-    return [mean for node in _parts(loss.grad_fn) if (mean := _mean_at(node)) is not None]
+    return [mean for node in _find_cross_entropies(loss.grad_fn) if (mean := _mean_at(node)) is not None]
 
 
-def _parts(root: Node | None) -> Iterator[Node]:
+def _find_cross_entropies(root: Node | None) -> Iterator[Node]:
     """Yield the cross-entropies among the operations on scalars from which a loss was computed."""
     nodes, seen = [root], 0
     while nodes and seen < _MOST_NODES:
@@ -100,7 +100,7 @@ def _mean_at(node: Node) -> TargetMean | None:
     return None if counts is None else TargetMean(*counts)
 
 
-def _source(node: Node) -> Node | None:
+def _only_source(node: Node) -> Node | None:
     sources = [source for source, _ in node.next_functions if source is not None]
     return sources[0] if len(sources) == 1 else None
 
@@ -115,6 +115,6 @@ def _only_term(node: Node) -> Node | None:
     # aten multiplies by C++ scalars, which a program in Python cannot do
     if type(first).__name__ != "MulBackward1" or type(second).__name__ != "MulBackward1":
         return None
-    mean, spread = _source(first), _source(second)
+    mean, spread = _only_source(first), _only_source(second)
     is_smoothed = _kind_of(type(mean).__name__) == "mean" and type(spread).__name__ == "DivBackward0"
     return mean if is_smoothed else None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..context_parallel.attention import AttentionMode, added_mask
 from ..torch_internals.operators import list_function_modes
 from .exchanges import TensorGroup
-from .layers import CutLayer, Forward, Inputs, Named, Slices, local
+from .layers import CutLayer, Forward, Inputs, Named, Slices, local_part
 
 _SIGNATURE: Final = inspect.signature(nn.MultiheadAttention.forward)
 
@@ -76,7 +76,7 @@ class AttentionCut(CutLayer):
     ) -> tuple[Tensor, Tensor | None]:
         query, key, value = self._whole_inputs(group, query, key, value)
         is_batched = query.dim() == 3
-        q, k, v = (_batch_first(module, t) for t in _projected(module, query, key, value))
+        q, k, v = (_batch_first(module, t) for t in _project_inputs(module, query, key, value))
         mask = _Masks(module, group, len(q), k.shape[1]).joined(attn_mask, key_padding_mask, q.dtype)
         q, k, v, mask = _with_extra_keys(module, q, k, v, mask)
         heads = module.num_heads // group.size
@@ -124,7 +124,7 @@ class AttentionCut(CutLayer):
             bias_v=module.bias_v,
             add_zero_attn=module.add_zero_attn,
             dropout_p=module.dropout,
-            out_proj_weight=local(module.out_proj.weight),
+            out_proj_weight=local_part(module.out_proj.weight),
             out_proj_bias=None,
             training=module.training,
             attn_mask=mask if mask is None or mask.dim() == 2 else _own_heads(mask, module, group).flatten(0, 1),
@@ -155,7 +155,7 @@ class AttentionCut(CutLayer):
     def _projected_output(
         self, module: nn.MultiheadAttention, group: TensorGroup, output: Tensor, is_batched: bool
     ) -> Tensor:
-        summand = F.linear(output, local(module.out_proj.weight))
+        summand = F.linear(output, local_part(module.out_proj.weight))
         if not is_batched:
             summand = summand.squeeze(0)
         elif not module.batch_first:
@@ -166,21 +166,21 @@ class AttentionCut(CutLayer):
         bias = module.out_proj.bias
         if self.shard_dim is None:
             total = group.sum(summand)
-            return total if bias is None else total + local(bias).to(total.dtype)
+            return total if bias is None else total + local_part(bias).to(total.dtype)
         total = group.sum_split(summand, self.shard_dim)
-        return total if bias is None else total + group.copy(local(bias)).to(total.dtype)
+        return total if bias is None else total + group.copy(local_part(bias)).to(total.dtype)
 
 
-def _projected(module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+def _project_inputs(module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
     """Return the queries, keys and values of this rank's heads."""
-    bias = None if module.in_proj_bias is None else local(module.in_proj_bias)
+    bias = None if module.in_proj_bias is None else local_part(module.in_proj_bias)
     if module.in_proj_weight is not None:
-        packed = local(module.in_proj_weight)
+        packed = local_part(module.in_proj_weight)
         if query is key and key is value:
             return F.linear(query, packed, bias).chunk(3, -1)
         weights = packed.chunk(3)
     else:
-        weights = tuple(local(getattr(module, f"{name}_proj_weight")) for name in "qkv")
+        weights = tuple(local_part(getattr(module, f"{name}_proj_weight")) for name in "qkv")
     biases = (None, None, None) if bias is None else bias.chunk(3)
     return tuple(F.linear(t, w, b) for t, w, b in zip((query, key, value), weights, biases, strict=True))
 
@@ -197,8 +197,8 @@ def _with_extra_keys(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Append the learned key and value, and the zero ones, that every query may attend to."""
     if module.bias_k is not None and module.bias_v is not None:
-        k = torch.cat([k, local(module.bias_k).expand(len(k), 1, -1)], 1)
-        v = torch.cat([v, local(module.bias_v).expand(len(v), 1, -1)], 1)
+        k = torch.cat([k, local_part(module.bias_k).expand(len(k), 1, -1)], 1)
+        v = torch.cat([v, local_part(module.bias_v).expand(len(v), 1, -1)], 1)
         mask = None if mask is None else F.pad(mask, (0, 1))
     if module.add_zero_attn:
         k, v = (torch.cat([t, t.new_zeros(len(t), 1, t.shape[-1])], 1) for t in (k, v))
@@ -233,4 +233,4 @@ def _own_heads(mask: Tensor, module: nn.MultiheadAttention, group: TensorGroup) 
 
 
 def _local_or_none(parameter: Tensor | None) -> Tensor | None:
-    return None if parameter is None else local(parameter)
+    return None if parameter is None else local_part(parameter)

@@ -43,9 +43,9 @@ def brought_plans(
         counts: tells, from its attribute, whether a plan that is not empty is one; by default it is.
         name: of the module.
     """
-    own, config = f"{kind}_plan", _own(part, "config")
+    own, config = f"{kind}_plan", _own_attribute(part, "config")
     for holder, attribute in ((part, own), (part, f"_{own}"), (config, f"base_model_{own}")):
-        plan = _own(part, attribute) if holder is part else attribute_of(holder, attribute)
+        plan = _own_attribute(part, attribute) if holder is part else attribute_of(holder, attribute)
         if isinstance(plan, Mapping) and plan and (counts is None or counts(attribute, plan)):
             yield BroughtPlan(name, part, attribute, plan)
             return
@@ -53,18 +53,18 @@ def brought_plans(
         yield from brought_plans(child, kind, counts=counts, name=f"{name}.{child_name}".lstrip("."))
 
 
-def _own(part: nn.Module, name: str) -> object:
+def _own_attribute(part: nn.Module, name: str) -> object:
     """Return an attribute of a module, unless it is that of another module inside, which adapters hand on."""
     return attribute_of(part, name) if name in vars(part) or hasattr(type(part), name) else None
 
 
-def matches(name: str, pattern: str) -> bool:
+def matches_pattern(name: str, pattern: str) -> bool:
     """Return whether a pattern of a plan, in which each ``*`` stays between two dots, is for a layer."""
     own, wanted = name.split("."), pattern.split(".")
     return len(own) == len(wanted) and all(fnmatchcase(*pair) for pair in zip(own, wanted, strict=True))
 
 
-def outside(name: str) -> str:
+def name_outside_adapters(name: str) -> str:
     """Return the name of a layer as its model has it, without the names that adapters of peft put inside it."""
     return _INSIDE.sub("", name)
 
@@ -79,15 +79,15 @@ def reaching_inside(module: nn.Module, words: Plan) -> dict[str, object]:
     found: dict[str, object] = {}
     whole: set[str] = set()
     for name, word in words.items():
-        inside = _inside(module.get_submodule(name), word) if isinstance(word, str) else {"": word}
+        inside = _words_inside(module.get_submodule(name), word) if isinstance(word, str) else {"": word}
         if inside is None:
             whole.add(name.rpartition(".")[0])
         else:
             found |= {f"{name}.{own}".removesuffix("."): one for own, one in inside.items()}
-    return {name: word for name, word in found.items() if outside(name).rpartition(".")[0] not in whole}
+    return {name: word for name, word in found.items() if name_outside_adapters(name).rpartition(".")[0] not in whole}
 
 
-def _inside(layer: nn.Module, word: str) -> dict[str, object] | None:
+def _words_inside(layer: nn.Module, word: str) -> dict[str, object] | None:
     """Return the words for what is inside a layer, by names relative to it; None if it cannot be cut."""
     children = dict(layer.named_children())
     base = word.partition(":")[0]

@@ -44,7 +44,7 @@ def cut_module(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, copies: It
         for name, layer in layers.items()
         for parameter, cut in layer.slices.items()
     }
-    _cut_parameters(module, {whole: _cut(whole, cut, group) for whole, cut in slices.items()})
+    _cut_parameters(module, {whole: _cut_into_dtensor(whole, cut, group) for whole, cut in slices.items()})
     for name, own in numbers.items():
         vars(module.get_submodule(name)).update(own)
     for name, layer in layers.items():
@@ -61,7 +61,7 @@ def cut_module(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, copies: It
         parallelize_module(module, mesh, styles)
 
 
-def _cut(whole: nn.Parameter, slices: Slices, group: TensorGroup) -> nn.Parameter:
+def _cut_into_dtensor(whole: nn.Parameter, slices: Slices, group: TensorGroup) -> nn.Parameter:
     """Return a parameter as a DTensor, of which this rank holds its part."""
     from torch.distributed.tensor import DTensor
 

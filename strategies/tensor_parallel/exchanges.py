@@ -76,18 +76,18 @@ class TensorGroup:
 
     def copy(self, whole: Tensor) -> Tensor:
         """Return a whole tensor for layers that differ between ranks; its gradients are summed."""
-        return self._share(whole, None, _same, self._sum)
+        return self._share(whole, None, _return_unchanged, self._sum)
 
     def sum(self, summand: Tensor) -> Tensor:
         """Return the sum of the ranks' tensors, as a whole tensor."""
-        return self._exchange(summand, self._sum, _same)
+        return self._exchange(summand, self._sum, _return_unchanged)
 
     def split(self, whole: Tensor, dim: int) -> Tensor:
         """Return this rank's part of a whole tensor."""
         return self._exchange(whole, partial(self._own, dim=dim), partial(self._join, dim=dim))
 
     def join(self, cut: Tensor, dim: int, length: int | None = None) -> Tensor:
-        """Return the whole tensor made of the ranks' parts; of this length, if they may differ, see `bounds`."""
+        """Return the whole tensor made of the ranks' parts; of this length, if they may differ, see `chunk_bounds`."""
         if length is None or length % self.size == 0:
             return self._exchange(cut, partial(self._join, dim=dim), partial(self._own, dim=dim))
         join = partial(self._join_uneven, dim=dim, length=length)
@@ -140,7 +140,7 @@ class TensorGroup:
         return self._join(padded, dim).narrow(dim, 0, length)  # only the last parts are shorter
 
     def _own_uneven(self, tensor: Tensor, dim: int, length: int) -> Tensor:
-        start, stop = bounds(length, self.size, self.rank)
+        start, stop = chunk_bounds(length, self.size, self.rank)
         return tensor.narrow(dim, start, stop - start).contiguous()
 
     def _sum_split(self, tensor: Tensor, dim: int) -> Tensor:
@@ -179,11 +179,11 @@ class _Exchange(torch.autograd.Function):
         return ctx.change_gradient(gradient), None, None
 
 
-def bounds(length: int, number: int, index: int) -> tuple[int, int]:
+def chunk_bounds(length: int, number: int, index: int) -> tuple[int, int]:
     """Return the bounds of one of `number` parts as in ``torch.chunk``; the last ones may be shorter, or empty."""
     width = -(-length // number)
     return min(index * width, length), min((index + 1) * width, length)
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _return_unchanged(tensor: Tensor) -> Tensor:
     return tensor

@@ -10,8 +10,8 @@ from torch import nn
 from ...common.errors import ConfigError, did_you_mean
 from ...common.foreign import attribute_of
 from ..module.blocks import repeated_blocks
-from .brought_plans import Plan, brought_plans, matches, reaching_inside
-from .known_layers import KnownLayers, widths
+from .brought_plans import Plan, brought_plans, matches_pattern, reaching_inside
+from .known_layers import KnownLayers, linear_widths
 from .limits import LARGEST_DEGREE
 from .plan_table import generic_name
 from .tensor_plan import TensorPlan
@@ -42,12 +42,12 @@ def find_plan(
     numbers: Mapping[str, tuple[str, ...]] = {}
     own, is_given, is_one_by_one = getattr(module, "tp_plan", None), True, False
     if tp_plan is not None:
-        words, source = _match(module, tp_plan, "tp_plan"), "tp_plan"
+        words, source = _match_plan(module, tp_plan, "tp_plan"), "tp_plan"
     elif isinstance(own, Mapping) and own and not _is_brought(module):
         source = f"{type(module).__name__}.tp_plan"
-        words = _match(module, own, source)
+        words = _match_plan(module, own, source)
     else:
-        words, source, is_given = _brought(module), "the plan that the model brings", False
+        words, source, is_given = _collect_brought_words(module), "the plan that the model brings", False
         if not words:
             known = KnownLayers.of(module)
             words, numbers, source = dict(known.words), known.numbers, "the plan that was found"
@@ -61,9 +61,9 @@ def find_plan(
             f"{', '.join(sorted({type(child).__name__ for child in module.modules() if child is not module})[:8])}; "
             "give tp_plan={'name of a layer': 'colwise', ...}; see docs/model_parallel.md."
         )
-    head = _head(module, words) if loss_parallel else None
+    head = _find_logits_layer(module, words) if loss_parallel else None
     words |= {} if head is None or head in words else {head: "colwise_gather_output"}
-    words |= _tied(module, words)
+    words |= _words_for_tied(module, words)
     plan = TensorPlan(_in_order(module, words), source, sequence_parallel, head, numbers, is_given, is_one_by_one)
     if sequence_parallel and not plan.sharded_blocks(module):
         raise ConfigError(
@@ -80,7 +80,7 @@ def find_plan(
     return plan
 
 
-def _match(module: nn.Module, plan: object, source: str, *, is_strict: bool = True) -> dict[str, Any]:
+def _match_plan(module: nn.Module, plan: object, source: str, *, is_strict: bool = True) -> dict[str, Any]:
     """Return a plan's words by the full names of layers."""
     if not isinstance(plan, Mapping) or not plan:
         raise ConfigError(f"{source} must map names of layers to words, got {plan!r:.80}; see docs/model_parallel.md.")
@@ -90,7 +90,7 @@ def _match(module: nn.Module, plan: object, source: str, *, is_strict: bool = Tr
         if not is_strict and is_for_experts(word):
             continue
         check_word(pattern, word)
-        matching = [name for name in names if matches(name, pattern)]
+        matching = [name for name in names if matches_pattern(name, pattern)]
         if is_strict and not matching:
             raise ConfigError(
                 f"{source} names {pattern!r}, which matches no submodule of {type(module).__name__}."
@@ -111,11 +111,11 @@ def _with_number(name: str, module: nn.Module, word: object) -> object:
     return next((f"{word}:{number}" for number in numbers if isinstance(number, int)), word)
 
 
-def _brought(module: nn.Module) -> dict[str, Any]:
+def _collect_brought_words(module: nn.Module) -> dict[str, Any]:
     """Return the words of the plans that the outermost parts provide."""
     words: dict[str, object] = {}
     for name, part, _, plan in brought_plans(module, "tp"):
-        matched = _match(part, plan, f"the plan of {name or type(part).__name__}", is_strict=not _is_brought(part))
+        matched = _match_plan(part, plan, f"the plan of {name or type(part).__name__}", is_strict=not _is_brought(part))
         words |= {f"{name}.{layer}".lstrip("."): word for layer, word in matched.items()}
     # of experts, which stay whole, there are no parts to sum
     return {n: one for n, one in words.items() if one != "all_reduce" or any(x.startswith(f"{n}.") for x in words)}
@@ -126,7 +126,7 @@ def _each_by_itself(module: nn.Module) -> dict[str, str]:
     words: dict[str, str] = {}
     for name, block in repeated_blocks(module):
         for own, layer in block.named_modules():
-            taken, returned = widths(layer) or (0, 0)
+            taken, returned = linear_widths(layer) or (0, 0)
             holder = block.get_submodule(own.rpartition(".")[0])
             if max(taken, returned) >= LARGEST_DEGREE and not reads_weight(holder, own.rpartition(".")[2]):
                 words[f"{name}.{own}"] = "colwise_gather_output" if returned >= taken else "rowwise_split_input"
@@ -139,16 +139,16 @@ def _is_brought(part: nn.Module) -> bool:
     return attribute_of(part, "_tp_plan") is not None or attribute_of(config, "base_model_tp_plan") is not None
 
 
-def _head(module: nn.Module, words: Mapping[str, object]) -> str:
+def _find_logits_layer(module: nn.Module, words: Mapping[str, object]) -> str:
     """Return the name of the layer that computes the logits."""
-    outside = {name: one for name, one in outside_blocks(module).items() if widths(one)}
+    outside = {name: one for name, one in outside_blocks(module).items() if linear_widths(one)}
     tables = [m for m in module.modules() if isinstance(m, nn.Embedding)]
     sizes = {table.num_embeddings for table in tables}
     candidates = (
         [name for name in outside if words.get(name) in GATHERED_COLUMNS],
         [name for name, layer in outside.items() if any(layer.weight is table.weight for table in tables)],
         [name for name in outside if name not in words and name.rpartition(".")[2] in _HEAD_NAMES],
-        [name for name, layer in outside.items() if name not in words and (widths(layer) or (0, 0))[1] in sizes],
+        [name for name, layer in outside.items() if name not in words and (linear_widths(layer) or (0, 0))[1] in sizes],
     )
     heads: list[str] = next((names for names in candidates if names), [])
     if len(heads) != 1:
@@ -160,7 +160,7 @@ def _head(module: nn.Module, words: Mapping[str, object]) -> str:
     return heads[0]
 
 
-def _tied(module: nn.Module, words: Mapping[str, object]) -> dict[str, str]:
+def _words_for_tied(module: nn.Module, words: Mapping[str, object]) -> dict[str, str]:
     """Return words for whole layers that share the weight of a layer cut by vocabulary; they are cut the same way."""
     cut = {
         module.get_submodule(name).weight

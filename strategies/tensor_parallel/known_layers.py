@@ -76,19 +76,19 @@ class KnownLayers:
         if is_known_attention(submodule):
             self._set(name, {"": "attention"})
         elif isinstance(submodule, nn.Sequential) and type(submodule).forward is nn.Sequential.forward:
-            self._set(name, _pairs(submodule))
+            self._set(name, _words_for_pairs(submodule))
         else:
             self._add_attention(name, submodule)
             self._set(name, _feed_forward(submodule))
 
     def _add_attention(self, name: str, submodule: nn.Module) -> None:
-        words, width = _attention(submodule)
+        words, width = _attention_words(submodule)
         norms = _norms_of_heads(submodule, width) if words else {}
         if words and norms is not None:
             self._set(name, words | norms | _tables_of_heads(submodule))
             inner = next(iter(words)).rpartition(".")[0]  # BERT's projections are in a module of their own
             for holder in {"", inner}:
-                numbers = tuple(_numbers(submodule.get_submodule(holder), width))
+                numbers = tuple(_numbers_to_cut(submodule.get_submodule(holder), width))
                 if numbers:
                     self.numbers[f"{name}.{holder}".strip(".")] = numbers
 
@@ -123,7 +123,7 @@ def key_heads(name: str, layer: nn.Module, holder: nn.Module) -> int | None:
 
     Layers of one model may have different numbers, so the module's own attributes come before its config's.
     """
-    features = (widths(layer) or (0, 0))[1]
+    features = (linear_widths(layer) or (0, 0))[1]
     own = vars(holder)
     width = next((own[key] for key in _head_widths(name) if _is_count(own.get(key))), 0)
     counts = [own.get(key) for key in KEY_HEADS]
@@ -152,7 +152,7 @@ def is_of_feed_forward(name: str, module: nn.Module) -> bool:
     parts = [(*columns, *rows) for columns, rows in _FEED_FORWARDS]
     named_so = [(names, own) for names in parts for own in names if f".{name}".endswith(f".{own}")]
     holders = [(names, module.get_submodule(name.removesuffix(own).removesuffix("."))) for names, own in named_so]
-    return any(all(widths(_get(holder, other)) for other in names) for names, holder in holders)
+    return any(all(linear_widths(_get_by_path(holder, other)) for other in names) for names, holder in holders)
 
 
 def is_projection(name: str) -> bool:
@@ -161,7 +161,7 @@ def is_projection(name: str) -> bool:
     return any(leaf in columns for columns, _ in _ATTENTIONS) or leaf in _PACKED_ATTENTIONS[0]
 
 
-def widths(module: object) -> tuple[int, int] | None:
+def linear_widths(module: object) -> tuple[int, int] | None:
     """Return the numbers of input and output features of a linear layer; None for any other module.
 
     A layer whose weight is computed, such as one with weight norm, has no parameter of that name to cut.
@@ -176,39 +176,39 @@ def widths(module: object) -> tuple[int, int] | None:
     return None
 
 
-def _attention(holder: nn.Module) -> tuple[dict[str, str], int]:
+def _attention_words(holder: nn.Module) -> tuple[dict[str, str], int]:
     """Return the words for an attention's projections, and the width of its queries."""
-    for columns, row, width in _matching(holder, _ATTENTIONS):
+    for columns, row, width in _matching_layers(holder, _ATTENTIONS):
         return {**dict.fromkeys(columns, "colwise"), row: "rowwise"}, width
     for column in _PACKED_ATTENTIONS[0]:
         for row in _PACKED_ATTENTIONS[1]:
-            packed, out = widths(_get(holder, column)), widths(_get(holder, row))
+            packed, out = linear_widths(_get_by_path(holder, column)), linear_widths(_get_by_path(holder, row))
             if packed and out and packed[1] == 3 * out[0]:
                 return {column: "packed_colwise:3", row: "rowwise"}, out[0]
     return {}, 0
 
 
 def _feed_forward(holder: nn.Module) -> dict[str, str]:
-    for columns, row, _ in _matching(holder, _FEED_FORWARDS):
+    for columns, row, _ in _matching_layers(holder, _FEED_FORWARDS):
         return {**dict.fromkeys(columns, "colwise"), row: "rowwise"}
     for column, row in _PACKED_FEED_FORWARDS:
-        packed, out = widths(_get(holder, column)), widths(_get(holder, row))
+        packed, out = linear_widths(_get_by_path(holder, column)), linear_widths(_get_by_path(holder, row))
         if packed and out and packed[1] == 2 * out[0]:
             return {column: "packed_colwise:2", row: "rowwise"}
     return {}
 
 
-def _matching(holder: nn.Module, table: Any) -> Iterator[tuple[tuple[str, ...], str, int]]:
+def _matching_layers(holder: nn.Module, table: Any) -> Iterator[tuple[tuple[str, ...], str, int]]:
     """Yield the columns and row of a table that a module has, if the row's input is as wide as the first's output."""
     for columns, rows in table:
-        given = [widths(_get(holder, column)) for column in columns]
+        given = [linear_widths(_get_by_path(holder, column)) for column in columns]
         for row in rows:
-            taken = widths(_get(holder, row))
+            taken = linear_widths(_get_by_path(holder, row))
             if taken and all(given) and given[0] and given[0][1] == taken[0]:
                 yield columns, row, taken[0]
 
 
-def _pairs(chain: nn.Sequential) -> dict[str, str]:
+def _words_for_pairs(chain: nn.Sequential) -> dict[str, str]:
     """Return the words for each pair of linear layers with only elementwise functions between them."""
     words: dict[str, str] = {}
     column: tuple[str, nn.Linear] | None = None
@@ -243,7 +243,7 @@ def _tables_of_heads(holder: nn.Module) -> dict[str, str]:
     return {name: "embedding_of_heads" for name, table in tables.items() if table.embedding_dim in counts}
 
 
-def _numbers(holder: nn.Module, width: int) -> Iterator[str]:
+def _numbers_to_cut(holder: nn.Module, width: int) -> Iterator[str]:
     attributes = vars(holder)
     yield from (name for name in (*_HEADS, *KEY_HEADS) if _is_count(attributes.get(name)))
     yield from (name for name in _WIDTHS if attributes.get(name) == width)
@@ -253,7 +253,7 @@ def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _get(module: nn.Module, path: str) -> object:
+def _get_by_path(module: nn.Module, path: str) -> object:
     found: object = module
     for name in path.split("."):
         found = attribute_of(found, name)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..state.dtensor import is_dtensor
 from ..targets.in_place_of_logits import Columns, asked_of
 from ..torch_internals.dtensors import make_strided_shard
-from .exchanges import TensorGroup, bounds
+from .exchanges import TensorGroup, chunk_bounds
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
@@ -46,7 +46,7 @@ class Slices:
         return torch.cat([self._part(section, rank, size) for section in sections], self.dim)
 
     def _part(self, section: Tensor, rank: int, size: int) -> Tensor:
-        start, stop = bounds(section.shape[self.dim], size // self.copies, rank // self.copies)
+        start, stop = chunk_bounds(section.shape[self.dim], size // self.copies, rank // self.copies)
         return section.narrow(self.dim, start, stop - start)
 
     def shape_on_a_rank(self, shape: Sequence[int], size: int) -> list[int]:
@@ -112,9 +112,11 @@ class ColumnCut(CutLayer):
         else:
             whole = group.copy(first) if self.shard_dim is None else group.join_copy(first, self.shard_dim)
         asked, number = asked_of(module), self._num_features(module)
-        with local_parameters(module, **_local_width(module, self.slices), **_held(module, self.slices, group)):
+        with local_parameters(
+            module, **_local_width(module, self.slices), **_repeated_parameters(module, self.slices, group)
+        ):
             if asked is not None:
-                columns = Columns(group, *bounds(number, group.size, group.rank), number)
+                columns = Columns(group, *chunk_bounds(number, group.size, group.rank), number)
                 return asked.compute(whole, module.weight, module.bias, columns)  # type: ignore[arg-type]
             output = forward(whole, *rest, **named)
         if self.keeps_logits:
@@ -149,15 +151,17 @@ class RowCut(CutLayer):
         bias = getattr(module, "bias", None)
         # the bias is added once, to the sum
         none = (
-            {} if bias is None else {"bias": None if isinstance(module, nn.Linear) else torch.zeros_like(local(bias))}
+            {}
+            if bias is None
+            else {"bias": None if isinstance(module, nn.Linear) else torch.zeros_like(local_part(bias))}
         )
         with local_parameters(module, **none):
             output = forward(own, *rest, **named)
         if self.shard_dim is None:
             total = group.sum(output)
-            return total if bias is None else total + local(bias).to(total.dtype)
+            return total if bias is None else total + local_part(bias).to(total.dtype)
         total = group.sum_split(output, self.shard_dim)
-        return total if bias is None else total + group.copy(local(bias)).to(total.dtype)
+        return total if bias is None else total + group.copy(local_part(bias)).to(total.dtype)
 
     def _own(self, whole: Tensor, group: TensorGroup) -> Tensor:
         """Return the features of whole activations that this rank's part of the weight takes."""
@@ -176,7 +180,7 @@ class VocabularyCut(CutLayer):
 
     def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: Inputs, named: Named) -> object:
         indices, rest, named = first_input(inputs, named)
-        start, stop = bounds(len(module.weight), group.size, group.rank)  # type: ignore[arg-type]
+        start, stop = chunk_bounds(len(module.weight), group.size, group.rank)  # type: ignore[arg-type]
         is_elsewhere = (indices < start) | (indices >= stop)
         padding: Any = getattr(module, "padding_idx", None)
         own_padding = None if padding is None or not start <= padding < stop else padding - start
@@ -208,7 +212,7 @@ class SummedGradients(CutLayer):
         return WholeLayer({})
 
     def run(self, module: nn.Module, forward: Forward, group: TensorGroup, inputs: Inputs, named: Named) -> Any:
-        own = {name: group.copy(local(p)) for name, p in module.named_parameters(recurse=False)}
+        own = {name: group.copy(local_part(p)) for name, p in module.named_parameters(recurse=False)}
         with local_parameters(module, **own):
             return forward(*inputs, **named)
 
@@ -272,7 +276,7 @@ def first_input(inputs: Inputs, named: Named) -> tuple[Any, Inputs, Named]:
     return named[name], (), {key: value for key, value in named.items() if key != name}
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, differentiably."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
@@ -283,7 +287,7 @@ def local_parameters(module: nn.Module, **others: object) -> Iterator[None]:
 
     An instance attribute hides the parameter of that name, which stays where optimizers and checkpoints find it.
     """
-    own = {name: local(p) for name, p in module.named_parameters(recurse=False) if name not in others} | others
+    own = {name: local_part(p) for name, p in module.named_parameters(recurse=False) if name not in others} | others
     attributes = vars(module)
     before = {name: attributes[name] for name in own if name in attributes}
     attributes.update(own)
@@ -299,13 +303,13 @@ def _local_width(module: nn.Module, slices: Mapping[str, Slices]) -> dict[str, i
     """Return the local number of output features of a transformers Conv1D, which its forward reads."""
     if not hasattr(module, "nf"):
         return {}
-    return {"nf": local(module.weight).shape[slices["weight"].dim]}  # type: ignore[arg-type]
+    return {"nf": local_part(module.weight).shape[slices["weight"].dim]}  # type: ignore[arg-type]
 
 
-def _held(module: nn.Module, slices: Mapping[str, Slices], group: TensorGroup) -> dict[str, Tensor]:
+def _repeated_parameters(module: nn.Module, slices: Mapping[str, Slices], group: TensorGroup) -> dict[str, Tensor]:
     """Return the parameters of which several ranks hold this rank's part, with gradients that are summed over them."""
     held = {name: own.copies for name, own in slices.items() if own.copies > 1}
-    return {name: group.holders(copies).copy(local(module.get_parameter(name))) for name, copies in held.items()}
+    return {name: group.holders(copies).copy(local_part(module.get_parameter(name))) for name, copies in held.items()}
 
 
 def _as_logits(output: Tensor, group: TensorGroup, num_classes: int) -> DTensor:

@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 from torch import nn
 
-from .brought_plans import outside
+from .brought_plans import name_outside_adapters
 from .known_layers import KEY_HEADS, head_counts, is_of_feed_forward, is_of_keys, is_projection, key_heads
 from .layers import ColumnCut, CutLayer, VocabularyCut
 
@@ -62,10 +62,10 @@ def copies_of_heads(name: str, module: nn.Module, word: object, tp: int) -> int:
 
 def _key_heads(name: str, module: nn.Module, word: object) -> int | None:
     """Return the number of heads of a projection of keys or values that is cut by heads; None for other layers."""
-    projection = outside(name)
+    projection = name_outside_adapters(name)
     if word != "colwise" or not is_of_keys(projection):
         return None
-    return key_heads(projection, module.get_submodule(name), module.get_submodule(_parent(projection)))
+    return key_heads(projection, module.get_submodule(name), module.get_submodule(_parent_name(projection)))
 
 
 def _of_layer(name: str, module: nn.Module, words: Mapping[str, object], layer: CutLayer) -> Iterator[Limit]:
@@ -73,14 +73,14 @@ def _of_layer(name: str, module: nn.Module, words: Mapping[str, object], layer: 
     keys = _key_heads(name, module, words[name])
     if keys is None:
         feeds = words[name] in ("colwise", "rowwise") and is_of_feed_forward(name, module)
-        yield from _widths(name, own, layer, is_uneven=feeds or _is_whole_outside(layer))
+        yield from _width_limits(name, own, layer, is_uneven=feeds or _is_whole_outside(layer))
     if isinstance(own, nn.MultiheadAttention):
         yield Limit(name, "num_heads", own.num_heads, kind="heads")
-    elif isinstance(layer, ColumnCut) and not layer.is_whole_after and is_projection(outside(name)):
-        attention = _parent(outside(name))
+    elif isinstance(layer, ColumnCut) and not layer.is_whole_after and is_projection(name_outside_adapters(name)):
+        attention = _parent_name(name_outside_adapters(name))
         counts = head_counts(module.get_submodule(attention))
         for key, count in counts.items():
-            if key not in KEY_HEADS or (not is_of_keys(outside(name)) and words[name] != "colwise"):
+            if key not in KEY_HEADS or (not is_of_keys(name_outside_adapters(name)) and words[name] != "colwise"):
                 yield Limit(attention, key, count, kind="heads")
         if keys is not None:
             label = next((key for key in counts if key in KEY_HEADS), "key-value heads")
@@ -92,12 +92,12 @@ def _is_whole_outside(layer: CutLayer) -> bool:
     return isinstance(layer, VocabularyCut) or (isinstance(layer, ColumnCut) and layer.is_whole_after)
 
 
-def _widths(name: str, module: nn.Module, layer: CutLayer, *, is_uneven: bool) -> Iterator[Limit]:
+def _width_limits(name: str, module: nn.Module, layer: CutLayer, *, is_uneven: bool) -> Iterator[Limit]:
     for parameter, slices in layer.slices.items():
         length = module.get_parameter(parameter).shape[slices.dim]
         what = f"along dimension {slices.dim}"
         yield Limit(f"{name}.{parameter}", what, length, slices.sections, "uneven" if is_uneven else "equal")
 
 
-def _parent(name: str) -> str:
+def _parent_name(name: str) -> str:
     return name.rpartition(".")[0]

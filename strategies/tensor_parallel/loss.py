@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from ..state.dtensor import is_dtensor
 from ..targets.cross_entropy_call import CrossEntropyCall
 from ..targets.target_mean import TargetMean, note_target_mean
-from .exchanges import TensorGroup, bounds
+from .exchanges import TensorGroup, chunk_bounds
 
 _RESULTS: Final = frozenset((torch.argmax, Tensor.argmax, torch.topk, Tensor.topk))
 """Functions of logits whose results are made plain tensors."""
@@ -51,7 +51,9 @@ class _LossOfCutLogits(TorchFunctionMode):
         result = func(*args, **kwargs)
         if func not in _RESULTS:
             return result
-        return type(result)([_plain(v) for v in result]) if isinstance(result, tuple) else _plain(result)
+        return (
+            type(result)([_to_full_tensor(v) for v in result]) if isinstance(result, tuple) else _to_full_tensor(result)
+        )
 
 
 def _cross_entropy(call: CrossEntropyCall) -> Tensor:
@@ -61,9 +63,9 @@ def _cross_entropy(call: CrossEntropyCall) -> Tensor:
     logits = call.input
     classes = 0 if logits.dim() == 1 else 1
     is_cut, num_classes = tuple(logits.placements) == (Shard(classes),), logits.shape[classes]
-    call = replace(call, target=_plain(call.target))
+    call = replace(call, target=_to_full_tensor(call.target))
     if not is_cut or not call.is_of_classes:
-        return replace(call, input=_plain(logits)).result()
+        return replace(call, input=_to_full_tensor(logits)).result()
     group = TensorGroup(logits.device_mesh)
     logits = logits.to_local().movedim(classes, -1)
     if torch.is_autocast_enabled(logits.device.type):
@@ -83,7 +85,7 @@ def losses_of_columns(logits: Tensor, call: CrossEntropyCall, group: TensorGroup
     """Return the loss of each target of a call; logits have the shape (..., own classes)."""
     weight, smoothing, is_ignored = call.weight, call.label_smoothing, call.target == call.ignore_index
     target = call.target.masked_fill(is_ignored, 0)
-    start, stop = bounds(num_classes, group.size, group.rank)
+    start, stop = chunk_bounds(num_classes, group.size, group.rank)
     if not logits.shape[-1]:  # there are more ranks than columns
         logits = F.pad(logits, (0, 1), value=-torch.inf)
     largest = group.largest(logits.amax(-1))
@@ -102,5 +104,5 @@ def losses_of_columns(logits: Tensor, call: CrossEntropyCall, group: TensorGroup
     return losses.masked_fill(is_ignored, 0.0)
 
 
-def _plain(value: Any) -> Any:
+def _to_full_tensor(value: Any) -> Any:
     return value.full_tensor() if is_dtensor(value) else value

@@ -17,7 +17,7 @@ def plan_table(module: nn.Module, words: Mapping[str, object], layers: Mapping[s
     cut: dict[nn.Parameter, int] = {}
     for name, word in words.items():
         layer, submodule = layers.get(name), module.get_submodule(name)
-        sizes = {} if layer is None else _cuts(submodule, layer, tp)
+        sizes = {} if layer is None else _shapes_of_parts(submodule, layer, tp)
         cut |= {submodule.get_parameter(own): num_bytes for own, (_, num_bytes) in sizes.items()}
         shapes = ", ".join(text for text, _ in sizes.values()) or ("as torch cuts it" if layer is None else "whole")
         num_bytes = sum(num for _, num in sizes.values()) + sum(
@@ -34,16 +34,16 @@ def plan_table(module: nn.Module, words: Mapping[str, object], layers: Mapping[s
     lines.append(("all others", "", "whole", f"{sum(p.nbytes for p in others if p not in planned):,}"))
     total = sum(cut.values()) + sum(p.nbytes for p in others)
     lines.append(("sum", "", f"of {sum(p.nbytes for p in module.parameters()):,}", f"{total:,}"))
-    return _aligned(lines)
+    return _align_columns(lines)
 
 
-def _cuts(submodule: nn.Module, layer: CutLayer, tp: int) -> dict[str, tuple[str, int]]:
+def _shapes_of_parts(submodule: nn.Module, layer: CutLayer, tp: int) -> dict[str, tuple[str, int]]:
     """Return the shapes, as text, and the bytes of a rank's parts of a layer's parameters, by name."""
     sizes = {}
     for name, slices in layer.slices.items():
         parameter = submodule.get_parameter(name)
         shape = slices.shape_on_a_rank(parameter.shape, tp)
-        text = f"{name} {_by(shape)} of {_by(parameter.shape)}" + (
+        text = f"{name} {_format_shape(shape)} of {_format_shape(parameter.shape)}" + (
             f" ({slices.sections} sections)" if slices.sections > 1 else ""
         )
         text += f" (on {slices.copies} ranks each)" if slices.copies > 1 else ""
@@ -51,7 +51,7 @@ def _cuts(submodule: nn.Module, layer: CutLayer, tp: int) -> dict[str, tuple[str
     return sizes
 
 
-def _by(shape: Any) -> str:
+def _format_shape(shape: Any) -> str:
     return "x".join(map(str, shape))
 
 
@@ -62,7 +62,7 @@ def generic_name(name: str) -> str:
     return name if number is None else ".".join([*parts[:number], "*", *parts[number + 1 :]])
 
 
-def _aligned(lines: list[tuple[str, str, str, str]]) -> str:
+def _align_columns(lines: list[tuple[str, str, str, str]]) -> str:
     widths = [max(len(line[at]) for line in lines) for at in range(4)]
     return "\n".join(
         f"{part:<{widths[0]}}  {word:<{widths[1]}}  {shape:<{widths[2]}}  {size:>{widths[3]}}".rstrip()

@@ -99,16 +99,18 @@ def sharded_blocks(module: nn.Module, cut: Collection[str], ends: Collection[str
         if not isinstance(parent, (*CONTAINERS, nn.Sequential)) or _is_inside_any(parent_name, names):
             continue
         children = [(f"{parent_name}.{name}".lstrip("."), child) for name, child in parent.named_children()]
-        names += [name for name, child in children if any(_is_inside(layer, name) for layer in cut) and _suits(child)]
+        names += [
+            name for name, child in children if any(_is_inside(layer, name) for layer in cut) and _can_be_sharded(child)
+        ]
     return {
         name: ShardedBlock(
-            {}, None, _length_dim(module.get_submodule(name)), name not in ends and _precedes(name, names)
+            {}, None, _length_dim(module.get_submodule(name)), name not in ends and _is_followed_directly(name, names)
         )
         for name in names
     }
 
 
-def _suits(block: nn.Module) -> bool:
+def _can_be_sharded(block: nn.Module) -> bool:
     others = any(word in name for name, _ in block.named_modules() for word in _ATTENDS_ELSEWHERE)
     return isinstance(block, _TORCH_LAYERS) or not (others or isinstance(block, (*CONTAINERS, nn.Sequential)))
 
@@ -119,7 +121,7 @@ def _length_dim(block: nn.Module) -> int:
     return 1 if attention is None or attention.batch_first else 0
 
 
-def _precedes(name: str, names: list[str]) -> bool:
+def _is_followed_directly(name: str, names: list[str]) -> bool:
     """Return whether the next block follows directly in the same container."""
     at = names.index(name) + 1
     return at < len(names) and names[at].rpartition(".")[0] == name.rpartition(".")[0]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...common.errors import ConfigError
 from .attention import AttentionCut
-from .brought_plans import outside
+from .brought_plans import name_outside_adapters
 from .known_layers import KEY_HEADS, groups_of, is_projection
 from .layers import ColumnCut, CutLayer
 from .limits import Limit, copies_of_heads, degrees_within, limits_of
@@ -75,7 +75,7 @@ class TensorPlan:
             # several ranks may hold one head of keys
             own[holder] = {name: max(n // tp, int(name in KEY_HEADS)) for name, n in numbers.items()}
         for layer, copies in self.copies(module, tp).items():
-            holder = _parent(outside(layer))
+            holder = _parent_name(name_outside_adapters(layer))
             attention = module.get_submodule(holder)
             groups = {name: vars(attention)[name] // copies for name in groups_of(attention)}
             own.setdefault(holder, {}).update(groups)
@@ -84,9 +84,9 @@ class TensorPlan:
     def holders(self, module: nn.Module) -> dict[str, CutLayer]:
         """Return the cuts of modules around several layers with the same input, which they exchange for these."""
         columns = {name: layer for name, layer in self.layers(module).items() if isinstance(layer, ColumnCut)}
-        counts = Counter(_parent(name) for name in columns)
+        counts = Counter(_parent_name(name) for name in columns)
         holders: dict[str, CutLayer] = {parent: SharedInput({}) for parent, count in counts.items() if count > 1}
-        joined = {_parent(name): layer.shard_dim for name, layer in columns.items() if layer.takes_copies}
+        joined = {_parent_name(name): layer.shard_dim for name, layer in columns.items() if layer.takes_copies}
         return holders | {parent: JoinedInput({}, dim) for parent, dim in joined.items()}
 
     def blocks(self, module: nn.Module) -> dict[str, list[str]]:
@@ -106,11 +106,11 @@ class TensorPlan:
 
     def around(self, name: str, module: nn.Module) -> str:
         """Return the smallest part of a module around a planned layer, or itself, that takes whole activations."""
-        return _around(name, self.words, module)
+        return _block_around(name, self.words, module)
 
     def unpaired_columns(self, module: nn.Module, block: str) -> list[str]:
         """Return the layers of a block that return cut activations, if none of it takes them."""
-        words = {name: _base(self.words[name]) for name in self.blocks(module)[block]}
+        words = {name: _base_word(self.words[name]) for name in self.blocks(module)[block]}
         has_rows = bool(OPEN_ROWS.intersection(words.values()))
         return [] if has_rows else [name for name, word in words.items() if word in OPEN_COLUMNS]
 
@@ -133,7 +133,7 @@ class TensorPlan:
         problems = [limit.problem(tp) for limit in limits if not limit.allows(tp)]
         if problems:
             degrees = degrees_within(limits)
-            others = f"choose {_either(degrees)}" if degrees else "no tp up to 64 does"
+            others = f"choose {_format_choices(degrees)}" if degrees else "no tp up to 64 does"
             raise ConfigError(
                 f"tp={tp} does not divide what {self.source} cuts: {'; '.join(problems[:5])}; {others}, or give these "
                 "layers the word 'replicate' in tp_plan."
@@ -177,33 +177,33 @@ class TensorPlan:
                     )
 
 
-def _around(name: str, words: Mapping[str, Any], module: nn.Module) -> str:
+def _block_around(name: str, words: Mapping[str, Any], module: nn.Module) -> str:
     """Return the block that a planned layer belongs to."""
     word = words[name]
     if is_style(word):
         # it is unknown what torch's styles pass on, so their block contains all of them
-        return _common([other for other in words if is_style(words[other])])
+        return _common_parent([other for other in words if is_style(words[other])])
     if not _is_open(word):
         return name
-    block = _parent(name)
-    while block and not _closes(block, words):
-        block = _parent(block)
-    if not _closes(block, words):
-        block = _parent(name)
+    block = _parent_name(name)
+    while block and not _is_self_contained(block, words):
+        block = _parent_name(block)
+    if not _is_self_contained(block, words):
+        block = _parent_name(name)
     return block
 
 
-def _closes(block: str, words: Mapping[str, object]) -> bool:
+def _is_self_contained(block: str, words: Mapping[str, object]) -> bool:
     """Return whether cut activations are both produced and consumed inside a block."""
-    inside = {_base(words[name]) for name in words if _is_inside(name, block)}
+    inside = {_base_word(words[name]) for name in words if _is_inside(name, block)}
     return bool(inside & OPEN_COLUMNS) and bool(inside & OPEN_ROWS)
 
 
 def _is_open(word: str) -> bool:
-    return _base(word) in OPEN_COLUMNS | OPEN_ROWS | OPEN_OTHERS
+    return _base_word(word) in OPEN_COLUMNS | OPEN_ROWS | OPEN_OTHERS
 
 
-def _base(word: object) -> str:
+def _base_word(word: object) -> str:
     return word.partition(":")[0] if isinstance(word, str) else ""
 
 
@@ -211,16 +211,16 @@ def _is_inside(name: str, block: str) -> bool:
     return name != block and (not block or name.startswith(f"{block}."))
 
 
-def _parent(name: str) -> str:
+def _parent_name(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _either(degrees: Sequence[int]) -> str:
+def _format_choices(degrees: Sequence[int]) -> str:
     *some, last = [f"tp={tp}" for tp in degrees[:7]]
     return f"{', '.join(some)} or {last}" if some else last
 
 
-def _common(names: list[str]) -> str:
+def _common_parent(names: list[str]) -> str:
     first, *rest = [name.split(".")[:-1] for name in names]
     while any(other[: len(first)] != first for other in rest):
         first = first[:-1]
@@ -232,5 +232,5 @@ def _amid_shards(name: str, layer: CutLayer, block: str, dim: int) -> CutLayer:
     layer = layer.in_shards(dim)
     if isinstance(layer, AttentionCut):  # the cross-attention of torch's decoder layer attends to a whole sequence
         return replace(layer, has_cut_memory=name.rpartition(".")[2] != "multihead_attn")
-    is_held = isinstance(layer, ColumnCut) and is_projection(name) and _parent(name) != block
+    is_held = isinstance(layer, ColumnCut) and is_projection(name) and _parent_name(name) != block
     return replace(layer, takes_copies=True) if is_held else layer  # type: ignore[call-arg]

@@ -9,7 +9,7 @@ from torch import nn
 
 from ...common.errors import ConfigError, did_you_mean
 from .attention import AttentionCut
-from .known_layers import is_known_attention, is_plain_table, widths
+from .known_layers import is_known_attention, is_plain_table, linear_widths
 from .layers import (
     ColumnCut,
     CutLayer,
@@ -89,7 +89,7 @@ def cut_layer(name: str, module: nn.Module, word: str) -> CutLayer:
     layer = make(name, module, int(sections)) if sections else make(name, module, None)
     if layer is None:
         raise ConfigError(
-            f"{word!r} cannot cut {name!r}, which is of class {type(module).__name__}; {_advice(module)}."
+            f"{word!r} cannot cut {name!r}, which is of class {type(module).__name__}; {_advise_word(module)}."
         )
     return layer
 
@@ -99,18 +99,18 @@ def _is_packed(word: str) -> bool:
     return base in ("packed_colwise", "packed_rowwise", "mla_kv_a_proj") and sections.isdigit() and int(sections) > 1
 
 
-def _advice(module: nn.Module) -> str:
+def _advise_word(module: nn.Module) -> str:
     if isinstance(module, nn.MultiheadAttention):
         return "use 'attention'"
     if isinstance(module, nn.Embedding):
         return "use 'embedding_rowwise' or 'embedding_colwise'"
-    if widths(module):
+    if linear_widths(module):
         return "use 'colwise', 'rowwise' or another word for linear layers"
     return "cut the layers inside it, or leave it out"
 
 
 def _linear_slices(module: nn.Module, *, is_column: bool, sections: int = 1) -> dict[str, Slices] | None:
-    if widths(module) is None:
+    if linear_widths(module) is None:
         return None
     dim = int(is_column != isinstance(module, nn.Linear))  # the weight of a transformers Conv1D is transposed
     slices = {"weight": Slices(dim, sections)}
@@ -122,7 +122,7 @@ def _linear_slices(module: nn.Module, *, is_column: bool, sections: int = 1) -> 
 _Make = Callable[[str, nn.Module, int | None], CutLayer | None]
 
 
-def _column(**settings: bool) -> _Make:
+def _column_cut(**settings: bool) -> _Make:
     def make(name: str, module: nn.Module, sections: int | None) -> CutLayer | None:
         slices = _linear_slices(module, is_column=True)
         return None if slices is None else ColumnCut(slices, **settings)
@@ -130,7 +130,7 @@ def _column(**settings: bool) -> _Make:
     return make
 
 
-def _row(**settings: bool) -> _Make:
+def _row_cut(**settings: bool) -> _Make:
     def make(name: str, module: nn.Module, sections: int | None) -> CutLayer | None:
         slices = _linear_slices(module, is_column=False)
         return None if slices is None else RowCut(slices, **settings)
@@ -150,14 +150,14 @@ def _packed_row(name: str, module: nn.Module, sections: int | None) -> CutLayer 
 
 
 def _summed_tail(name: str, module: nn.Module, sections: int | None) -> CutLayer | None:
-    return None if widths(module) is None or sections is None else SummedTail({}, num_features=sections)
+    return None if linear_widths(module) is None or sections is None else SummedTail({}, num_features=sections)
 
 
-def _vocabulary(name: str, module: nn.Module, sections: int | None) -> CutLayer | None:
+def _vocabulary_cut(name: str, module: nn.Module, sections: int | None) -> CutLayer | None:
     return VocabularyCut({"weight": Slices(0)}) if _is_plain_embedding(name, module) else None
 
 
-def _table(*, gathers_output: bool) -> _Make:
+def _embedding_column_cut(*, gathers_output: bool) -> _Make:
     def make(name: str, module: nn.Module, sections: int | None) -> CutLayer | None:
         cut = EmbeddingColumnCut({"weight": Slices(1)}, gathers_output=gathers_output)
         return cut if _is_plain_embedding(name, module) else None
@@ -176,30 +176,30 @@ def _is_plain_embedding(name: str, module: nn.Module) -> bool:
     return True
 
 
-def _attention(name: str, module: nn.Module, sections: int | None) -> CutLayer | None:
+def _attention_cut(name: str, module: nn.Module, sections: int | None) -> CutLayer | None:
     return AttentionCut.of(module) if is_known_attention(module) else None
 
 
-def _always(layer: CutLayer) -> _Make:
+def _always_as(layer: CutLayer) -> _Make:
     return lambda *_: layer
 
 
 _WORDS: Final[dict[str, _Make]] = {
-    "colwise": _column(),
-    "colwise_gather_output": _column(gathers_output=True),
-    "colwise_rep": _column(gathers_output=True),
-    "rowwise": _row(),
-    "rowwise_split_input": _row(splits_input=True),
-    "rowwise_rep": _row(splits_input=True),
+    "colwise": _column_cut(),
+    "colwise_gather_output": _column_cut(gathers_output=True),
+    "colwise_rep": _column_cut(gathers_output=True),
+    "rowwise": _row_cut(),
+    "rowwise_split_input": _row_cut(splits_input=True),
+    "rowwise_rep": _row_cut(splits_input=True),
     "packed_colwise": _packed_column,
     "packed_rowwise": _packed_row,
-    "embedding_rowwise": _vocabulary,
-    "embedding_colwise": _table(gathers_output=True),
-    "embedding_of_heads": _table(gathers_output=False),
-    "attention": _attention,
-    "sequence_parallel": _always(ShardedLayer({})),
-    "replicated_with_grad_allreduce": _always(SummedGradients({})),
-    "all_reduce": _always(SummedOutput({})),
+    "embedding_rowwise": _vocabulary_cut,
+    "embedding_colwise": _embedding_column_cut(gathers_output=True),
+    "embedding_of_heads": _embedding_column_cut(gathers_output=False),
+    "attention": _attention_cut,
+    "sequence_parallel": _always_as(ShardedLayer({})),
+    "replicated_with_grad_allreduce": _always_as(SummedGradients({})),
+    "all_reduce": _always_as(SummedOutput({})),
     "mla_kv_a_proj": _summed_tail,
-    "replicate": _always(WholeLayer({})),
+    "replicate": _always_as(WholeLayer({})),
 }

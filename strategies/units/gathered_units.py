@@ -91,7 +91,7 @@ class GatheredUnit:
         """Let a gathered parameter note what its ``.data`` hands out."""
         kind: object = type(gathered)
         if kind is nn.Parameter or is_dtensor:
-            gathered.__class__ = WatchedParameter if kind is nn.Parameter else _watched(kind)
+            gathered.__class__ = WatchedParameter if kind is nn.Parameter else _watched_class(kind)
             vars(gathered)["_unit"] = self
 
     def look(self) -> None:
@@ -114,7 +114,7 @@ class GatheredUnit:
 
 
 @cache
-def _watched(kind: Any) -> Any:
+def _watched_class(kind: Any) -> Any:
     """Return a class of DTensors that note what ``.data`` hands out."""
     return type(kind.__name__, (kind,), {"data": WatchedParameter.data})
 

@@ -131,7 +131,7 @@ class IdleRanks:
                 _CatchingUp(self, step_name, busy).run(partial(run, content[0]))
                 return
             elif kind == "refuse":
-                raise _refusal(step_name, *content)
+                raise _idle_ranks_error(step_name, *content)
             else:
                 break
         if has_reduced:
@@ -252,7 +252,7 @@ class _Leading(_Watching):
     def _let_all_run(self) -> None:
         if not self._peers.can_run_step or is_in_backward():
             self.tell("refuse", self.found, self._idle)
-            raise _refusal(self._step_name, self.found, self._idle)
+            raise _idle_ranks_error(self._step_name, self.found, self._idle)
         self.tell("catch up", self._lent)
         while (index := self._collectives.recv(self._idle[0])) is not None:
             lend_shards(self.groups[index])
@@ -301,7 +301,7 @@ class _CatchingUp(_Watching):
         )
 
 
-def _refusal(step_name: str, found: str | None, idle: Sequence[int]) -> ModuleError:
+def _idle_ranks_error(step_name: str, found: str | None, idle: Sequence[int]) -> ModuleError:
     return ModuleError(
         f"{step_name} calls {found}, while data ranks {idle} have no samples in this step and cannot take part in it. "
         "Drop the incomplete batches of an epoch (drop_last=True), or send in a hook after the step."

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...common.errors import ModuleError
 from ..distributed.collectives import Collectives
-from ..state.digest import digest, mixed
+from ..state.digest import digest_tensor, mix_numbers
 from ..torch_internals.sharded_parameters import ShardedParameter
 from .gathered_units import watch_units
 
@@ -97,7 +97,7 @@ class ParameterWrites:
                 "on_train_batch_end."
             )
         parameter.keep(whole)
-        _append(self._run, {key: _Written(parameter.part, digest(whole))})
+        _append_writes(self._run, {key: _Written(parameter.part, digest_tensor(whole))})
         if self.keeps_whole:
             self._whole[key] = parameter, whole.clone()
             # the rank without samples has an old shard until the run has ended
@@ -139,7 +139,7 @@ class ParameterWrites:
             self._look()
             self.agree(is_absent=is_absent)
         elif self._run:
-            _append(self._past, self._run)
+            _append_writes(self._past, self._run)
             self._run = {}
 
     def agree(self, *, is_absent: bool = False) -> None:
@@ -152,7 +152,9 @@ class ParameterWrites:
         has_written = float(bool(self._past or self._run))
         is_alone = collectives.world_size == 1 or collectives.is_fake
         if not is_alone and collectives.all_reduce(has_written, "max"):
-            rows = collectives.all_gather_object((is_absent, _numbers(self._past), _numbers(self._run)))
+            rows = collectives.all_gather_object(
+                (is_absent, _digests_as_numbers(self._past), _digests_as_numbers(self._run))
+            )
             present = [rank for rank, row in enumerate(rows) if not row[0]]
             self._check({rank: row[1] for rank, row in enumerate(rows)})
             self._check({rank: rows[rank][2] for rank in present})
@@ -196,7 +198,7 @@ def first_difference(rows: Mapping[int, Mapping[_Key, _Written]], ranks: Sequenc
         writers = [rank for rank, row in rows.items() if key in row]
         others = [ranks[rank] for rank in rows if rank not in writers]
         if others:
-            return key, f"on {_words([ranks[rank] for rank in writers])}, but not on {_words(others)}"
+            return key, f"on {_name_ranks([ranks[rank] for rank in writers])}, but not on {_name_ranks(others)}"
         first: dict[tuple[int, ...], int] = {}
         for rank in writers:
             one = first.setdefault(rows[rank][key].part, rank)
@@ -205,16 +207,16 @@ def first_difference(rows: Mapping[int, Mapping[_Key, _Written]], ranks: Sequenc
     return None
 
 
-def _words(ranks: Sequence[int]) -> str:
+def _name_ranks(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8]))
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{', ...' if len(ranks) > 8 else ''}"
 
 
-def _append(past: dict[_Key, _Written], new: Mapping[_Key, _Written]) -> None:
+def _append_writes(past: dict[_Key, _Written], new: Mapping[_Key, _Written]) -> None:
     for key, written in new.items():
-        total = mixed(past[key].digest) + written.digest if key in past else written.digest
+        total = mix_numbers(past[key].digest) + written.digest if key in past else written.digest
         past[key] = _Written(written.part, total)
 
 
-def _numbers(written: Mapping[_Key, _Written]) -> dict[_Key, _Written]:
+def _digests_as_numbers(written: Mapping[_Key, _Written]) -> dict[_Key, _Written]:
     return {key: _Written(part, int(value)) for key, (part, value) in written.items()}

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .wrapped_tensors import TensorParts, copied, is_wrapped, put_together, rule_of, take_apart, with_changed
+from .wrapped_tensors import TensorParts, copy_wrapped, is_wrapped, put_together, rule_of, take_apart, with_changed
 
 Spans = Sequence[tuple[int, int]]
 """For each dimension, the first index and the last index + 1."""
@@ -62,7 +62,7 @@ def join_wrapped(
         if not is_wrapped(tensor):
             return None
         if spans == [(o, o + n) for o, n in zip(begin, tensor.shape, strict=True)] and tuple(tensor.shape) == (*sizes,):
-            return copied(tensor, device)
+            return copy_wrapped(tensor, device)
         held.append(_Overlap(take_apart(tensor), tuple(begin), spans))
     held.sort(key=lambda one: one.begin)
     if not held or len({one.parts.kind for one in held}) > 1 or any(map(_is_odd, held)):
@@ -76,7 +76,7 @@ def join_wrapped(
     for name in first.tensors:
         if any(name not in one.parts.tensors for one in held):
             return None
-        inner = _elementwise(held, name, offsets, shape)
+        inner = _join_elementwise(held, name, offsets, shape)
         if inner is None:
             inner = _of_rows(held, name, offsets, shape, is_shared=name in rule.shared)
         if inner is None:
@@ -91,7 +91,9 @@ def _is_odd(one: _Overlap) -> bool:
     return one.parts.stride != tuple(usual) or any(map(is_wrapped, one.parts.tensors.values()))
 
 
-def _elementwise(held: Sequence[_Overlap], name: str, offsets: Sequence[int], shape: tuple[int, ...]) -> Tensor | None:
+def _join_elementwise(
+    held: Sequence[_Overlap], name: str, offsets: Sequence[int], shape: tuple[int, ...]
+) -> Tensor | None:
     """Return an inner tensor that has an element for each one of the whole; None if this is no such."""
     if any(tuple(one.parts.tensors[name].shape) != one.parts.shape for one in held):
         return None

@@ -179,11 +179,11 @@ def put_together(parts: TensorParts) -> Tensor:
     return made
 
 
-def copied(tensor: Tensor, device: torch.device | str | None = None) -> Tensor:
+def copy_wrapped(tensor: Tensor, device: torch.device | str | None = None) -> Tensor:
     """Return a copy of a wrapped tensor, whose class may not know how to copy it, on a device; by default, on its."""
     parts = take_apart(tensor)
     copies = {
-        name: copied(inner, device) if is_wrapped(inner) else inner.to(device or inner.device, copy=True)
+        name: copy_wrapped(inner, device) if is_wrapped(inner) else inner.to(device or inner.device, copy=True)
         for name, inner in parts.tensors.items()
     }
     return put_together(parts._replace(tensors=copies))
@@ -194,7 +194,7 @@ def is_here(tensor: Tensor) -> bool:
     return not any(inner.is_meta for inner in take_apart(tensor).tensors.values())
 
 
-def dequantized(tensor: Tensor) -> Tensor:
+def dequantize_tensor(tensor: Tensor) -> Tensor:
     """Return the values of a wrapped tensor as a plain one.
 
     Raises:
@@ -226,7 +226,7 @@ def tensor_class(where: str) -> type[Tensor]:
     if module in _IMPORTED:
         with suppress(ImportError):
             importlib.import_module(module)
-    for kind in _subclasses(Tensor):
+    for kind in _iterate_subclasses(Tensor):
         if (kind.__module__, kind.__qualname__) == (module, name) and _is_allowed(kind):
             return kind
     package = module.partition(".")[0]
@@ -305,7 +305,7 @@ def _is_allowed(kind: type) -> bool:
     return _is_traceable(kind) and (is_known or _RULE in vars(kind))
 
 
-def _subclasses(kind: type[Tensor]) -> Iterator[type[Tensor]]:
+def _iterate_subclasses(kind: type[Tensor]) -> Iterator[type[Tensor]]:
     for one in type.__subclasses__(kind):
         yield one
-        yield from _subclasses(one)
+        yield from _iterate_subclasses(one)

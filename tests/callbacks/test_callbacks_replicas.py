@@ -25,7 +25,7 @@ from echelon.callbacks import (
     StragglerMonitor,
     ThroughputMonitor,
 )
-from echelon.callbacks.samples.audit import audit, samples_folder
+from echelon.callbacks.samples.audit import audit_ledger, samples_folder
 from echelon.common.errors import NonFiniteError
 from echelon.testing import run_ranks
 
@@ -173,7 +173,7 @@ def test_a_ledger_has_one_file_for_each_data_rank(found, folder):
     found("count")
     folder = samples_folder(folder / "count")
     assert [path.name[-15:] for path in sorted(folder.glob("*.samples"))] == ["k_00000.samples", "k_00001.samples"]
-    found = audit(folder)
+    found = audit_ledger(folder)
     assert found.is_exact and [epoch.used for epoch in found.epochs] == [36]
 
 

@@ -19,7 +19,7 @@ from scripted import Scripted, batches, trainer_in
 from echelon import CSVLogger, ModelCheckpoint
 from echelon.callbacks import LambdaCallback
 from echelon.callbacks.goodput.ledger import CATEGORIES, EndRecord, Ledger, LedgerFile, read_ledger
-from echelon.callbacks.goodput.spans import Goodput, account
+from echelon.callbacks.goodput.spans import Goodput, account_for_time
 from echelon.callbacks.goodput_monitor import GoodputMonitor
 from echelon.common.errors import ConfigError
 from echelon.strategies.resilience.rounds import RoundEnd
@@ -31,7 +31,7 @@ PROGRAM = Path(__file__).with_name("goodput_run.py")
 
 def account_of(folder: Path) -> Goodput:
     """The account of a folder's ledger, which counts each moment once."""
-    goodput = account(read_ledger(folder / "goodput.jsonl"))
+    goodput = account_for_time(read_ledger(folder / "goodput.jsonl"))
     assert sum(goodput.micros.values()) == goodput.total
     assert min(goodput.micros.values()) >= 0
     return goodput
@@ -255,7 +255,7 @@ def test_the_loggers_get_shares_that_add_up_and_a_table(tmp_path: Path) -> None:
     last = {name: value for name, value in logger.records[-1][1].items() if name in SHARES}
     assert sum(last.values()) == pytest.approx(1)
     (only,) = read_ledger(tmp_path / "goodput.jsonl").rounds
-    known = account(Ledger([replace(only, end=None)]))  # only the ledger shows what came after the last line
+    known = account_for_time(Ledger([replace(only, end=None)]))  # only the ledger shows what came after the last line
     assert last == {f"goodput/{category}": part / known.total for category, part in known.micros.items()}
     assert "| productive |" in Path(tables.log_dir, "goodput.txt").read_text()
 

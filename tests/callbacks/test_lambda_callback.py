@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 
 from echelon.callbacks import Callback, LambdaCallback
-from echelon.callbacks.dispatch import HOOK_NAMES, overrides
+from echelon.callbacks.dispatch import HOOK_NAMES, overrides_method
 from echelon.common.errors import ConfigError
 
 
 def test_every_hook_can_be_given() -> None:
     for name in HOOK_NAMES:
         callback = LambdaCallback(**{name: lambda *_: None})
-        assert [hook for hook in HOOK_NAMES if overrides(callback, hook, Callback)] == [name]
+        assert [hook for hook in HOOK_NAMES if overrides_method(callback, hook, Callback)] == [name]
 
 
 def test_none_is_as_if_not_given() -> None:
     callback = LambdaCallback(on_train_start=None)
-    assert not overrides(callback, "on_train_start", Callback)
+    assert not overrides_method(callback, "on_train_start", Callback)
 
 
 def test_a_misspelt_hook_is_pointed_out() -> None:

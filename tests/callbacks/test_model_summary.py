@@ -10,7 +10,7 @@ from scripted import Scripted, batches, trainer_in
 from torch import Tensor, nn
 
 from echelon.callbacks import ModelSummary, summarize
-from echelon.callbacks.model_summary import human
+from echelon.callbacks.model_summary import format_count
 from echelon.common.errors import ConfigError
 
 
@@ -127,7 +127,7 @@ def test_a_depth_below_minus_one_is_refused() -> None:
     [(0, "0"), (999, "999"), (1000, "1 K"), (123456, "123 K"), (999_600, "1 M"), (7_240_000_000, "7.24 B")],
 )
 def test_numbers_have_three_digits_and_a_unit(number: int, text: str) -> None:
-    assert human(number) == text
+    assert format_count(number) == text
 
 
 # --- as in Lightning 2.6.6 -------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from scripted import Scripted, batches, trainer_in
 from torch import Tensor, nn
 
 from echelon import NaNGuard, NonFiniteError
-from echelon.callbacks.nan_guard import _largest
+from echelon.callbacks.nan_guard import _largest_magnitude
 
 
 class Breaking(Scripted):
@@ -93,8 +93,8 @@ def test_large_but_finite_values_of_any_dtype_are_finite() -> None:
     wide = torch.tensor([1e300], dtype=torch.float64)
     sparse = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.tensor([2.0]), (3,), check_invariants=True)
     half = torch.tensor([6e4], dtype=torch.float16)
-    assert _largest([large, wide, sparse, half, torch.empty(0)]) == 1e300
-    assert _largest([torch.empty(0)]) is None
-    broken = _largest([torch.tensor([1.0, float("nan"), 2.0]), large])
+    assert _largest_magnitude([large, wide, sparse, half, torch.empty(0)]) == 1e300
+    assert _largest_magnitude([torch.empty(0)]) is None
+    broken = _largest_magnitude([torch.tensor([1.0, float("nan"), 2.0]), large])
     assert broken is not None
     assert broken != broken  # NaN

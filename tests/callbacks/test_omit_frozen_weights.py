@@ -21,7 +21,7 @@ from echelon.strategies.distributed.collectives import Collectives
 from echelon.strategies.state.omitted_weights import digests_of
 from echelon.testing import run_ranks
 from echelon.trainer.checkpoint import load
-from echelon.trainer.cli.checkpoint_contents import diff, show, verify_all
+from echelon.trainer.cli.checkpoint_contents import compare_checkpoints, show_checkpoint, verify_all
 
 ALONE = Collectives(None, torch.device("cpu"))
 
@@ -227,8 +227,8 @@ def test_readers_and_commands_follow(memory_path, caplog):
     with pytest.raises(CheckpointError, match="which? names weights that|leaves out, as its base has them"):
         load_weights(path, include="*.base.*")
     assert verify_all([path])[1]
-    assert diff(path, path)[1]
-    assert any(f"{BASE[0]}.digest" in line for line in show(path, shows_all=True))
+    assert compare_checkpoints(path, path)[1]
+    assert any(f"{BASE[0]}.digest" in line for line in show_checkpoint(path, shows_all=True))
     with pytest.raises(CheckpointError, match=r"leaves out 4 frozen weights .*base=.*--partial"):
         export(path, memory_path / "out")
     assert sorted(load_weights(export(path, memory_path / "part", partial=True))) == sorted(load_weights(path))

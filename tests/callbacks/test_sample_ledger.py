@@ -33,7 +33,7 @@ from echelon import (
     TrainModule,
     seed_everything,
 )
-from echelon.callbacks.samples.audit import Audit, audit
+from echelon.callbacks.samples.audit import Audit, audit_ledger
 from echelon.callbacks.samples.file import SampleRecord, read_header, read_records
 from echelon.common.errors import ProcessError
 from echelon.strategies import ElasticStrategy
@@ -141,7 +141,7 @@ def samples(folder: Path) -> Path:
 
 
 def audited(folder: Path) -> Audit:
-    found = audit(samples(folder))
+    found = audit_ledger(samples(folder))
     assert found.faults == []
     return found
 
@@ -278,7 +278,7 @@ def first_checkpoint(folder: Path) -> Path:
 def test_a_ledger_begun_in_mid_run_says_what_it_lacks(tmp_path: Path) -> None:
     fit(tmp_path, loader(), At(5, stop))
     fit(tmp_path, loader(), SampleLedger(), ckpt_path="last")
-    found = audit(samples(tmp_path))
+    found = audit_ledger(samples(tmp_path))
     assert found.faults == ["Steps 1 to 4 are not in the ledger: it begins where a run was resumed."]
     assert [one.verdict for one in found.epochs] == ["NOT EXACT", "exact"]
 

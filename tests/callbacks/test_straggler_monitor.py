@@ -21,7 +21,7 @@ from echelon import CSVLogger, Trainer, TrainModule
 from echelon.callbacks import LambdaCallback
 from echelon.callbacks.helpers.step_clock import StepClock, StepTimes
 from echelon.callbacks.helpers.stragglers import Straggler, Suspicion, find_straggler, mean_steps, split_compute
-from echelon.callbacks.straggler_monitor import StragglerMonitor, series
+from echelon.callbacks.straggler_monitor import StragglerMonitor, metrics_of_ranks
 from echelon.common.errors import ConfigError
 from echelon.testing import run_ranks
 
@@ -321,12 +321,12 @@ def test_the_rank_that_waits_least_is_the_one_that_is_waited_for() -> None:
 
 def test_many_ranks_are_summed_up() -> None:
     ranks = {rank: StepTimes(rank, 0, 1, 1) for rank in range(17)}
-    assert series(ranks) == {
+    assert metrics_of_ranks(ranks) == {
         f"time/{part}/{name}": value
         for part, values in {"compute": (0, 8, 16), "communication_wait": (0, 0, 0), "data_wait": (1, 1, 1)}.items()
         for name, value in zip(("min", "median", "max"), values, strict=True)
     }
-    assert len(series({rank: ranks[rank] for rank in range(16)})) == 3 * 16
+    assert len(metrics_of_ranks({rank: ranks[rank] for rank in range(16)})) == 3 * 16
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echelon.common.table import boxed, render_table
+from echelon.common.table import render_boxed_table, render_table
 
 
 def test_one_loader_gives_one_row_for_each_metric() -> None:
@@ -53,5 +53,5 @@ def test_numbers_keep_six_digits() -> None:
 
 
 def test_every_line_of_a_box_has_the_same_width() -> None:
-    lines = boxed(["a", "longer"], [["wide cell", "x"], ["y", "z"]], "<>").splitlines()
+    lines = render_boxed_table(["a", "longer"], [["wide cell", "x"], ["y", "z"]], "<>").splitlines()
     assert len({len(line) for line in lines}) == 1

@@ -26,8 +26,8 @@ from two_nodes import Node, kill_marked, running, start
 
 from echelon import ElasticStrategy, Strategy, Trainer, seed_everything
 from echelon.callbacks.goodput.ledger import read_ledger
-from echelon.callbacks.goodput.spans import account
-from echelon.callbacks.samples.audit import audit, samples_folder
+from echelon.callbacks.goodput.spans import account_for_time
+from echelon.callbacks.samples.audit import audit_ledger, samples_folder
 from echelon.strategies.launch.node_folder import NodeFolder
 
 PROGRAM = Path(__file__).with_name("elastic_program.py")
@@ -174,10 +174,10 @@ class Nodes:
         assert [step for step, _ in found] == list(range(1, steps + 1)), f"{missing=}, {repeated=}\n{self.told()}"
         furthest = max(abs(one - other) for (_, one), (_, other) in zip(found, expected, strict=True))
         assert furthest <= EXACT
-        samples = audit(samples_folder(folder))
+        samples = audit_ledger(samples_folder(folder))
         assert samples.is_exact, samples
         assert len(samples.epochs) == -(-steps // STEPS_OF_EPOCH)
-        goodput = account(read_ledger(folder / "goodput.jsonl"))
+        goodput = account_for_time(read_ledger(folder / "goodput.jsonl"))
         assert goodput.kept_steps == steps
         assert goodput.num_skipped == 0
         for one, other in zip(goodput.spans, goodput.spans[1:], strict=False):

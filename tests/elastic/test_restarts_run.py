@@ -17,7 +17,7 @@ from elastic_program import BATCH, STEPS_OF_EPOCH, Regression
 
 from echelon import Callback, CSVLogger, ElasticStrategy, ModelCheckpoint, Trainer, seed_everything
 from echelon.callbacks.goodput.ledger import read_ledger
-from echelon.callbacks.goodput.spans import account
+from echelon.callbacks.goodput.spans import account_for_time
 from echelon.common.errors import ProcessError
 
 EPOCHS = 3
@@ -145,7 +145,7 @@ def test_whatever_befalls_the_workers_the_run_takes_the_same_steps(memory_path, 
     folder = memory_path / "csv" / "version_0"
     assert difference(weights, undisturbed.weights) <= EXACT
     assert [step for step, _ in curve(folder)] == list(range(1, STEPS + 1))
-    goodput = account(read_ledger(folder / "goodput.jsonl"))
+    goodput = account_for_time(read_ledger(folder / "goodput.jsonl"))
     assert (goodput.kept_steps, len(goodput.rounds)) == (STEPS, 8)
     stacks = {file.name: file.read_text() for file in (folder / "stacks").iterdir()}
     assert len(stacks) == 4

@@ -28,7 +28,7 @@ from kill_program import EPOCHS, LAYOUTS, STEPS_OF_EPOCH  # noqa: E402
 from programs import ForkedProgram  # noqa: E402
 from two_nodes import kill_marked, running  # noqa: E402
 
-from echelon.callbacks.samples.audit import audit, samples_folder  # noqa: E402
+from echelon.callbacks.samples.audit import audit_ledger, samples_folder  # noqa: E402
 
 PATIENCE = 300.0  # seconds after which a run hangs
 WITHIN = 2.0  # seconds after the first step in which a kill lands; of a run without kills, 24 steps and the end
@@ -127,7 +127,7 @@ def compare(war: Path, peace: Path) -> None:
     ours, theirs = curve(war), curve(peace)
     assert ours == theirs, f"the curves differ: {sorted(set(ours) ^ set(theirs))}"
     assert len(theirs) == EPOCHS * (STEPS_OF_EPOCH + 1)
-    found = audit(samples_folder(war / "csv" / "version_0"))
+    found = audit_ledger(samples_folder(war / "csv" / "version_0"))
     assert found.is_exact, found
     assert len(found.epochs) == EPOCHS
     left = [path.name for path in (war / "temporary").iterdir()]

@@ -46,7 +46,7 @@ from soak_holdings import (  # noqa: E402
 )
 
 from echelon import Chaos  # noqa: E402
-from echelon.callbacks.samples.audit import audit, samples_folder  # noqa: E402
+from echelon.callbacks.samples.audit import audit_ledger, samples_folder  # noqa: E402
 
 PROGRAM: Final = FAULTS / "soak_program.py"
 EXACT: Final = 1e-12
@@ -228,7 +228,7 @@ def check_curve(folder: Path, plan: dict[str, Any]) -> tuple[int, float]:
     assert difference <= EXACT, f"the curves differ by {difference:.1e}"
     ours, theirs = (torch.load(run / "weights.pt") for run in (folder, peace))
     assert all(torch.allclose(ours[name], theirs[name], rtol=0, atol=EXACT) for name in theirs)
-    samples = audit(samples_folder(folder / "csv" / "version_0"))
+    samples = audit_ledger(samples_folder(folder / "csv" / "version_0"))
     assert samples.is_exact, samples
     return steps, difference
 

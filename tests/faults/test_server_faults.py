@@ -25,7 +25,7 @@ from echelon import (
     TrainModule,
     seed_everything,
 )
-from echelon.strategies.distributed.pickling import pack, unpack
+from echelon.strategies.distributed.pickling import pack_value, unpack_value
 from echelon.strategies.placed.on_servers import PlacedOnServers
 from echelon.strategies.servers import connection
 from echelon.strategies.servers.server import run_server
@@ -252,7 +252,7 @@ class ByValue:
         self.function = function
 
     def __reduce__(self):
-        return unpack, (pack(self.function),)
+        return unpack_value, (pack_value(self.function),)
 
 
 def die_once_the_others_count_on_it(task):

@@ -23,7 +23,7 @@ from typing import Any
 
 from forked_server import MARK, fork_in_advance, fork_store_in_advance, show
 
-from echelon.strategies.launch.fork_server import blank_main, preload
+from echelon.strategies.launch.fork_server import blank_main, preload_modules
 
 _PLAIN: dict[str, Any] = {}
 """The state of the fork server of programs, and the process that has started it."""
@@ -172,7 +172,7 @@ def _plain_server() -> Iterator[None]:
         _PLAIN.update(process=os.getpid(), state=_state(forkserver.ForkServer()))
     vars(server).update(_PLAIN["state"])
     try:
-        preload(())
+        preload_modules(())
         yield
     finally:
         _PLAIN["state"] = _state(server)

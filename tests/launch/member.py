@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from echelon.strategies.cluster.environment import reconcile
+from echelon.strategies.cluster.environment import reconcile_environment
 from echelon.strategies.cluster.launchers import detect_environment
 from echelon.strategies.distributed.process_group import ProcessGroup
-from echelon.strategies.launch.launcher import launch, static_agents
+from echelon.strategies.launch.launcher import launch_workers, static_agents
 
 LISTENING = "0A"
 
@@ -29,7 +29,7 @@ def listening(*pids):
 
 
 def main():
-    environment = reconcile(detect_environment(), None, None)
+    environment = reconcile_environment(detect_environment(), None, None)
     limit = timedelta(seconds=40)
     ProcessGroup(environment, torch.device("cpu"), start_timeout=limit, timeout=limit).join()
     total = torch.tensor(10.0**environment.rank, dtype=torch.float64)
@@ -43,8 +43,8 @@ def main():
 
 def launch_members(number):
     """Start a number of them on this node, one of two, which has been told its rank by NODE_RANK."""
-    environment = reconcile(detect_environment(), number, 2)
-    launch(main, static_agents(number, environment, timedelta(seconds=40)), is_local=environment.num_nodes == 1)
+    environment = reconcile_environment(detect_environment(), number, 2)
+    launch_workers(main, static_agents(number, environment, timedelta(seconds=40)), is_local=environment.num_nodes == 1)
 
 
 if __name__ == "__main__":

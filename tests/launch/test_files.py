@@ -14,7 +14,7 @@ import torch
 from small import Regression, loader, quiet
 
 from echelon import Callback, CSVLogger, GoodputMonitor, ModelCheckpoint, SampleLedger, TensorBoardLogger
-from echelon.strategies.launch.fork_server import preload
+from echelon.strategies.launch.fork_server import preload_modules
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /dev/shm")
 
@@ -72,7 +72,7 @@ def names_in(pattern, names):
 def fit(tmp_path, monkeypatch):
     """Return what is in each place during and after a fit with a strategy."""
     folders = {"": tmp_path / "run", "the temporary directory": tmp_path / "temporary"}
-    preload(())
+    preload_modules(())
     util.get_temp_dir()  # multiprocessing has one for all of this process
     monkeypatch.setattr(tempfile, "tempdir", str(folders["the temporary directory"]))
     monkeypatch.setenv("TMPDIR", str(folders["the temporary directory"]))

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 
 from echelon.common.errors import ProcessError
-from echelon.strategies.resilience.elastic_rendezvous import meeting
+from echelon.strategies.resilience.elastic_rendezvous import make_rendezvous
 from echelon.trainer.cli.main import main
 
 COMMAND = [
@@ -39,7 +39,7 @@ def rendezvous(endpoint):
 
 
 def meet(endpoint, run_id):
-    where = meeting(
+    where = make_rendezvous(
         nodes=(1, 2), endpoint=endpoint, run_id=run_id, start_timeout=LIMIT, last_call=timedelta(seconds=0.2)
     )
     where.next_rendezvous()

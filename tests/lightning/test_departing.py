@@ -18,7 +18,7 @@ from beside import data, frameworks, net, trainer
 import echelon
 from echelon.common.other_trainers import OF_LIGHTNING_1
 from echelon.lightning.departures import DEPARTURES, OLD_HOOKS, RENAMED_SETTINGS
-from echelon.lightning.port import port
+from echelon.lightning.port import port_program
 
 RECORDED: dict[str, dict[str, tuple[Any, Any]]] = {
     "a_checkpoint_with_an_object": {
@@ -152,7 +152,7 @@ def test_every_departure_is_shown_and_is_one() -> None:
 @pytest.mark.parametrize("name", RECORDED)
 def test_port_notes_it_in_the_program_that_shows_it(name: str) -> None:
     source = textwrap.dedent(inspect.getsource(getattr(departing, name)))
-    said = " ".join(note.text for note in port(f"import lightning.pytorch as pl\n{source}").notes)
+    said = " ".join(note.text for note in port_program(f"import lightning.pytorch as pl\n{source}").notes)
     assert [one.row for one in DEPARTURES if one.row in departing.SHOWS[name] and one.says not in said] == []
 
 
@@ -178,7 +178,7 @@ def test_a_hook_of_lightning_1_is_never_called(old: str, new: str) -> None:
 def test_an_argument_with_another_name_is_taken_under_it(old: str, new: str) -> None:
     name, argument = old.removesuffix(")").split("(")
     value = {"devices": 1, "strategy": "ddp", "default_root_dir": "there", "every_n_epochs": 2}.get(new, False)
-    ported = port(f"import lightning.pytorch as pl\npl.{name}({argument}={value!r})\n")
+    ported = port_program(f"import lightning.pytorch as pl\npl.{name}({argument}={value!r})\n")
     (call,) = (node for node in ast.walk(ast.parse(ported.source)) if isinstance(node, ast.Call))
     assert ([keyword.arg for keyword in call.keywords], ported.notes) == ([new], ())
     made = getattr(echelon, name)(**{new: value})
@@ -193,5 +193,5 @@ def test_an_argument_of_lightning_1_is_refused_as_port_says(argument: str, use: 
         echelon.Trainer(**{argument: 1})
     assert f"use {use}." in str(caught.value)
     if f"Trainer({argument})" not in RENAMED_SETTINGS:
-        (note,) = port(f"import lightning.pytorch as pl\npl.Trainer({argument}=1)\n").notes
+        (note,) = port_program(f"import lightning.pytorch as pl\npl.Trainer({argument}=1)\n").notes
         assert note.text == f"Trainer({argument}=): use {use}"

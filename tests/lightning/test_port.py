@@ -10,8 +10,8 @@ from programs import run_program
 
 import echelon
 from echelon.lightning.departures import BY_NAME, DEPARTURES, UNSEEN
-from echelon.lightning.names import PUBLIC_AT_ROOT, RENAMED, WITHOUT_COUNTERPART, find, has_counterpart
-from echelon.lightning.port import port
+from echelon.lightning.names import PUBLIC_AT_ROOT, RENAMED, WITHOUT_COUNTERPART, find_replacement, has_counterpart
+from echelon.lightning.port import port_program
 from echelon.trainer.cli.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -71,11 +71,11 @@ if __name__ == "__main__":
 
 
 def notes_of(source):
-    return [(note.line, note.kind, note.text.partition(": ")[0]) for note in port(source).notes]
+    return [(note.line, note.kind, note.text.partition(": ")[0]) for note in port_program(source).notes]
 
 
 def test_a_ported_program_runs_and_keeps_its_comments_and_layout(tmp_path):
-    ported = port(PROGRAM)
+    ported = port_program(PROGRAM)
     for line in (
         "import echelon as L  # the framework",
         "import echelon as pl",
@@ -120,7 +120,7 @@ def test_what_departs_is_said_line_by_line():
     ],
 )
 def test_each_departure_is_found_where_a_program_shows_it(line, kind, said):
-    ported = port(f"import lightning.pytorch as pl\n{line}\n")
+    ported = port_program(f"import lightning.pytorch as pl\n{line}\n")
     ast.parse(ported.source)
     assert [note for note in ported.notes if note.kind == kind and said in note.text]
 
@@ -136,7 +136,7 @@ def test_each_departure_is_found_where_a_program_shows_it(line, kind, said):
     ],
 )
 def test_what_behaves_alike_is_passed_over(line):
-    assert port(f"import lightning.pytorch as pl\n{line}\n").notes == ()
+    assert port_program(f"import lightning.pytorch as pl\n{line}\n").notes == ()
 
 
 @pytest.mark.parametrize(
@@ -160,12 +160,12 @@ def test_what_behaves_alike_is_passed_over(line):
     ],
 )
 def test_imports_of_every_shape_are_rewritten(before, after):
-    assert port(before).source == after
+    assert port_program(before).source == after
 
 
 def test_a_second_port_has_nothing_to_do():
     with pytest.raises(echelon.ConfigError, match="must import lightning or pytorch_lightning, found no such import"):
-        port(port("import lightning as L\nL.Trainer()\n").source)
+        port_program(port_program("import lightning as L\nL.Trainer()\n").source)
 
 
 def test_the_command_shows_a_diff_and_writes_on_demand(tmp_path, capsys):
@@ -180,7 +180,7 @@ def test_the_command_shows_a_diff_and_writes_on_demand(tmp_path, capsys):
     assert all(text.endswith("s") == (text.split()[0] != "1") for text in (places, notes))
     assert file.read_text() == PROGRAM
     assert main(["port", "--write", str(file)]) == 0
-    assert file.read_text() == port(PROGRAM).source
+    assert file.read_text() == port_program(PROGRAM).source
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_the_names_at_the_root_are_there():
 
 
 def issubclass_or_same(name):
-    own, found = getattr(echelon, name), find(name)
+    own, found = getattr(echelon, name), find_replacement(name)
     return inspect.unwrap(found) is own or own in getattr(found, "__mro__", ())
 
 

@@ -11,7 +11,7 @@ from programs import run_program
 
 import echelon
 import echelon.lightning as L
-from echelon.lightning.names import WITHOUT_COUNTERPART, find, has_counterpart, known
+from echelon.lightning.names import WITHOUT_COUNTERPART, find_replacement, has_counterpart, known_names
 
 LIBRARY = '''
 """A library built on Lightning: its own trainer, logger, bar, accelerator, and objects in checkpoints."""
@@ -238,16 +238,16 @@ def test_a_program_runs_with_the_names_of_its_imports(tmp_path):
 
 @pytest.mark.parametrize("name", sorted(WITHOUT_COUNTERPART))
 def test_what_cannot_be_had_raises_by_name_and_says_what_to_use(name):
-    class Derived(find(name)):
+    class Derived(find_replacement(name)):
         pass
 
     with pytest.raises(echelon.ConfigError, match=rf"^{name} has no counterpart in Echelon, got Derived.*; use ."):
         Derived()
 
 
-@pytest.mark.parametrize("name", sorted(name for name in known() if has_counterpart(name)))
+@pytest.mark.parametrize("name", sorted(name for name in known_names() if has_counterpart(name)))
 def test_every_other_name_is_there(name):
-    assert find(name) is not None
+    assert find_replacement(name) is not None
 
 
 def test_an_unknown_name_is_an_attribute_error_that_names_it():

@@ -9,7 +9,7 @@ import torch
 
 import echelon.lightning as L
 from echelon import CheckpointError
-from echelon.lightning.names import find
+from echelon.lightning.names import find_replacement
 
 
 class Part(torch.nn.Linear):
@@ -66,7 +66,9 @@ def test_a_module_is_built_from_lightnings_file(is_open, tmp_path):
     loaded = Net.load_from_checkpoint(file)
     assert (loaded.epoch, loaded.hparams.width, loaded.hparams.parts) == (4, 3, (Part, [Part]))
     torch.testing.assert_close(loaded.state_dict(), net.state_dict())
-    again = find("_load_from_checkpoint", "core.saving")(Net, saved(), None, None, False, part=torch.nn.Linear)
+    again = find_replacement("_load_from_checkpoint", "core.saving")(
+        Net, saved(), None, None, False, part=torch.nn.Linear
+    )
     assert type(again.layer) is torch.nn.Linear
 
 
@@ -80,13 +82,16 @@ def test_hyper_parameters_in_one_argument_and_those_of_data(tmp_path):
 
 def test_echelons_own_file_may_be_open_too(tmp_path):
     trainer = L.Trainer(fast_dev_run=True, accelerator="cpu", enable_progress_bar=False)
-    net = find("BoringModel")()
+    net = find_replacement("BoringModel")()
     trainer.fit(net)
     trainer.save_checkpoint(tmp_path / "net.ckpt")
     with (tmp_path / "net.ckpt").open("rb") as file:
         loaded = type(net).load_from_checkpoint(file)
     torch.testing.assert_close(loaded.state_dict(), net.state_dict())
-    assert find("pl_load")(io.BytesIO((tmp_path / "net.ckpt").read_bytes()))["global_step"] == trainer.global_step
+    assert (
+        find_replacement("pl_load")(io.BytesIO((tmp_path / "net.ckpt").read_bytes()))["global_step"]
+        == trainer.global_step
+    )
 
 
 class Called:

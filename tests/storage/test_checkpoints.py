@@ -67,7 +67,7 @@ def test_what_has_no_manifest_is_nobodys_checkpoint(folder):
     (folder / "b.ckpt/manifest.json").unlink()
     assert [found.path.name for found in checkpoint.list_checkpoints(folder)] == ["a.ckpt"]
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
-        checkpoint.resolve(folder / "b.ckpt")
+        checkpoint.resolve_checkpoint(folder / "b.ckpt")
     assert checkpoint.newest_valid(folder) == folder / "a.ckpt"
     sweep_stored(folder)
     assert not (folder / "b.ckpt").exists() and checkpoint.verify(folder / "a.ckpt")
@@ -79,21 +79,21 @@ def test_the_newest_is_known_from_manifests_and_is_not_removed(folder):
         origin = origin.after()
         checkpoint.save(folder / name, state(), origin=origin)
     assert checkpoint.newest_valid(str(folder)) == folder / "a.ckpt"
-    assert not checkpoint.remove(folder / "a.ckpt") and checkpoint.remove(folder / "z.ckpt")
+    assert not checkpoint.remove_checkpoint(folder / "a.ckpt") and checkpoint.remove_checkpoint(folder / "z.ckpt")
     assert {place.parts[-2] for place in folder.find()} >= {"a.ckpt"} and not (folder / "z.ckpt").exists()
 
 
 def test_a_link_is_an_object_that_names_a_checkpoint(folder):
     for name in ("a.ckpt", "b.ckpt"):
         checkpoint.save(folder / name, state(ord(name[0])))
-        checkpoint.point(folder / "last.ckpt", folder / name)
+        checkpoint.point_link(folder / "last.ckpt", folder / name)
         assert checkpoint.load(folder / "last.ckpt")["model"]["weight"][0, 0] == ord(name[0])
     assert len(checkpoint.list_checkpoints(folder)) == 2
-    assert checkpoint.resolve(folder / "last.ckpt") == folder / "last.ckpt"
-    checkpoint.point(folder / "last.ckpt", folder / "a.ckpt")
-    assert not checkpoint.remove(folder / "a.ckpt")
+    assert checkpoint.resolve_checkpoint(folder / "last.ckpt") == folder / "last.ckpt"
+    checkpoint.point_link(folder / "last.ckpt", folder / "a.ckpt")
+    assert not checkpoint.remove_checkpoint(folder / "a.ckpt")
     with pytest.raises(CheckpointError, match="not a checkpoint"):
-        checkpoint.point(folder / "last.ckpt", folder / "missing.ckpt")
+        checkpoint.point_link(folder / "last.ckpt", folder / "missing.ckpt")
 
 
 def test_damage_is_found(folder):

@@ -17,11 +17,11 @@ from sweep import dealt
 
 from echelon import Callback, GoodputMonitor, ModelCheckpoint, TQDMProgressBar
 from echelon.callbacks.goodput.ledger import read_ledger
-from echelon.callbacks.goodput.spans import account
+from echelon.callbacks.goodput.spans import account_for_time
 from echelon.common.errors import ConfigError
 from echelon.common.storage import as_path
 from echelon.trainer.checkpoint import list_checkpoints, verify
-from echelon.trainer.cli.goodput import as_json, render
+from echelon.trainer.cli.goodput import as_json, render_account
 
 PROGRAM = os.path.join(os.path.dirname(__file__), "store_program.py")
 PATIENCE = 120.0
@@ -70,10 +70,10 @@ def test_the_bar_and_the_ledger_show_what_is_being_uploaded_and_for_which_step(p
     ledger = read_ledger(tmp_path / trainer.log_dir / "goodput.jsonl")
     (first, *_), last = (one.upload for one in ledger.rounds[0].periods if one.upload), ledger.rounds[0].periods[-1]
     assert first.step == 1 and 0 < first.left <= first.size and last.upload is None
-    assert as_json(account(ledger))["rounds"][0]["upload"] is None
+    assert as_json(account_for_time(ledger))["rounds"][0]["upload"] is None
     cut = type(ledger)([type(ledger.rounds[0])(ledger.rounds[0].start, ledger.rounds[0].periods[:2], None)])
     if cut.rounds[0].periods[-1].upload:
-        assert "of the checkpoint of step 1 were still to be" in render(account(cut))
+        assert "of the checkpoint of step 1 were still to be" in render_account(account_for_time(cut))
 
 
 def test_a_second_save_waits_for_the_first_whose_upload_is_slow(proxy, bucket):

@@ -60,7 +60,7 @@ def test_a_save_a_load_and_a_removal_survive_each_request_that_fails(proxy, buck
         origin = checkpoint.manifest.NO_RUN.after()
         checkpoint.save(folder / "b.ckpt", STATE, origin=origin)
         checkpoint.save(folder / "c.ckpt", STATE, origin=origin.after())
-        assert checkpoint.remove(folder / "b.ckpt")
+        assert checkpoint.remove_checkpoint(folder / "b.ckpt")
 
     assert every_request(proxy, save, load) > 5
     assert every_request(proxy, load, load) > 3

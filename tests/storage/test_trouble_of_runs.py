@@ -89,7 +89,7 @@ def test_a_removal_that_is_cut_off_after_any_request_leaves_the_others(proxy, bu
         checkpoint.save(folder / f"{nth}.ckpt", STATE, origin=origin)
 
     def remove(nth):
-        checkpoint.remove(folder / f"{nth}.ckpt")
+        checkpoint.remove_checkpoint(folder / f"{nth}.ckpt")
 
     def check(nth, has_failed):
         found = {one.path.name for one in checkpoint.list_checkpoints(folder)}

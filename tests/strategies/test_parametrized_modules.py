@@ -17,7 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import ParallelStrategy, Strategy, TrainModule, seed_everything
-from echelon.strategies.distributed.pickling import pack, unpack
+from echelon.strategies.distributed.pickling import pack_value, unpack_value
 from echelon.testing import run_ranks
 
 
@@ -167,7 +167,7 @@ def test_a_parametrized_module_trains_as_by_hand(strategy, kind, ends_of):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_parametrized_module_is_the_same_behind_a_process_and_in_a_copy(kind):
     module, x = built(kind).eval(), data().tensors[0]
-    others = [unpack(pack(module))]
+    others = [unpack_value(pack_value(module))]
     if kind != "LSTM":  # which torch does not copy, as it keeps the weight that it has computed (2.14)
         others.append(copy.deepcopy(module))
     for other in others:

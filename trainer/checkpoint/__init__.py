@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING
 from ...common.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from .atomic_folder import point as point
+    from .atomic_folder import point_link as point_link
     from .finding import check_complete as check_complete
     from .finding import list_checkpoints as list_checkpoints
     from .finding import newest_valid as newest_valid
-    from .finding import remove as remove
-    from .finding import resolve as resolve
+    from .finding import remove_checkpoint as remove_checkpoint
+    from .finding import resolve_checkpoint as resolve_checkpoint
     from .loading import load as load
     from .loading import verify as verify
     from .saving import save as save
     from .saving_by_ranks import SavingGroup as SavingGroup
     from .snapshot_writer import MemoryWriter as MemoryWriter
     from .weights import Difference as Difference
-    from .weights import difference as difference
+    from .weights import compare_weights as compare_weights
     from .weights import export as export
     from .weights import load_into as load_into
     from .weights import load_weights as load_weights
@@ -30,9 +30,15 @@ else:
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
-            "atomic_folder": ("point",),
-            "finding": ("check_complete", "list_checkpoints", "newest_valid", "remove", "resolve"),
-            "weights": ("Difference", "difference", "export", "load_into", "load_weights"),
+            "atomic_folder": ("point_link",),
+            "finding": (
+                "check_complete",
+                "list_checkpoints",
+                "newest_valid",
+                "remove_checkpoint",
+                "resolve_checkpoint",
+            ),
+            "weights": ("Difference", "compare_weights", "export", "load_into", "load_weights"),
             "loading": ("load", "verify"),
             "saving": ("save",),
             "saving_by_ranks": ("SavingGroup",),

@@ -18,8 +18,8 @@ from typing import Final
 from ...common.errors import CheckpointError
 from ...common.flush import flush_to_disk
 from ...common.storage import AnyPath, Pending, StorePath, as_path
-from ...strategies.launch.proc_status import exists, host_id
-from .files import explain
+from ...strategies.launch.proc_status import host_id, process_exists
+from .files import explain_os_error
 from .in_store.links import write_link
 from .in_store.store_folder import committed_to_store, discard_stored, working_store_folder
 from .manifest import MANIFEST, is_checkpoint, is_torch_file, read_manifest
@@ -32,7 +32,7 @@ _RENAME_EXCHANGE: Final = 2
 
 
 @contextmanager
-def committed(path: AnyPath, *, is_file: bool = False, pending: Pending | None = None) -> Iterator[AnyPath]:
+def commit_when_done(path: AnyPath, *, is_file: bool = False, pending: Pending | None = None) -> Iterator[AnyPath]:
     """Yield a new folder to write to, and make it appear as `path` when the block ends without an error.
 
     A checkpoint or link of that name is replaced in one step. The block must flush everything that it writes to disk.
@@ -47,25 +47,25 @@ def committed(path: AnyPath, *, is_file: bool = False, pending: Pending | None =
             with committed_to_store(path, is_file=is_file, pending=pending) as place:
                 yield place
         except OSError as error:
-            raise refused(path, error) from error
+            raise failed_write(path, error) from error
         return
     path = path.absolute()
-    temporary = _temporary(path, "new")
+    temporary = _temporary_path(path, "new")
     try:
         if not (is_file and is_torch_file(path)):
             _check_replaceable(path)
         _make_folders(path.parent)
-        sweep(path.parent)
+        delete_abandoned(path.parent)
         if not is_file:
             temporary.mkdir()
         yield temporary
         if not is_file:
             flush_to_disk(temporary)
-        _move(temporary, path)
+        _move_into_place(temporary, path)
     except OSError as error:
-        raise refused(path, error) from error
+        raise failed_write(path, error) from error
     finally:
-        _delete(temporary)
+        _delete_temporary(temporary)
 
 
 class PreparedFolder:
@@ -79,13 +79,13 @@ class PreparedFolder:
 
     def __init__(self, path: Path) -> None:
         self._path = path.absolute()
-        self.folder = _temporary(self._path, "new")
+        self.folder = _temporary_path(self._path, "new")
         try:
             _check_replaceable(self._path)
             _make_folders(self._path.parent)
             self.folder.mkdir()
         except OSError as error:
-            raise refused(path, error) from error
+            raise failed_write(path, error) from error
 
     def flush(self) -> None:
         """Flush the names in the folder to disk, once its files are."""
@@ -97,7 +97,7 @@ class PreparedFolder:
 
     def discard(self) -> None:
         """Delete it."""
-        _delete(self.folder)
+        _delete_temporary(self.folder)
 
 
 def give_name(folder: Path, path: Path) -> None:
@@ -107,11 +107,11 @@ def give_name(folder: Path, path: Path) -> None:
         CheckpointError: if it cannot be renamed.
     """
     try:
-        _move(folder, path)
+        _move_into_place(folder, path)
     except OSError as error:
-        raise refused(path, error) from error
+        raise failed_write(path, error) from error
     finally:
-        _delete(folder)
+        _delete_temporary(folder)
 
 
 def find_part(path: Path, digest: str) -> Path | None:
@@ -123,8 +123,10 @@ def find_part(path: Path, digest: str) -> Path | None:
         return path
     prepared = [
         entry
-        for entry in unfinished(path.parent)
-        if _parse(entry)["name"] == path.name and _parse(entry)["kind"] == "new" and manifest_digest(entry) == digest
+        for entry in list_unfinished(path.parent)
+        if _match_temporary_name(entry)["name"] == path.name
+        and _match_temporary_name(entry)["kind"] == "new"
+        and manifest_digest(entry) == digest
     ]
     if prepared and _is_abandoned(prepared[0]):
         give_name(prepared[0], path)
@@ -139,22 +141,22 @@ def working_folder(path: AnyPath) -> Iterator[AnyPath]:
         with working_store_folder(path) as place:
             yield place
         return
-    temporary = _temporary(path.absolute(), "new")
+    temporary = _temporary_path(path.absolute(), "new")
     try:
         temporary.mkdir()
         yield temporary
     finally:
-        _delete(temporary)
+        _delete_temporary(temporary)
 
 
-def refused(path: AnyPath, error: OSError) -> CheckpointError:
+def failed_write(path: AnyPath, error: OSError) -> CheckpointError:
     """Return an error that says why a checkpoint could not be written."""
     return CheckpointError(
-        f"The checkpoint {path} could not be written: {explain(error)}. Earlier checkpoints are untouched."
+        f"The checkpoint {path} could not be written: {explain_os_error(error)}. Earlier checkpoints are untouched."
     )
 
 
-def discard(path: AnyPath) -> None:
+def discard_checkpoint(path: AnyPath) -> None:
     """Delete a checkpoint: its name is gone at once, its files follow.
 
     Raises:
@@ -164,15 +166,15 @@ def discard(path: AnyPath) -> None:
         if isinstance(path, StorePath):
             discard_stored(path)
             return
-        discarded = _temporary(path, "gone")
+        discarded = _temporary_path(path, "gone")
         path.rename(discarded)
         flush_to_disk(path.parent)
-        _delete(discarded)
+        _delete_temporary(discarded)
     except OSError as error:
-        raise CheckpointError(f"The checkpoint {path} could not be deleted: {explain(error)}.") from error
+        raise CheckpointError(f"The checkpoint {path} could not be deleted: {explain_os_error(error)}.") from error
 
 
-def point(link: str | AnyPath, path: str | AnyPath) -> None:
+def point_link(link: str | AnyPath, path: str | AnyPath) -> None:
     """Make `link` a relative symbolic link to the checkpoint at `path`, atomically replacing what it was.
 
     In a store it is a small object that names the checkpoint.
@@ -184,17 +186,17 @@ def point(link: str | AnyPath, path: str | AnyPath) -> None:
     if isinstance(link, StorePath) or isinstance(path, StorePath):
         _point_in_store(link, path)
         return
-    temporary = _temporary(link, "new")
+    temporary = _temporary_path(link, "new")
     try:
         if not is_checkpoint(path):
             raise CheckpointError(f"{link} cannot point to {path}, which is not a checkpoint; save it first.")
         _check_replaceable(link)
-        _link(temporary, path)
-        _move(temporary, link)
+        _make_link(temporary, path)
+        _move_into_place(temporary, link)
     except OSError as error:
-        raise CheckpointError(f"The link {link} could not be written: {explain(error)}.") from error
+        raise CheckpointError(f"The link {link} could not be written: {explain_os_error(error)}.") from error
     finally:
-        _delete(temporary)
+        _delete_temporary(temporary)
 
 
 def _point_in_store(link: AnyPath, path: AnyPath) -> None:
@@ -208,7 +210,7 @@ def _point_in_store(link: AnyPath, path: AnyPath) -> None:
         raise CheckpointError(f"The link {link} could not be written ({error}); check the store.") from error
 
 
-def _link(link: Path, path: Path) -> None:
+def _make_link(link: Path, path: Path) -> None:
     """Make a symbolic link to a checkpoint or, where the system has or permits none, a copy that shares its files."""
     try:
         link.symlink_to(os.path.relpath(path.resolve(), link.parent.resolve()))
@@ -228,16 +230,16 @@ def _same_file(source: str | Path, target: str | Path) -> None:
         shutil.copyfile(source, target)
 
 
-def sweep(folder: Path) -> None:
+def delete_abandoned(folder: Path) -> None:
     """Delete what dead writers left in `folder`; restore the name of a checkpoint that they were replacing."""
-    for entry in unfinished(folder):
+    for entry in list_unfinished(folder):
         with suppress(OSError):  # another run is deleting it, or we may not delete it
             if not _is_abandoned(entry):
                 continue
             if is_stranded(entry):
-                entry.rename(entry.with_name(_parse(entry)["name"]))
+                entry.rename(entry.with_name(_match_temporary_name(entry)["name"]))
             else:
-                _delete(entry)
+                _delete_temporary(entry)
 
 
 def is_stranded(path: Path) -> bool:
@@ -248,7 +250,7 @@ def is_stranded(path: Path) -> bool:
     return is_checkpoint(path) and not os.path.lexists(path.with_name(name["name"]))
 
 
-def unfinished(folder: Path) -> list[Path]:
+def list_unfinished(folder: Path) -> list[Path]:
     """Return the temporary folders of writes and removals in a folder, both in progress and left behind."""
     return [entry for entry in sorted(folder.iterdir()) if _TEMPORARY.fullmatch(entry.name)] if folder.is_dir() else []
 
@@ -265,22 +267,22 @@ def _check_replaceable(path: Path) -> None:
             ) from error
 
 
-def _move(new: Path, path: Path) -> None:
+def _move_into_place(new: Path, path: Path) -> None:
     """Give `new` the name `path`, and delete what had that name."""
     if new.is_symlink() and (path.is_symlink() or not path.exists()):
         new.replace(path)
     # the second exchange is for a name that another writer has taken since the first attempt
-    elif not (_exchange(new, path) or _rename(new, path) or _exchange(new, path)):
+    elif not (_exchange_names(new, path) or _rename_unless_taken(new, path) or _exchange_names(new, path)):
         # no atomic exchange here (NFS, macOS): if we die between the renames, the old one is found as stranded
-        old = _temporary(path, "old")
+        old = _temporary_path(path, "old")
         path.rename(old)
         new.rename(path)
         flush_to_disk(path.parent)
-        _delete(old)
+        _delete_temporary(old)
     flush_to_disk(path.parent)
 
 
-def _rename(new: Path, path: Path) -> bool:
+def _rename_unless_taken(new: Path, path: Path) -> bool:
     """Give `new` the name `path`; return False if it is taken."""
     try:
         new.rename(path)
@@ -291,7 +293,7 @@ def _rename(new: Path, path: Path) -> bool:
     return True
 
 
-def _exchange(first: Path, second: Path) -> bool:
+def _exchange_names(first: Path, second: Path) -> bool:
     """Swap two names in one atomic step; return False if the system cannot."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
     if rename is None:
@@ -299,7 +301,7 @@ def _exchange(first: Path, second: Path) -> bool:
     return bool(rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0)
 
 
-def _delete(path: Path) -> None:
+def _delete_temporary(path: Path) -> None:
     """Delete a temporary entry; what cannot be deleted is swept by the next save in its folder."""
     with suppress(OSError):
         if path.is_symlink() or path.is_file():
@@ -320,11 +322,11 @@ def _make_folders(folder: Path) -> None:
     flush_to_disk(folder.parent)
 
 
-def _temporary(path: Path, kind: str) -> Path:
+def _temporary_path(path: Path, kind: str) -> Path:
     return path.with_name(f".{path.name}.{host_id()}.{os.getpid()}.{secrets.token_hex(4)}.{kind}")
 
 
-def _parse(entry: Path) -> re.Match[str]:
+def _match_temporary_name(entry: Path) -> re.Match[str]:
     match = _TEMPORARY.fullmatch(entry.name)
     assert match is not None
     return match
@@ -332,8 +334,8 @@ def _parse(entry: Path) -> re.Match[str]:
 
 def _is_abandoned(entry: Path) -> bool:
     """Return whether the writer is dead; one on another machine counts as dead after a day without a write."""
-    name = _parse(entry)
+    name = _match_temporary_name(entry)
     if name["host"] == host_id():
-        return not exists(int(name["pid"]))
+        return not process_exists(int(name["pid"]))
     files = list(entry.iterdir()) if entry.is_dir() and not entry.is_symlink() else []
     return time.time() - max(file.lstat().st_mtime for file in (entry, *files)) > _SILENCE

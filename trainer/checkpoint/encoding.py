@@ -1,4 +1,4 @@
-"""Encoder of nested values as JSON and named tensors, without pickle; `decode` in tags.py returns them exactly."""
+"""Encoder of nested values as JSON and named tensors, without pickle; `decode_value` returns them exactly."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from ...common.errors import CheckpointError
 from ...strategies.state.dtensor import (
+    describe_if_unfit,
     held_as,
     is_dtensor,
     layout_of,
     local_shard,
     own_blocks,
     own_wrapped_blocks,
-    unfit,
-    writes,
+    writes_shard,
 )
 from ...strategies.state.lazy_tensor import Block, StoredTensor
 from ...strategies.state.optimizer_state import BlockByBlock, Elsewhere, Sharded
@@ -43,7 +43,7 @@ _DENSE: Final = (
 )
 
 
-def encode(value: object, path: str, prefix: str) -> tuple[Any, dict[str, Block]]:
+def encode_value(value: object, path: str, prefix: str) -> tuple[Any, dict[str, Block]]:
     """Return `value` as JSON values, and its tensors under the keys that these refer to.
 
     Args:
@@ -66,7 +66,7 @@ class Encoder:
         self.blocks: dict[str, Block] = {}
         """The tensors, or blocks of them, that this rank is to write, by key."""
         self.entries: dict[str, dict[str, object]] = {}
-        """Each encoded `Sharded`, by its place: the same object as in the return value of `encode`."""
+        """Each encoded `Sharded`, by its place: the same object as in the return value of `encode_value`."""
         self.is_distributed = False
         """Whether ranks hold different values."""
         self.own: set[str] = set()
@@ -92,7 +92,7 @@ class Encoder:
         return self._holders.all | self._sources
 
     def encode(self, value: object, path: str, key: str) -> Any:
-        """Return `value` as JSON values; see the function `encode`."""
+        """Return `value` as JSON values; see the function `encode_value`."""
         try:
             return self._encode(value, path, key)
         except RecursionError:
@@ -119,7 +119,7 @@ class Encoder:
         if kind in (dict, OrderedDict):
             return self._mapping(value, path, key)
         if kind in COLLECTIONS:
-            items = [self._encode(item, f"{path}[{index}]", _join(key, index)) for index, item in enumerate(value)]
+            items = [self._encode(item, f"{path}[{index}]", _join_key(key, index)) for index, item in enumerate(value)]
             return {COLLECTIONS[kind]: items} if COLLECTIONS[kind] else items
         if kind in SCALARS:
             if kind is datetime and value.tzinfo is not None and type(value.tzinfo) is not timezone:
@@ -152,12 +152,12 @@ class Encoder:
 
     def _mapping(self, value: Mapping[Any, object], path: str, key: str) -> Any:
         if all(type(name) is str and not name.startswith("$") for name in value):
-            return {name: self._encode(item, f"{path}[{name!r}]", _join(key, name)) for name, item in value.items()}
+            return {name: self._encode(item, f"{path}[{name!r}]", _join_key(key, name)) for name, item in value.items()}
         return {
             "$dict": [
                 [
                     self._encode(name, f"the key {name!r} of {path}", key),
-                    self._encode(item, f"{path}[{name!r}]", _join(key, name)),
+                    self._encode(item, f"{path}[{name!r}]", _join_key(key, name)),
                 ]
                 for name, item in value.items()
             ]
@@ -184,7 +184,7 @@ class Encoder:
         if isinstance(value, tuple) and hasattr(kind, "_fields") and len(kind._fields) == len(value):
             names = list(kind._fields)
             named = zip(names, value, strict=True)
-            items = [self._encode(item, f"{path}.{name}", _join(key, name)) for name, item in named]
+            items = [self._encode(item, f"{path}.{name}", _join_key(key, name)) for name, item in named]
             return {"$named_tuple": [name_of(kind), names, items]}
         if self._context_of is not None and is_trusted(kind, self._context_of):
             return {"$object": [name_of(kind), self._mapping(field_values(value), path, key)]}
@@ -220,11 +220,11 @@ class Encoder:
         self.is_distributed = True
         self.layout |= layout_of(tensor)
         self.entries[key] = blocks
-        if writes(tensor, key, self._holders):
+        if writes_shard(tensor, key, self._holders):
             for block in own_wrapped_blocks(tensor, path):
                 name = "_".join(map(str, block.offsets))
                 before = set(self.blocks)
-                blocks[name] = self._wrapped_block(block, path, _join(key, name), is_own=True)
+                blocks[name] = self._wrapped_block(block, path, _join_key(key, name), is_own=True)
                 self.own.update(set(self.blocks) - before)
         return {"$wrapped": held}
 
@@ -241,7 +241,8 @@ class Encoder:
                 raise CheckpointError(f"{path} is {reason}; or {_DENSE}.")
             parts = take_apart(tensor)
             names = {
-                name: self._encode(inner, f"{path}.{name}", _join(key, name)) for name, inner in parts.tensors.items()
+                name: self._encode(inner, f"{path}.{name}", _join_key(key, name))
+                for name, inner in parts.tensors.items()
             }
             self._context_of = parts.kind
             context = self._encode(parts.context, f"the context of {path}", key)
@@ -251,15 +252,15 @@ class Encoder:
             self._is_own, self._context_of = outer
 
     def _tensor(self, tensor: Tensor, path: str, key: str) -> str:
-        reason = unfit(tensor)
+        reason = describe_if_unfit(tensor)
         if reason:
             raise CheckpointError(f"{path} is {reason}; {_DENSE}.")
         if tensor.dtype not in SAFETENSORS_DTYPES and not tensor.is_complex():
             raise CheckpointError(
                 f"{path} is a tensor of {tensor.dtype}, which safetensors does not support; convert it before saving."
             )
-        shard = _plain(Block.whole(local_shard(tensor).detach()))
-        memory = _memory(shard.tensor)
+        shard = _make_writable(Block.whole(local_shard(tensor).detach()))
+        memory = _identify_memory(shard.tensor)
         if memory in self._known:
             return self._known[memory]
         unique = self._new_key(key)
@@ -269,10 +270,10 @@ class Encoder:
         if is_dtensor(tensor):
             self.is_distributed = True
             self.layout |= layout_of(tensor)
-            blocks = self._named(unique, [_plain(block) for block in own_blocks(tensor, path)])
+            blocks = self._named(unique, [_make_writable(block) for block in own_blocks(tensor, path)])
         if is_dtensor(tensor) or self._is_in_sharded:
             self.own.update(blocks)
-        if writes(tensor, key, self._holders) if is_dtensor(tensor) else self._is_own:
+        if writes_shard(tensor, key, self._holders) if is_dtensor(tensor) else self._is_own:
             self.blocks |= blocks
         self._kept.append(shard)
         return unique
@@ -300,7 +301,7 @@ def is_found(member: Enum) -> bool:
     return named_member(name_of(type(member)), member.name) is member
 
 
-def _plain(block: Block) -> Block:
+def _make_writable(block: Block) -> Block:
     """Return a block that can be written: without lazy conjugation or negation, complex numbers as pairs."""
     tensor, offsets = block
     if tensor.is_complex():
@@ -310,7 +311,7 @@ def _plain(block: Block) -> Block:
     return Block(tensor.resolve_neg(), offsets)
 
 
-def _memory(tensor: Tensor) -> tuple[object, ...]:
+def _identify_memory(tensor: Tensor) -> tuple[object, ...]:
     """Return a value that is equal for two tensors if they have the same memory."""
     if isinstance(tensor, StoredTensor):
         return (id(tensor),)
@@ -319,7 +320,7 @@ def _memory(tensor: Tensor) -> tuple[object, ...]:
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _join(key: str, name: object) -> str:
+def _join_key(key: str, name: object) -> str:
     return f"{key}.{name}" if key else str(name)
 
 

@@ -134,7 +134,7 @@ def write_bytes(path: AnyPath, data: bytes) -> FileRecord:
         return file.finish()
 
 
-def digests(files: Mapping[str, MappedFile | FilePiece | FetchedFile]) -> dict[str, str]:
+def hash_files(files: Mapping[str, MappedFile | FilePiece | FetchedFile]) -> dict[str, str]:
     """Return the hash of the contents of each file in hex, computed in four threads if there are any."""
     try:
         with ThreadPoolExecutor(4, thread_name_prefix="echelon-hash") as pool:
@@ -227,7 +227,7 @@ def is_one_file(path: AnyPath, held: int | None) -> bool:
             return False  # one is read as a copy on disk
         return path.is_file() if held is None else stat.S_ISREG(os.fstat(held).st_mode)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {explain(error)}.") from error
+        raise CheckpointError(f"{path} cannot be read: {explain_os_error(error)}.") from error
 
 
 T = TypeVar("T")
@@ -294,7 +294,7 @@ def _is_still(path: Path, held: int) -> bool:
         return True
 
 
-def explain(error: OSError) -> str:
+def explain_os_error(error: OSError) -> str:
     """Return the operating system's error as text, with a remedy; a store's says it all."""
     if isinstance(error, StoreError):
         return str(error).rstrip(".")

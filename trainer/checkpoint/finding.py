@@ -15,10 +15,10 @@ from ...common.other_trainers import is_of_another_trainer
 from ...common.storage import AnyPath, StorePath, as_path
 from ...common.storage.store import in_parallel
 from ...strategies.state.schema import time_text
-from .atomic_folder import discard, is_stranded
-from .files import explain
+from .atomic_folder import discard_checkpoint, is_stranded
+from .files import explain_os_error
 from .in_store.links import link_target
-from .in_store.store_folder import candidates, linked
+from .in_store.store_folder import list_checkpoints_in, list_link_targets
 from .manifest import MANIFEST, Manifest, is_checkpoint, is_checkpoint_file, read_manifest
 from .on_nodes.on_disk import files_on_other_nodes
 
@@ -41,8 +41,8 @@ class FoundCheckpoint:
 def list_checkpoints(*folders: str | AnyPath) -> list[FoundCheckpoint]:
     """Return the checkpoints in folders, oldest first, including those with a damaged manifest but not links."""
     for _ in range(_TRIES):
-        paths = [path for folder in folders for path in _candidates(as_path(folder))]
-        known = [checkpoint for checkpoint in in_parallel(_look, paths) if checkpoint is not None]
+        paths = [path for folder in folders for path in _list_candidates(as_path(folder))]
+        known = [checkpoint for checkpoint in in_parallel(_look_at, paths) if checkpoint is not None]
         if len(known) == len(paths):  # none was deleted since, for one that is not in the list
             break
     return sorted(known, key=lambda checkpoint: (checkpoint.saved_at, checkpoint.path.name))
@@ -78,7 +78,7 @@ def newest_valid(*folders: str | AnyPath, part: str | None = None, takes_parts: 
         return checkpoint.path
     if faults:
         raise CheckpointError(
-            f"No checkpoint in {_names(folders)} can be used; leave out ckpt_path to train from the start. "
+            f"No checkpoint in {_join_names(folders)} can be used; leave out ckpt_path to train from the start. "
             f"{' '.join(faults)}"
         )
     return None
@@ -126,7 +126,7 @@ def is_gone(path: AnyPath) -> bool:
     return False
 
 
-def resolve(
+def resolve_checkpoint(
     ckpt_path: str | AnyPath, *folders: str | AnyPath, part: str | None = None, takes_parts: bool = False
 ) -> AnyPath | None:
     """Return the checkpoint that the user names: a path, or ``last`` for the newest valid one in `folders`.
@@ -146,7 +146,7 @@ def resolve(
     except MissingCheckpointError:
         raise
     except OSError as error:
-        raise CheckpointError(f"ckpt_path={str(path)!r} cannot be read: {explain(error)}.") from error
+        raise CheckpointError(f"ckpt_path={str(path)!r} cannot be read: {explain_os_error(error)}.") from error
 
 
 def _in_store_at(path: StorePath) -> StorePath:
@@ -160,7 +160,7 @@ def _in_store_at(path: StorePath) -> StorePath:
     if not path.is_dir():
         if path.parent == path:
             raise CheckpointError(f"ckpt_path={str(path)!r} has no objects; give the path of a checkpoint.")
-        raise MissingCheckpointError(f"ckpt_path={str(path)!r} does not exist; give another path.{_nearest(path)}")
+        raise MissingCheckpointError(f"ckpt_path={str(path)!r} does not exist; give another path.{_suggest_path(path)}")
     inside = [checkpoint.path.name for checkpoint in list_checkpoints(path)]
     hint = f"a folder of checkpoints; give one of them: {', '.join(inside)}" if inside else "no complete checkpoint"
     raise CheckpointError(
@@ -182,7 +182,7 @@ def _checkpoint_at(path: Path) -> Path:
             "call echelon.load_weights."
         )
     if not path.exists():
-        raise MissingCheckpointError(f"ckpt_path={str(path)!r} does not exist; give another path.{_nearest(path)}")
+        raise MissingCheckpointError(f"ckpt_path={str(path)!r} does not exist; give another path.{_suggest_path(path)}")
     inside = [checkpoint.path.name for checkpoint in list_checkpoints(path)]
     if inside:
         raise CheckpointError(
@@ -190,11 +190,11 @@ def _checkpoint_at(path: Path) -> Path:
         )
     raise CheckpointError(
         f"ckpt_path={str(path)!r} is not a checkpoint: it has no {MANIFEST} "
-        f"(found: {', '.join(sorted(child.name for child in _children(path))[:5]) or 'nothing'}); give another one."
+        f"(found: {', '.join(sorted(child.name for child in _children_of(path))[:5]) or 'nothing'}); give another one."
     )
 
 
-def remove(path: str | AnyPath, lineage: str | None = None) -> bool:
+def remove_checkpoint(path: str | AnyPath, lineage: str | None = None) -> bool:
     """Delete a checkpoint and return True, unless it is the newest valid one in its folder, or a link points to it.
 
     With a `lineage`, a checkpoint of another lineage is not deleted either.
@@ -221,11 +221,11 @@ def remove(path: str | AnyPath, lineage: str | None = None) -> bool:
     if is_newest and _is_complete(siblings[index]):
         _logger.warning("%s is the newest valid checkpoint of its folder, so it is not deleted.", path)
         return False
-    discard(path)
+    discard_checkpoint(path)
     return True
 
 
-def _look(path: AnyPath) -> FoundCheckpoint | None:
+def _look_at(path: AnyPath) -> FoundCheckpoint | None:
     """Return a folder or file as a checkpoint; None if another run has just deleted it."""
     try:
         manifest = read_manifest(path)
@@ -245,7 +245,7 @@ def _look(path: AnyPath) -> FoundCheckpoint | None:
 def _is_linked(path: AnyPath) -> bool:
     try:
         if isinstance(path, StorePath):
-            return path in linked(path.parent)
+            return path in list_link_targets(path.parent)
         links = [entry for entry in path.parent.iterdir() if entry.is_symlink()]
         return path.resolve() in (link.resolve() for link in links)
     except (OSError, RuntimeError):  # circular links
@@ -273,13 +273,13 @@ def _has_its_files(path: Path, manifest: Manifest) -> bool:
     )
 
 
-def _candidates(folder: AnyPath) -> Sequence[AnyPath]:
+def _list_candidates(folder: AnyPath) -> Sequence[AnyPath]:
     try:
         if isinstance(folder, StorePath):
-            return candidates(folder)
+            return list_checkpoints_in(folder)
         return [path for path in folder.iterdir() if _is_candidate(path)] if folder.is_dir() else []
     except OSError as error:
-        raise CheckpointError(f"The folder {folder} cannot be read: {explain(error)}.") from error
+        raise CheckpointError(f"The folder {folder} cannot be read: {explain_os_error(error)}.") from error
 
 
 def _is_candidate(path: Path) -> bool:
@@ -292,18 +292,18 @@ def _is_candidate(path: Path) -> bool:
     return path.suffix == ".ckpt" or (path / MANIFEST).is_file()
 
 
-def _children(folder: AnyPath) -> Iterable[AnyPath]:
+def _children_of(folder: AnyPath) -> Iterable[AnyPath]:
     try:
         return list(folder.iterdir()) if folder.is_dir() else []
     except OSError as error:
-        raise CheckpointError(f"The folder {folder} cannot be read: {explain(error)}.") from error
+        raise CheckpointError(f"The folder {folder} cannot be read: {explain_os_error(error)}.") from error
 
 
-def _nearest(path: AnyPath) -> str:
+def _suggest_path(path: AnyPath) -> str:
     word = difflib.get_close_matches(str(path), ("last", "best"), n=1, cutoff=0.6)
     if word:
         return f" Did you mean {word[0]!r}?"
-    names = [child.name for child in _children(path.parent) if not child.name.startswith(".")]
+    names = [child.name for child in _children_of(path.parent) if not child.name.startswith(".")]
     near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.4)
     if near:
         return f" {path.parent} has {', '.join(near)}."
@@ -314,5 +314,5 @@ def _nearest(path: AnyPath) -> str:
     )
 
 
-def _names(folders: Iterable[str | AnyPath]) -> str:
+def _join_names(folders: Iterable[str | AnyPath]) -> str:
     return ", ".join(str(folder) for folder in folders)

@@ -12,13 +12,22 @@ from ...common.storage import AnyPath, FetchedFile, StorePath, as_path, local_co
 from ...common.storage.store import in_parallel
 from ...strategies.state.lazy_tensor import OUTLINE, Block, StoredTensor
 from ...strategies.state.safetensors_dtypes import MALFORMED
-from .files import FilePiece, FileRecord, MappedFile, digests, explain, is_one_file, pieces_of, while_it_stays
-from .in_store.links import followed
+from .files import (
+    FilePiece,
+    FileRecord,
+    MappedFile,
+    explain_os_error,
+    hash_files,
+    is_one_file,
+    pieces_of,
+    while_it_stays,
+)
+from .in_store.links import follow_link
 from .manifest import MANIFEST, STATE, TENSORS, Manifest, read_manifest, read_object
 from .on_nodes.on_disk import files_on_other_nodes
 from .on_nodes.parts import why_incomplete
-from .safetensors_file import block_of, collect, read_tensors
-from .tags import decode
+from .safetensors_file import block_of, collect_tensors, read_tensors
+from .tags import decode_value
 
 
 def load(
@@ -48,12 +57,12 @@ def load(
     Raises:
         CheckpointError: if the checkpoint is missing, damaged, not Echelon's, or has no such part.
     """
-    opened = {"wrapped": _same, "object": _same} if wrapped == "opened" else {}
+    opened = {"wrapped": _keep_content, "object": _keep_content} if wrapped == "opened" else {}
     stored = read_stored(as_path(path), parts=parts, lazy=lazy, verify=verify, share=share)
     return {
-        part: decode(
+        part: decode_value(
             stored.values.get(part),
-            collect(blocks, lazily=part in lazy),
+            collect_tensors(blocks, lazily=part in lazy),
             **({} if part in lazy or wrapped == "stored" else {"as_stored": StoredTensor.uncopied}),
             **opened,
         )
@@ -65,7 +74,7 @@ _ENDINGS: Final = ("", OUTLINE)
 _Files: TypeAlias = dict[str, MappedFile | FilePiece | FetchedFile]
 
 
-def _same(content: object) -> object:
+def _keep_content(content: object) -> object:
     return content
 
 
@@ -92,7 +101,7 @@ def read_stored(
 
     In a store, the hash of a file that is read by ranges is compared once all of it was read.
     """
-    path = _readable(path)
+    path = _readable_path(path)
 
     def read(held: int | None) -> tuple[Manifest, list[str], _Files]:
         manifest = read_manifest(path, held)
@@ -130,7 +139,7 @@ def verify(path: str | AnyPath, *, takes_part: bool = False) -> Manifest:
     Raises:
         CheckpointError: with each damaged file and what is wrong with it.
     """
-    folder = _readable(as_path(path))
+    folder = _readable_path(as_path(path))
 
     def read(held: int | None) -> Manifest:
         manifest = read_manifest(folder, held)
@@ -142,15 +151,15 @@ def verify(path: str | AnyPath, *, takes_part: bool = False) -> Manifest:
     return while_it_stays(folder, read)
 
 
-def _readable(path: AnyPath) -> AnyPath:
+def _readable_path(path: AnyPath) -> AnyPath:
     """Return the path of a checkpoint, what a link in a store points to, or a copy of one file in a store."""
     if not isinstance(path, StorePath):
         return path
     try:
-        path = followed(path)
+        path = follow_link(path)
         return local_copy(path) if not (path / MANIFEST).is_file() and path.is_file() else path
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {explain(error)}.") from error
+        raise CheckpointError(f"{path} cannot be read: {explain_os_error(error)}.") from error
 
 
 def _open_files(
@@ -182,14 +191,14 @@ def _open_files(
     pieces = _pieces_of(folder, manifest, constant, held) if is_one_file(folder, held) else None
     files: _Files = {}
     if isinstance(folder, StorePath):
-        files, faults = _fetch(folder / manifest.folder, manifest, list(names), lazy=constant)
+        files, faults = _fetch_files(folder / manifest.folder, manifest, list(names), lazy=constant)
         names, folder = (), Path()  # there is nothing left to open
     for name in names:
         try:
             if name not in manifest.files:
                 raise CheckpointError(f"{name} is not in the manifest")
             files[name] = (
-                _open(folder / name, manifest.files[name], is_private=name not in constant, held=held)
+                _open_file(folder / name, manifest.files[name], is_private=name not in constant, held=held)
                 if pieces is None
                 else pieces[name]
             )
@@ -200,7 +209,7 @@ def _open_files(
         compared = {name: file for name, file in files.items() if name in verify and not _is_header(file)}
         faults += [
             f"{name} has the hash {digest}, not {manifest.files[name].sha256}: its content has changed"
-            for name, digest in digests(compared).items()
+            for name, digest in hash_files(compared).items()
             if digest != manifest.files[name].sha256
         ]
     if faults:
@@ -212,7 +221,7 @@ def _is_header(file: MappedFile | FilePiece | FetchedFile) -> bool:
     return isinstance(file, MappedFile) and file.whole_size != file.size
 
 
-def _fetch(
+def _fetch_files(
     folder: StorePath, manifest: Manifest, names: Sequence[str], *, lazy: Collection[str]
 ) -> tuple[_Files, list[str]]:
     """Return files in a store, whole unless they are `lazy`, and what is wrong with others."""
@@ -229,7 +238,7 @@ def _fetch(
         except FileNotFoundError:
             return f"{name} is missing"
         except OSError as error:
-            return f"{name} cannot be read: {explain(error)}"
+            return f"{name} cannot be read: {explain_os_error(error)}"
 
     got = dict(zip(names, in_parallel(fetch, names), strict=True))
     return (
@@ -238,7 +247,7 @@ def _fetch(
     )
 
 
-def _open(path: Path, record: FileRecord, *, is_private: bool, held: int | None) -> MappedFile:
+def _open_file(path: Path, record: FileRecord, *, is_private: bool, held: int | None) -> MappedFile:
     outline = path.with_name(path.name + OUTLINE)
     try:
         has_outline = outline.exists() and not path.exists()
@@ -246,7 +255,7 @@ def _open(path: Path, record: FileRecord, *, is_private: bool, held: int | None)
     except FileNotFoundError:
         raise CheckpointError(f"{path.name} is missing") from None
     except OSError as error:
-        raise CheckpointError(f"{path.name} cannot be read: {explain(error)}") from error
+        raise CheckpointError(f"{path.name} cannot be read: {explain_os_error(error)}") from error
     if has_outline:
         file.whole_size = record.size
     if file.whole_size != record.size:
@@ -260,7 +269,7 @@ def _pieces_of(path: AnyPath, manifest: Manifest, constant: Collection[str], hel
     try:
         files = {is_private: MappedFile(path, is_private=is_private, held=held) for is_private in (False, True)}
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {explain(error)}.") from error
+        raise CheckpointError(f"{path} cannot be read: {explain_os_error(error)}.") from error
     pieces = {is_private: pieces_of(file, manifest.files) for is_private, file in files.items()}
     return {name: pieces[name not in constant][name] for name in manifest.files}
 

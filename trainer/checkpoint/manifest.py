@@ -25,13 +25,13 @@ from ...strategies.state.schema import (
     POSITIVE,
     TEXT,
     TIME,
-    check,
+    check_schema,
+    format_as_line,
     parse_json,
-    shown,
     text_like,
     time_text,
 )
-from .files import HASH_NAME, FilePiece, FileRecord, MappedFile, explain, is_one_file
+from .files import HASH_NAME, FilePiece, FileRecord, MappedFile, explain_os_error, is_one_file
 from .in_store.links import link_target
 from .on_nodes.parts import FILE_NAME, NODES, NodePart
 
@@ -172,7 +172,7 @@ def read_manifest(folder: AnyPath, held: int | None = None) -> Manifest:
         with open(os.open(place, os.O_RDONLY, dir_fd=held), "rb") as file:
             raw = file.read()
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {explain(error)}.") from error
+        raise CheckpointError(f"{path} cannot be read: {explain_os_error(error)}.") from error
     return _from_bytes(raw, str(path))
 
 
@@ -181,7 +181,7 @@ def read_object(file: MappedFile | FilePiece | FetchedFile) -> dict[str, object]
     if file.size > LARGEST_JSON:
         raise CheckpointError(f"{file.path} has {file.size} bytes, more than Echelon writes; use another checkpoint.")
     try:
-        content = json.loads(member(file.content()) if isinstance(file, FilePiece) else file.content())
+        content = json.loads(read_zip_member(file.content()) if isinstance(file, FilePiece) else file.content())
     except (ValueError, RecursionError, MemoryError) as error:
         raise CheckpointError(
             f"{file.path} is not JSON as Echelon writes it ({error}); use another checkpoint."
@@ -202,7 +202,7 @@ def _read_in_store(folder: StorePath) -> Manifest:
             f"{folder / MANIFEST} is missing; the checkpoint is incomplete; use another one."
         ) from None
     except OSError as error:
-        raise CheckpointError(f"{folder / MANIFEST} cannot be read: {explain(error)}.") from error
+        raise CheckpointError(f"{folder / MANIFEST} cannot be read: {explain_os_error(error)}.") from error
 
 
 def manifest_from(raw: bytes, place: str) -> Manifest:
@@ -247,7 +247,7 @@ def _is_object(path: StorePath) -> bool:
 
 
 def _end_of_object(path: StorePath, size: int) -> re.Match[bytes] | None:
-    return _TRAILER.fullmatch(path.store.read_range(path, max(0, size - len(trailer(0))), size))
+    return _TRAILER.fullmatch(path.store.read_range(path, max(0, size - len(make_trailer(0))), size))
 
 
 def _read_in_object(path: StorePath) -> Manifest | None:
@@ -278,7 +278,7 @@ def is_torch_file(path: Path) -> bool:
     return head.startswith(_HEAD) and head[_HEADER.size :][:length].endswith(b"/data.pkl")
 
 
-def trailer(begin: int, digest: str = NO_HASH) -> bytes:
+def make_trailer(begin: int, digest: str = NO_HASH) -> bytes:
     """Return the last bytes of a checkpoint in one file, the comment of the zip file.
 
     Args:
@@ -288,7 +288,7 @@ def trailer(begin: int, digest: str = NO_HASH) -> bytes:
     return f"{FORMAT} {begin:020d} {digest}".encode()
 
 
-def member(content: bytes) -> bytes:
+def read_zip_member(content: bytes) -> bytes:
     """Return what follows the header of a stored member of a zip file.
 
     Raises:
@@ -310,7 +310,7 @@ def _is_begun(file: BinaryIO) -> bool:
 
 
 def _end_of(file: BinaryIO) -> re.Match[bytes] | None:
-    size, length = file.seek(0, os.SEEK_END), len(trailer(0))
+    size, length = file.seek(0, os.SEEK_END), len(make_trailer(0))
     file.seek(max(0, size - length))
     return _TRAILER.fullmatch(file.read(length))
 
@@ -340,7 +340,7 @@ def _at_end(path: AnyPath, end: re.Match[bytes], rest: bytes, size: int) -> Mani
         raise CheckpointError(f"{path} is damaged: its end does not match its own {HASH_NAME}; use another checkpoint.")
     place = f"{MANIFEST} in {path}"
     try:
-        raw = member(rest)
+        raw = read_zip_member(rest)
     except ValueError as error:
         raise CheckpointError(f"{place} is damaged ({error}); use another checkpoint.") from None
     manifest = _from_bytes(raw, place)
@@ -350,15 +350,15 @@ def _at_end(path: AnyPath, end: re.Match[bytes], rest: bytes, size: int) -> Mani
 
 
 def _from_bytes(raw: bytes, path: str) -> Manifest:
-    head, hash_ = _split(raw)
+    head, hash_ = _split_hash(raw)
     if head is None or hashlib.new(HASH_NAME, head).hexdigest() != hash_:
         raise CheckpointError(
             f"{path} is damaged: its content does not match its own {HASH_NAME}; use another checkpoint."
         )
-    return _parse(parse_json(head + b"\n}", path), path)
+    return _parse_manifest(parse_json(head + b"\n}", path), path)
 
 
-def _split(raw: bytes) -> tuple[bytes | None, str]:
+def _split_hash(raw: bytes) -> tuple[bytes | None, str]:
     tail = len(_BEFORE_HASH) + 64 + len(_AFTER_HASH)
     head, end = raw[:-tail], raw[-tail:]
     if not (end.startswith(_BEFORE_HASH) and end.endswith(_AFTER_HASH)):
@@ -366,15 +366,17 @@ def _split(raw: bytes) -> tuple[bytes | None, str]:
     return head, end[len(_BEFORE_HASH) : -len(_AFTER_HASH)].decode("ascii", "replace")
 
 
-def _parse(content: Any, path: str) -> Manifest:
-    check(content, {"format": FORMAT, "format_version": COUNT, "echelon_version": TEXT}, path)
+def _parse_manifest(content: Any, path: str) -> Manifest:
+    check_schema(content, {"format": FORMAT, "format_version": COUNT, "echelon_version": TEXT}, path)
     if content["format_version"] != FORMAT_VERSION:
         raise CheckpointError(
             f"The checkpoint has format version {content['format_version']!r}, but this version of Echelon reads "
-            f"{FORMAT_VERSION}; read it with Echelon {shown(content['echelon_version'])}, which wrote it."
+            f"{FORMAT_VERSION}; read it with Echelon {format_as_line(content['echelon_version'])}, which wrote it."
         )
     folder, nodes = content.pop("folder", ""), content.pop("nodes", [])
-    check({**content, "folder": folder or "_", "nodes": nodes}, {**_SCHEMA, "folder": FILE_NAME, "nodes": NODES}, path)
+    check_schema(
+        {**content, "folder": folder or "_", "nodes": nodes}, {**_SCHEMA, "folder": FILE_NAME, "nodes": NODES}, path
+    )
     for names in content["parts"].values():
         for name in names:
             if name not in content["files"]:

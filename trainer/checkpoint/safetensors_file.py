@@ -53,7 +53,7 @@ def lay_out(blocks: Mapping[str, Block], notes: Mapping[str, str] | None = None)
     end = 0
     for name in order:
         tensor = blocks[name].tensor
-        starts[name], end = end, end + _size(tensor)
+        starts[name], end = end, end + _size_in_bytes(tensor)
         header[name] = {
             "dtype": SAFETENSORS_DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -76,26 +76,26 @@ def write_tensors(
     layout = lay_out(blocks, notes)
     stored = [block.tensor for block in blocks.values() if isinstance(block.tensor, StoredTensor)]
     # stored tensors are read into one shared buffer, since malloc would keep memory that is freed in between
-    buffer = torch.empty(max((_size(tensor) for tensor in stored), default=0), dtype=torch.uint8)
+    buffer = torch.empty(max((_size_in_bytes(tensor) for tensor in stored), default=0), dtype=torch.uint8)
     with HashedFile(path, layout.size, pending) as file:
         file.write(layout.header)
         for name in layout.places:
             given = blocks[name].tensor
             if isinstance(given, StoredTensor):
-                tensor = buffer[: _size(given)].view(given.dtype).view(given.shape).copy_(given)
+                tensor = buffer[: _size_in_bytes(given)].view(given.dtype).view(given.shape).copy_(given)
             else:
                 tensor = given.cpu().contiguous()
             file.write(memory_of(tensor), lasts=tensor is given)
         return file.finish()
 
 
-def _size(tensor: Tensor) -> int:
+def _size_in_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
 def memory_of(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor; the caller must keep the tensor alive."""
-    size = _size(tensor)
+    size = _size_in_bytes(tensor)
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
 
 
@@ -164,7 +164,7 @@ def bytes_of(file: MappedFile | FetchedFile, start: int, size: int) -> Tensor:
         return torch.frombuffer(file.data, dtype=torch.uint8, count=size, offset=start)
 
 
-def collect(blocks: Mapping[str, Sequence[Block]], *, lazily: bool = False) -> Callable[[str], Tensor]:
+def collect_tensors(blocks: Mapping[str, Sequence[Block]], *, lazily: bool = False) -> Callable[[str], Tensor]:
     """Return a function that returns a tensor by name, assembled from its blocks.
 
     With `lazily` it is a `StoredTensor`, unless it is small: nothing is read from the files yet.
@@ -177,18 +177,18 @@ def collect(blocks: Mapping[str, Sequence[Block]], *, lazily: bool = False) -> C
                 raise CheckpointError(
                     f"state.json refers to a tensor {name!r}, which no file holds; use another checkpoint."
                 )
-            known[name] = _join(name, blocks[name], lazily=lazily)
+            known[name] = _join_blocks(name, blocks[name], lazily=lazily)
         return known[name]
 
     return tensor
 
 
-def _join(name: str, blocks: Sequence[Block], *, lazily: bool) -> Tensor:
+def _join_blocks(name: str, blocks: Sequence[Block], *, lazily: bool) -> Tensor:
     _check_blocks(name, blocks)
     blocks = [block for block in blocks if block.tensor.numel()] or blocks[:1]
     stored = StoredTensor(blocks)
     is_here = not any(block.tensor.is_meta for block in blocks)
-    if is_here and _size(stored) <= _SMALL:
+    if is_here and _size_in_bytes(stored) <= _SMALL:
         return stored.clone()
     if lazily:
         return stored

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...common.errors import CheckpointError, EchelonError
 from ...strategies.state.omitted_weights import OMITTED, OMITTED_SCHEMA
-from ...strategies.state.schema import COUNT, INTEGER, NUMBER, TEXT, check, shown
+from ...strategies.state.schema import COUNT, INTEGER, NUMBER, TEXT, check_schema, format_as_line
 
 NAMES_FOR_HOOKS: Final = {"model": "state_dict", "optimizers": "optimizer_states"}
 """The parts that hooks see under Lightning's names."""
@@ -74,10 +74,10 @@ def check_saved(state: Mapping[str, object], place: str) -> None:
     Raises:
         CheckpointError: with the value that is not as a run saves it.
     """
-    check(state, {"model": {TEXT: object}}, place)
-    check(state, {name: schema for name, schema in _OPTIONAL.items() if name in state}, place)
+    check_schema(state, {"model": {TEXT: object}}, place)
+    check_schema(state, {name: schema for name, schema in _OPTIONAL.items() if name in state}, place)
     if "loop" in state:
-        check(state, _TRAINING, place)
+        check_schema(state, _TRAINING, place)
         if not state["data"]:
             raise CheckpointError(
                 f"{place}['data'] must be a list with an item for each rank, got []; use another one."
@@ -85,7 +85,7 @@ def check_saved(state: Mapping[str, object], place: str) -> None:
 
 
 @contextmanager
-def reading(part: str) -> Iterator[None]:
+def explain_bad_part(part: str) -> Iterator[None]:
     """Turn errors that a part of a checkpoint makes torch or Python raise into one that names the part.
 
     Raises:
@@ -96,12 +96,12 @@ def reading(part: str) -> Iterator[None]:
     except EchelonError:
         raise
     except FORGED as error:
-        raise unfit(part, error) from error
+        raise unfit_part_error(part, error) from error
 
 
-def unfit(part: str, error: Exception) -> CheckpointError:
+def unfit_part_error(part: str, error: Exception) -> CheckpointError:
     """Return the error for a part that made torch or Python raise this error."""
     return CheckpointError(
-        f"The part {part!r} of the checkpoint does not fit this run: {type(error).__name__}: {shown(str(error))}; "
-        "use another checkpoint, or load the weights only (echelon.load_weights)."
+        f"The part {part!r} of the checkpoint does not fit this run: {type(error).__name__}: "
+        f"{format_as_line(str(error))}; use another checkpoint, or load the weights only (echelon.load_weights)."
     )

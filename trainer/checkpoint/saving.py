@@ -16,13 +16,13 @@ from ...common.errors import CheckpointError
 from ...common.storage import AnyPath, Pending, as_path
 from ...strategies.cluster.version import VERSION
 from ...strategies.state.lazy_tensor import Block
-from .atomic_folder import committed, working_folder
+from .atomic_folder import commit_when_done, working_folder
 from .encoding import Encoder
 from .files import FileRecord, write_bytes
 from .loading import read_stored
 from .manifest import LARGEST_JSON, MANIFEST, NO_RUN, STATE, Manifest, Origin, read_manifest, stems_of
 from .on_nodes.parts import NodePart
-from .safetensors_file import collect, write_tensors
+from .safetensors_file import collect_tensors, write_tensors
 from .single_file import SingleFile, write_file
 from .tags import TENSOR_TAGS
 
@@ -114,7 +114,7 @@ def save(
     Raises:
         CheckpointError: before anything is written, for a value that a checkpoint cannot hold; or for a disk error.
     """
-    write(as_path(path), replace(encode_state(state, mesh), origin=origin, single_file=single_file))
+    write_checkpoint(as_path(path), replace(encode_state(state, mesh), origin=origin, single_file=single_file))
 
 
 def encode_state(
@@ -148,29 +148,29 @@ def encode_state(
         values=values,
         blocks={part: encoder.blocks for part, encoder in encoders.items()},
         entries={part: encoder.entries for part, encoder in encoders.items() if encoder.is_distributed},
-        mesh=dict(mesh or _layout(encoders.values(), world_size)),
+        mesh=dict(mesh or _degrees_of_parallelism(encoders.values(), world_size)),
         own={part: encoder.own for part, encoder in encoders.items()},
         sources={rank, *(other for encoder in encoders.values() for other in encoder.sources)},
         further={part: encoder.further for part, encoder in encoders.items()},
     )
 
 
-def _layout(encoders: Iterable[Encoder], world_size: int) -> dict[str, int]:
+def _degrees_of_parallelism(encoders: Iterable[Encoder], world_size: int) -> dict[str, int]:
     """Return the degrees of parallelism of the ranks that hold a state."""
     layout = {axis: degree for encoder in encoders for axis, degree in encoder.layout.items()}
     replicas = world_size // math.prod(layout.values())
     return ({"dp_replicate": replicas} if replicas > 1 else {}) | layout
 
 
-def write(path: AnyPath, encoded: EncodedState) -> None:
+def write_checkpoint(path: AnyPath, encoded: EncodedState) -> None:
     """Write a state that this process holds alone as the checkpoint `path`, a folder or one file."""
     text = to_json(encoded.values)
     if encoded.single_file is None:
-        with committed(path) as folder:
-            finish(folder, encoded, [write_own(folder, encoded)], text)
+        with commit_when_done(path) as folder:
+            finish_folder(folder, encoded, [write_own(folder, encoded)], text)
         return
     tensors = {part: {key: block.tensor for key, block in blocks.items()} for part, blocks in encoded.blocks.items()}
-    with committed(path, is_file=True, pending=encoded.pending) as file:
+    with commit_when_done(path, is_file=True, pending=encoded.pending) as file:
         assert isinstance(file, Path)
         write_file(file, text, encoded.values, tensors, manifest_of(encoded, {}, {}), encoded.single_file)
 
@@ -184,14 +184,15 @@ def folder_to_fill(
     Other processes may write to it. Of the tensors that they have written, one at a time is read to make one file.
     """
     if single_file is None:
-        with committed(path) as folder:
+        with commit_when_done(path) as folder:
             yield folder
         return
-    with committed(path, is_file=True, pending=pending) as file, working_folder(path) as folder:
+    with commit_when_done(path, is_file=True, pending=pending) as file, working_folder(path) as folder:
         yield folder
         stored = read_stored(folder, lazy=read_manifest(folder).parts, verify=False)
         tensors = {
-            part: {key: collect(blocks, lazily=True)(key) for key in blocks} for part, blocks in stored.blocks.items()
+            part: {key: collect_tensors(blocks, lazily=True)(key) for key in blocks}
+            for part, blocks in stored.blocks.items()
         }
         assert isinstance(file, Path)
         write_file(file, to_json(stored.values), stored.values, tensors, stored.manifest, single_file)
@@ -216,7 +217,7 @@ def own_files(encoded: EncodedState, rank: int, world_size: int) -> Iterator[tup
             yield part, file_name(stems[part], rank if is_one_of_several else None, world_size, number), content
 
 
-def finish(
+def finish_folder(
     folder: AnyPath,
     encoded: EncodedState,
     written: Sequence[WrittenFiles],
@@ -239,7 +240,7 @@ def manifest_of(encoded: EncodedState, parts: Mapping[str, Sequence[str]], files
         lineage=encoded.origin.lineage,
         mesh=encoded.mesh,
         parts=parts,
-        parameters=list(dict.fromkeys(_keys(encoded.values.get(MODEL)))),
+        parameters=list(dict.fromkeys(_tensor_keys(encoded.values.get(MODEL)))),
         files=files,
     )
 
@@ -261,18 +262,18 @@ def to_json(values: Mapping[str, object]) -> bytes:
     return text
 
 
-def _keys(value: object) -> Iterator[str]:
+def _tensor_keys(value: object) -> Iterator[str]:
     """Yield the keys of the tensors in an encoded value, in order."""
     if isinstance(value, list):
         for item in value:
-            yield from _keys(item)
+            yield from _tensor_keys(item)
     elif isinstance(value, dict):
         tag = next(iter(value), "")
         if tag in TENSOR_TAGS:
             yield value[tag]
         else:
             for item in value.values():
-                yield from _keys(item)
+                yield from _tensor_keys(item)
 
 
 def file_name(stem: str, rank: int | None = None, world_size: int = 1, number: int = 0) -> str:

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, Final
 from ...common.errors import CheckpointError
 from ...common.storage import AnyPath, StorePath
 from ...strategies.distributed.noticeboard import Noticeboard
-from .atomic_folder import refused
+from .atomic_folder import failed_write
 from .files import FileRecord
 from .manifest import MANIFEST, STATE
 from .on_nodes.on_disk import digests_in, manifest_digest
 from .on_nodes.part_folder import PartFolder
 from .on_nodes.parts import NodePart, RankReport, parts_of_nodes
-from .saving import EncodedState, WrittenFiles, encode_state, finish, folder_to_fill, write, write_own
+from .saving import EncodedState, WrittenFiles, encode_state, finish_folder, folder_to_fill, write_checkpoint, write_own
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -109,19 +109,19 @@ class SavingGroup:
     def _lead(self, path: AnyPath, encoded: EncodedState) -> None:
         others = range(1, self.world_size) if encoded.is_distributed else ()
         if encoded.single_file and not others:
-            write(path, encoded)
+            write_checkpoint(path, encoded)
             self._post("end")
             return
         apart: dict[int, str] = {}
         filled = folder_to_fill(path, single_file=encoded.single_file, pending=encoded.pending)
         with filled as folder, self._telling_first(path):
             if others:
-                name = _below(folder, path.absolute().parent)
+                name = _relative_name(folder, path.absolute().parent)
                 self._post("folder", {"folder": name, "lineage": encoded.origin.lineage})
             written = [write_own(folder, encoded, 0, self.world_size)]
             reports = [RankReport(socket.gethostname(), written[0].parts, encoded.sources)]
             for rank in others:
-                message = self._wait_for(_topic(rank), rank)
+                message = self._wait_for(_topic_of_rank(rank), rank)
                 encoded.add_entries(rank, message["entries"])
                 place = message["place"]
                 if place is not None:
@@ -129,7 +129,7 @@ class SavingGroup:
                 written.append(_check_written(folder, rank, message, is_apart=place is not None))
                 reports.append(RankReport(message["host"], message["parts"], message["sources"]))
             parts = parts_of_nodes(self._nodes, reports) if apart else ()
-            finish(folder, encoded, written, nodes=parts)
+            finish_folder(folder, encoded, written, nodes=parts)
             if apart:
                 self._prepare(folder, encoded, apart, parts)
         if apart:
@@ -203,7 +203,7 @@ class SavingGroup:
             if not is_prepared or self._is_given_up():
                 part.discard()
             if isinstance(error, OSError):
-                raise refused(path, error) from error
+                raise failed_write(path, error) from error
             raise
 
     def _wait_for_name(self) -> None:
@@ -238,10 +238,12 @@ class SavingGroup:
         try:
             written = write_own(folder, encoded, self.rank, self.world_size)
         except OSError as error:
-            raise self._error_of_others() or refused(path, error) from error
+            raise self._error_of_others() or failed_write(path, error) from error
         files = {name: [file.size, file.sha256] for name, file in written.files.items()}
         where = {"host": socket.gethostname(), "place": place, "sources": sorted(encoded.sources)}
-        self._post(_topic(self.rank), {"files": files, "parts": written.parts, "entries": encoded.entries, **where})
+        self._post(
+            _topic_of_rank(self.rank), {"files": files, "parts": written.parts, "entries": encoded.entries, **where}
+        )
 
     def _post(self, topic: str, message: object = None) -> None:
         with _store_errors():
@@ -259,7 +261,7 @@ class SavingGroup:
         try:
             yield
         except OSError as error:
-            refusal = refused(path, error)
+            refusal = failed_write(path, error)
             self._give_up(refusal)
             raise refusal from error
         except BaseException as error:
@@ -280,7 +282,15 @@ class SavingGroup:
 
     def _leave(self) -> None:
         """End this checkpoint; the last rank to do so removes the messages."""
-        topics = ["end", "error", "folder", "texts", "named", "given-up", *map(_topic, range(1, self.world_size))]
+        topics = [
+            "end",
+            "error",
+            "folder",
+            "texts",
+            "named",
+            "given-up",
+            *map(_topic_of_rank, range(1, self.world_size)),
+        ]
         topics += [f"{kind}-{node}" for node in {*self._nodes[1:]} for kind in ("node", "prepared", "named")]
         with suppress(RuntimeError):  # the store is gone, with the process that hosts it
             self._board.remove_once_read(self.world_size, *(f"{self._number}/{topic}" for topic in topics))
@@ -309,11 +319,11 @@ class SavingGroup:
         )
 
 
-def _below(folder: AnyPath, parent: AnyPath) -> str:
+def _relative_name(folder: AnyPath, parent: AnyPath) -> str:
     return str(folder).removeprefix(f"{parent}").lstrip("/\\")
 
 
-def _topic(rank: int) -> str:
+def _topic_of_rank(rank: int) -> str:
     """Return the topic under which a rank reports what it has written."""
     return f"rank-{rank}"
 

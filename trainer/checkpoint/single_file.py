@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ...common.other_trainers import MARK_OF_FILES
 from ...strategies.state.safetensors_dtypes import SAFETENSORS_DTYPES
-from .files import HASH_NAME, FilePiece, FileRecord, MappedFile, digests
-from .manifest import MANIFEST, NO_HASH, ROOT, STATE, TENSORS, Manifest, stems_of, trailer
+from .files import HASH_NAME, FilePiece, FileRecord, MappedFile, hash_files
+from .manifest import MANIFEST, NO_HASH, ROOT, STATE, TENSORS, Manifest, make_trailer, stems_of
 from .safetensors_file import memory_of
 from .saved_state import NAMES_FOR_HOOKS
 from .tags import TENSOR_TAGS, array_of
@@ -182,7 +182,7 @@ def write_file(
     state = (
         _torch_state(values, references)
         if single_file.parts is None
-        else {part: _by_position(_plain(values[part], part, references)) for part in single_file.parts}
+        else {part: _by_position(_to_torch_value(values[part], part, references)) for part in single_file.parts}
     )
     _TorchPickler(pickled, protocol=2).dump(state)
     index: dict[str, dict[str, object]] = {}
@@ -204,8 +204,8 @@ def write_file(
         written = replace(manifest, files=file.records(path), parts=parts)
         begin = file.end
         file.add(MANIFEST, written.to_bytes())
-        archive.comment = trailer(begin)
-    _sign(path, begin)
+        archive.comment = make_trailer(begin)
+    _write_hash(path, begin)
 
 
 class _Archive:
@@ -226,9 +226,9 @@ class _Archive:
         """Add a member, and return the place of its content in the current piece."""
         info = zipfile.ZipInfo(f"{ROOT}/{name}")
         info.file_size, is_large = len(content), len(content) > _LARGE
-        header = 30 + len(info.filename) + len(_padding(0)) + (20 if is_large else 0)
+        header = 30 + len(info.filename) + len(_make_padding(0)) + (20 if is_large else 0)
         begin = self.end + header
-        info.extra = _padding(-begin % _ALIGNMENT)
+        info.extra = _make_padding(-begin % _ALIGNMENT)
         begin += -begin % _ALIGNMENT
         with self._archive.open(info, "w", force_zip64=is_large) as member:
             member.write(content)
@@ -256,18 +256,18 @@ class _Archive:
         pieces: dict[str, MappedFile | FilePiece] = {
             name: FilePiece(mapped, begin, size) for name, (begin, size) in self._pieces.items()
         }
-        return {name: FileRecord(pieces[name].size, digest) for name, digest in digests(pieces).items()}
+        return {name: FileRecord(pieces[name].size, digest) for name, digest in hash_files(pieces).items()}
 
 
 def _is_elsewhere(tensor: Tensor) -> bool:
     return type(tensor) is not Tensor or tensor.device.type != "cpu"
 
 
-def _padding(size: int) -> bytes:
+def _make_padding(size: int) -> bytes:
     return _PADDING.to_bytes(2, "little") + size.to_bytes(2, "little") + bytes(size)
 
 
-def _sign(path: Path, begin: int) -> None:
+def _write_hash(path: Path, begin: int) -> None:
     """Put the hash of what follows the pieces at the end of a file, and flush it to disk."""
     with path.open("r+b") as file:
         file.seek(begin)
@@ -283,11 +283,13 @@ def _sign(path: Path, begin: int) -> None:
 
 def _torch_state(values: Mapping[str, object], references: _References) -> dict[str, object]:
     """Return the state in the form of Lightning's checkpoints, with references in place of tensors."""
-    state = {NAMES_FOR_HOOKS.get(part, part): _plain(value, part, references) for part, value in values.items()}
+    state = {
+        NAMES_FOR_HOOKS.get(part, part): _to_torch_value(value, part, references) for part, value in values.items()
+    }
     for part in _HYPER_PARAMETERS:
         if part in state:
             with suppress(*_UNUSUAL):
-                state[part] = _plain(state[part], part, references)
+                state[part] = _to_torch_value(state[part], part, references)
     if isinstance(state.get("optimizer_states"), list):
         state["optimizer_states"] = [_by_position(one) for one in state["optimizer_states"]]
     if isinstance(states := state.get("callbacks"), dict):
@@ -315,21 +317,21 @@ def _by_position(saved: Any) -> object:
     return saved
 
 
-def _plain(encoded: object, part: str, references: _References) -> Any:
+def _to_torch_value(encoded: object, part: str, references: _References) -> Any:
     """Return an encoded value as one that ``torch.load(weights_only=True)`` takes."""
     if isinstance(encoded, list):
-        return [_plain(item, part, references) for item in encoded]
+        return [_to_torch_value(item, part, references) for item in encoded]
     if not isinstance(encoded, dict):
         return encoded
     tag = next(iter(encoded), "")
     if not tag.startswith("$"):
-        return {name: _plain(item, part, references) for name, item in encoded.items()}
+        return {name: _to_torch_value(item, part, references) for name, item in encoded.items()}
     if tag in TENSOR_TAGS:
         return references.of(part, encoded[tag], is_complex=bool(encoded.get("complex")))
     if tag == "$wrapped":
         blocks = dict(zip(map(str, range(len(held := encoded[tag]["blocks"]))), held.values(), strict=True))
-        return _plain({**encoded[tag], "blocks": blocks}, part, references)
-    content = _plain(encoded[tag], part, references)
+        return _to_torch_value({**encoded[tag], "blocks": blocks}, part, references)
+    content = _to_torch_value(encoded[tag], part, references)
     if tag in ("$class", "$items"):
         return references.named(tag, content)
     return _PLAIN[tag](content) if tag in _PLAIN else content

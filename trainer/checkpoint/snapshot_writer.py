@@ -17,7 +17,7 @@ from torch import Tensor
 from ...common.errors import EchelonError
 from ...strategies.devices.streams import has_streams
 from ...strategies.snapshots.index import FileEntry
-from ...strategies.snapshots.shared_file import MemoryFile, checksum
+from ...strategies.snapshots.shared_file import MemoryFile, compute_checksum
 from ...strategies.snapshots.snapshots import Contribution, Draft, MemorySnapshots, SnapshotCost
 from ...strategies.state.lazy_tensor import Block
 from .files import FileRecord
@@ -25,7 +25,7 @@ from .manifest import MANIFEST, NO_RUN, STATE, Origin, stems_of
 from .on_nodes.parts import READ_IN_PART
 from .safetensors_file import lay_out
 from .saving import EncodedState, encode_state, file_name, manifest_of, to_json
-from .staging import Copies, Marks, copy_all, mark
+from .staging import Copies, Marks, copy_all, record_events
 
 _PATIENCE: Final = 0.5
 """Seconds that a failed run waits for a snapshot in progress, since the previous one can be used instead."""
@@ -146,7 +146,7 @@ class MemoryWriter:
         files: list[_SnapshotFile] = []
         copies: Copies = []
         later: Copies = []
-        for part, writer, number, blocks in _groups(encoded, rank):
+        for part, writer, number, blocks in _group_by_file(encoded, rank):
             name = file_name(stems_of(encoded.blocks)[part], writer, world_size, number)
             file = self._file(draft, name, part, writer, blocks)
             for key, place in file.places.items():
@@ -158,7 +158,7 @@ class MemoryWriter:
         self._files = others | {draft.path / file.name: file for file in files}
         # the thread needs only the values, and must not keep tensors alive
         encoded = replace(encoded, blocks={part: {} for part in encoded.blocks}, origin=origin)
-        return _Taken(encoded, files, later, mark(later))
+        return _Taken(encoded, files, later, record_events(later))
 
     def _file(
         self, draft: Draft, name: str, part: str, writer: int | None, blocks: Mapping[str, Block]
@@ -172,7 +172,7 @@ class MemoryWriter:
         layout = lay_out(blocks)
         memory, header = self._snapshots.file(draft, name, layout.size), layout.header
         memory.bytes[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-        places = {key: _place(memory, start, blocks[key].tensor) for key, start in layout.places.items()}
+        places = {key: _tensor_in_file(memory, start, blocks[key].tensor) for key, start in layout.places.items()}
         outline = len(header) if writer is not None and part in READ_IN_PART else 0
         return _SnapshotFile(name, part, writer, shapes, memory, outline, places)
 
@@ -180,7 +180,9 @@ class MemoryWriter:
         """Make the remaining copies, and tell the other ranks."""
         try:
             cost = self._copy_later(taken, cost)
-            self._snapshots.commit(draft, self._share(taken), functools.partial(_describe, draft.path, taken.encoded))
+            self._snapshots.commit(
+                draft, self._share(taken), functools.partial(_write_description, draft.path, taken.encoded)
+            )
         except Exception as error:  # noqa: BLE001 - no caller of a thread hears of it
             self._snapshots.is_broken |= not isinstance(error, EchelonError)  # the ranks are out of step
             # a dead rank is reported elsewhere
@@ -210,7 +212,7 @@ class MemoryWriter:
         """Return what this rank tells the others about its files."""
         encoded, files = taken.encoded, taken.files
         entries = {
-            file.name: FileEntry(file.memory.size, checksum(file.memory.bytes), file.writer, file.outline)
+            file.name: FileEntry(file.memory.size, compute_checksum(file.memory.bytes), file.writer, file.outline)
             for file in files
         }
         if encoded is None:
@@ -224,7 +226,7 @@ class MemoryWriter:
         return Contribution(entries, sorted(encoded.sources), content)
 
 
-def _groups(encoded: EncodedState, rank: int) -> Iterator[tuple[str, int | None, int, dict[str, Block]]]:
+def _group_by_file(encoded: EncodedState, rank: int) -> Iterator[tuple[str, int | None, int, dict[str, Block]]]:
     """Yield, for each part, the tensors that are equal on all ranks and then this rank's own, file by file."""
     for part, blocks in encoded.blocks.items():
         for is_own in (False, True):
@@ -233,7 +235,7 @@ def _groups(encoded: EncodedState, rank: int) -> Iterator[tuple[str, int | None,
                 yield part, rank if is_own else None, number, content
 
 
-def _describe(folder: Path, encoded: EncodedState | None, contents: Sequence[Any]) -> dict[str, FileEntry]:
+def _write_description(folder: Path, encoded: EncodedState | None, contents: Sequence[Any]) -> dict[str, FileEntry]:
     """Write, on rank 0, ``state.json`` and the manifest; its hashes are empty, since the index has checksums."""
     assert encoded is not None
     parts: dict[str, list[str]] = {part: [] for part in encoded.values}
@@ -248,10 +250,10 @@ def _describe(folder: Path, encoded: EncodedState | None, contents: Sequence[Any
     for name, content in texts.items():
         (folder / name).unlink(missing_ok=True)  # another process may still read the old one
         (folder / name).write_bytes(content)
-    return {name: FileEntry(len(content), checksum(content)) for name, content in texts.items()}
+    return {name: FileEntry(len(content), compute_checksum(content)) for name, content in texts.items()}
 
 
-def _place(file: MemoryFile, start: int, like: Tensor) -> Tensor:
+def _tensor_in_file(file: MemoryFile, start: int, like: Tensor) -> Tensor:
     """Return the place of a tensor in a file, as a tensor."""
     size = like.numel() * like.element_size()
     return file.bytes[start : start + size].view(like.dtype).view(like.shape)

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from ...strategies.devices.queries import current
+from ...strategies.devices.queries import using_device
 from ...strategies.devices.streams import current_stream, has_streams, new_stream, on_stream, recorded_event
 
 Copies: TypeAlias = list[tuple[Tensor, Tensor]]
@@ -25,7 +25,7 @@ _NUM_CHUNKS: Final = 2
 _log = logging.getLogger("echelon")
 
 
-def mark(copies: Copies) -> Marks:
+def record_events(copies: Copies) -> Marks:
     """Return events after the work that is now queued on the devices of these tensors."""
     marks = {}
     for device in _by_device(copies):
@@ -46,12 +46,12 @@ def copy_all(copies: Copies, after: Marks | None = None) -> None:
     for buffer, tensor in copies:
         if not has_streams(tensor.device):
             buffer.copy_(tensor)
-    marks = mark(copies) if after is None else after
+    marks = record_events(copies) if after is None else after
     for device, on_device in _by_device(copies).items():
         # that of a thread is the first one, whatever the rank's is; a stream alone would bring its device along, and go
         # back to the first by asking for it, with which this process takes memory there
         stream = new_stream(device)
-        with current(device), on_stream(device, stream), torch.no_grad():
+        with using_device(device), on_stream(device, stream), torch.no_grad():
             stream.wait_event(marks[device])
             _copy_through_pinned(on_device, device, stream)
 
@@ -78,7 +78,7 @@ def _copy_through_pinned(copies: Copies, device: torch.device, stream: Any) -> N
         stream.synchronize()
         return
     turn = 0
-    for target, source in _pieces(copies):
+    for target, source in _split_into_chunks(copies):
         if not chunks[turn].fits(source):
             chunks[turn].seal(stream)
             turn = (turn + 1) % _NUM_CHUNKS
@@ -89,7 +89,7 @@ def _copy_through_pinned(copies: Copies, device: torch.device, stream: Any) -> N
         chunk.empty()
 
 
-def _pieces(copies: Copies) -> Iterable[tuple[Tensor, Tensor]]:
+def _split_into_chunks(copies: Copies) -> Iterable[tuple[Tensor, Tensor]]:
     """Yield the bytes of buffers and tensors, at most a chunk at a time."""
     for buffer, tensor in copies:
         if tensor.numel():

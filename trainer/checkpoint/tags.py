@@ -21,7 +21,7 @@ from torch import Tensor
 from ...common.errors import CheckpointError, MissingDependencyError
 from ...strategies.state.from_environment import FromEnvironment
 from ...strategies.state.lazy_tensor import Block, StoredTensor
-from ...strategies.state.schema import COUNT, TEXT, check, shown
+from ...strategies.state.schema import COUNT, TEXT, check_schema, format_as_line
 from ...strategies.wrapped.wrapped_tensors import (
     TensorParts,
     class_beside,
@@ -85,55 +85,57 @@ def _no_tensor(key: str) -> Tensor:
     raise KeyError(key)
 
 
-def decode(encoded: object, tensor: Callable[[str], Tensor] = _no_tensor, **readers: Callable[[Any], object]) -> Any:
-    """Return the value that was passed to `encode`.
+def decode_value(
+    encoded: object, tensor: Callable[[str], Tensor] = _no_tensor, **readers: Callable[[Any], object]
+) -> Any:
+    """Return the value that was passed to `encode_value`.
 
     Args:
-        encoded: The result of `encode`. Nothing that it names is imported or called.
+        encoded: The result of `encode_value`. Nothing that it names is imported or called.
         tensor: Returns the tensor of a key; by default no key has one.
         readers: Functions that replace the usual ones, by tag without its ``$``.
 
     Raises:
-        CheckpointError: if it is not in the form that `encode` writes.
+        CheckpointError: if it is not in the form that `encode_value` writes.
     """
     chosen = {**_READERS, **{f"${tag}": reader for tag, reader in readers.items()}}
     try:
-        return _decode(encoded, tensor, chosen)
+        return _decode_nested(encoded, tensor, chosen)
     except (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, AttributeError, MemoryError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
-            f"The checkpoint holds JSON that Echelon does not write ({type(error).__name__}: {shown(str(error))}); use "
-            "another one."
+            f"The checkpoint holds JSON that Echelon does not write ({type(error).__name__}: "
+            f"{format_as_line(str(error))}); use another one."
         ) from None
 
 
-def _decode(encoded: object, tensor: Callable[[str], Tensor], readers: Readers) -> Any:
+def _decode_nested(encoded: object, tensor: Callable[[str], Tensor], readers: Readers) -> Any:
     if isinstance(encoded, list):
-        return [_decode(item, tensor, readers) for item in encoded]
+        return [_decode_nested(item, tensor, readers) for item in encoded]
     if not isinstance(encoded, dict):
         return encoded
     tag = next(iter(encoded), "")
     if not tag.startswith("$"):
-        return {name: _decode(item, tensor, readers) for name, item in encoded.items()}
+        return {name: _decode_nested(item, tensor, readers) for name, item in encoded.items()}
     if tag in TENSOR_TAGS:
         read = tensor(encoded[tag])
         read = torch.view_as_complex(read) if encoded.get("complex") else read
         return read if tag == "$tensor" else _to_numpy(read, is_scalar=tag == "$number")
     if tag == "$wrapped" and tag not in readers:
-        return _wrapped(encoded[tag], tensor, readers)
-    content = _decode(encoded[tag], tensor, readers)
+        return _decode_wrapped(encoded[tag], tensor, readers)
+    content = _decode_nested(encoded[tag], tensor, readers)
     return deque(content, maxlen=encoded["maxlen"]) if tag == "$deque" else readers[tag](content)
 
 
-def _wrapped(encoded: Any, tensor: Callable[[str], Tensor], readers: Readers) -> Tensor:
+def _decode_wrapped(encoded: Any, tensor: Callable[[str], Tensor], readers: Readers) -> Tensor:
     """Return a tensor that keeps its elements in others; stored in several blocks, it is read where it is used."""
-    check(encoded, _WRAPPED, "A tensor that wraps others")
+    check_schema(encoded, _WRAPPED, "A tensor that wraps others")
     blocks = [_wrapped_block(one, tensor, readers) for one in encoded["blocks"].values()]
-    dtype = _dtype(encoded["dtype"])
+    dtype = _dtype_by_name(encoded["dtype"])
     _check_blocks(blocks, encoded["shape"])
     if any(block.tensor.dtype != dtype for block in blocks):
-        blocks = [block if block.tensor.dtype == dtype else _as(block, dtype) for block in blocks]
+        blocks = [block if block.tensor.dtype == dtype else _convert_block(block, dtype) for block in blocks]
     stored = StoredTensor(blocks)
     whole: Tensor = readers[AS_STORED](stored) if AS_STORED in readers else stored
     return whole
@@ -147,37 +149,37 @@ def _check_blocks(blocks: Sequence[Block], shape: Sequence[int]) -> None:
         raise ValueError(f"{len(blocks)} blocks do not add up to {shape!r:.80}")
 
 
-def _as(block: Block, dtype: torch.dtype) -> Block:
+def _convert_block(block: Block, dtype: torch.dtype) -> Block:
     return Block(block.tensor.to(dtype), block.offsets)
 
 
 def _wrapped_block(encoded: Any, tensor: Callable[[str], Tensor], readers: Readers) -> Block:
-    check(encoded, {"offsets": [COUNT], "shape": [COUNT]}, "A block of a tensor that wraps others")
+    check_schema(encoded, {"offsets": [COUNT], "shape": [COUNT]}, "A block of a tensor that wraps others")
     shape, offsets = tuple(encoded["shape"]), tuple(encoded["offsets"])
     if len(offsets) != len(shape):
         raise ValueError(f"a block of {shape!r:.80} at {offsets!r:.80}")
     if "tensor" in encoded:
-        plain = _decode(encoded["tensor"], tensor, readers)
+        plain = _decode_nested(encoded["tensor"], tensor, readers)
         if not isinstance(plain, Tensor) or tuple(plain.shape) != shape:
             raise ValueError(f"a block of {shape!r:.80} that is none")
         return Block(plain, offsets)
-    check(encoded, {"class": TEXT, "stride": [COUNT], "tensors": {TEXT: object}}, "A tensor that wraps others")
+    check_schema(encoded, {"class": TEXT, "stride": [COUNT], "tensors": {TEXT: object}}, "A tensor that wraps others")
     kind = tensor_class(encoded["class"])
 
     def make(content: list[Any]) -> object:
         found = imported_class(content[0]) or class_beside(content[0], kind)
         if found is None or not is_trusted(found, kind):
             raise CheckpointError(
-                f"The context of a {kind.__name__} holds {shown(content[0])}, which is not of its package; use another "
-                "checkpoint."
+                f"The context of a {kind.__name__} holds {format_as_line(content[0])}, which is not of its package; "
+                "use another checkpoint."
             )
         return make_dataclass(found, content[1])
 
-    inner = {name: _decode(value, tensor, readers) for name, value in encoded["tensors"].items()}
+    inner = {name: _decode_nested(value, tensor, readers) for name, value in encoded["tensors"].items()}
     if not all(isinstance(one, Tensor) for one in inner.values()):
         raise TypeError("an inner tensor that is none")
     inner = {name: one.uncopied() if isinstance(one, StoredTensor) else one for name, one in inner.items()}
-    context = _decode(encoded["context"], _no_tensor, {**readers, "$object": make})
+    context = _decode_nested(encoded["context"], _no_tensor, {**readers, "$object": make})
     return Block(put_together(TensorParts(kind, inner, context, shape, tuple(encoded["stride"]))), offsets)
 
 
@@ -189,7 +191,7 @@ def _to_numpy(tensor: Tensor, *, is_scalar: bool) -> object:
     return array[()] if is_scalar else array
 
 
-def _dtype(name: str) -> torch.dtype:
+def _dtype_by_name(name: str) -> torch.dtype:
     dtype = vars(torch)[name]
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"torch.{name} is not a dtype")
@@ -278,7 +280,7 @@ _READERS: Final[Readers] = {
     "$datetime": datetime.fromisoformat,
     "$date": date.fromisoformat,
     "$path": Path,
-    "$dtype": _dtype,
+    "$dtype": _dtype_by_name,
     "$device": torch.device,
     "$environment": lambda text: FromEnvironment(text, text),
     "$class": ClassName,

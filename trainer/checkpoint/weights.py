@@ -22,18 +22,18 @@ from ...common.storage import AnyPath, StorePath, as_path, copy_out, local_copy,
 from ...strategies.distributed.collectives import Collectives
 from ...strategies.state.dtensor import shard_like
 from ...strategies.state.lazy_tensor import Block, StoredTensor
-from ...strategies.state.omitted_weights import OMITTED, OMITTED_SCHEMA, completed
+from ...strategies.state.omitted_weights import OMITTED, OMITTED_SCHEMA, complete_state
 from ...strategies.state.regular_file import open_regular, read_regular
-from ...strategies.state.schema import TEXT, check, parse_json, shown
+from ...strategies.state.schema import TEXT, check_schema, format_as_line, parse_json
 from ...strategies.state.tied_names import without_unread
-from .encoding import encode
-from .files import MappedFile, explain
-from .in_store.links import followed
+from .encoding import encode_value
+from .files import MappedFile, explain_os_error
+from .in_store.links import follow_link
 from .loading import load
 from .manifest import LARGEST_JSON, MANIFEST, is_checkpoint, read_manifest
 from .safetensors_file import read_tensors, write_tensors
 from .saving import MODEL
-from .tags import decode
+from .tags import decode_value
 
 _INDEX: Final = "model.safetensors.index.json"
 _SINGLE: Final = "model.safetensors"
@@ -63,9 +63,9 @@ class Difference:
         shapes = [f"{name}: the module has {here}, the weights have {there}" for name, here, there in self.mismatched]
         return "\n".join(
             [
-                *_section("missing", self.missing),
-                *_section("unexpected", self.unexpected),
-                *_section("of different shape", shapes),
+                *_format_section("missing", self.missing),
+                *_format_section("unexpected", self.unexpected),
+                *_format_section("of different shape", shapes),
             ]
         )
 
@@ -92,8 +92,8 @@ def load_weights(
         module.load_state_dict(backbone, strict=False)
     """
     weights = read_weights(as_path(path))
-    chosen = {name: w for name, w in weights.items() if _matches(name, include) and not _matches(name, exclude)}
-    left_out = [name for name in omitted_of(as_path(path)) if name not in weights and _matches(name, include)]
+    chosen = {name: w for name, w in weights.items() if _matches_any(name, include) and not _matches_any(name, exclude)}
+    left_out = [name for name in omitted_of(as_path(path)) if name not in weights and _matches_any(name, include)]
     if left_out and not chosen:
         raise CheckpointError(
             f"include={include!r} names weights that {path} leaves out, as its base has them ({', '.join(left_out[:3])}"
@@ -109,7 +109,7 @@ def load_weights(
     return chosen
 
 
-def difference(module: nn.Module, weights: Mapping[str, object]) -> Difference:
+def compare_weights(module: nn.Module, weights: Mapping[str, object]) -> Difference:
     """Compare names and shapes; if a tensor has several names (tied weights), one is enough."""
     own = {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     present = {id(own[name]) for name in weights if name in own}
@@ -131,7 +131,7 @@ def load_into(module: nn.Module, weights: Mapping[str, Tensor], *, strict: bool 
     Raises:
         CheckpointError: with `strict`, for any difference, before anything is copied.
     """
-    differences = difference(module, weights)
+    differences = compare_weights(module, weights)
     if strict and differences:
         has_none = len(differences.unexpected) == len(weights) > 0
         reason = ", which has none of their names: they are of another class" if has_none else ""
@@ -147,7 +147,7 @@ def load_into(module: nn.Module, weights: Mapping[str, Tensor], *, strict: bool 
         module.load_state_dict(fit, strict=False)
     except RuntimeError as error:
         raise CheckpointError(
-            f"The weights do not fit {type(module).__name__}: {shown(str(error))}; use another checkpoint."
+            f"The weights do not fit {type(module).__name__}: {format_as_line(str(error))}; use another checkpoint."
         ) from error
     return differences
 
@@ -190,7 +190,7 @@ def export(
     file = destination if destination.suffix == ".safetensors" else destination / _SINGLE
     # only one tensor at a time is in memory
     weights = read_weights(as_path(path), lazily=True) if partial else weights_with_base(path, base)
-    encoded, blocks = encode(weights, "weights", "")
+    encoded, blocks = encode_value(weights, "weights", "")
     # as in safetensors.torch.save_model, a tied name is noted with the name that holds its tensor
     tied = {name: value["$tensor"] for name, value in encoded.items() if value.get("$tensor", name) != name}
     wrapped = {name: value for name, value in encoded.items() if "$wrapped" in value}
@@ -207,7 +207,7 @@ def export(
         temporary.replace(file)
         flush_to_disk(file.parent)
     except OSError as error:
-        raise CheckpointError(f"{file} could not be written: {explain(error)}.") from error
+        raise CheckpointError(f"{file} could not be written: {explain_os_error(error)}.") from error
     finally:
         temporary.unlink(missing_ok=True)
     return file
@@ -233,7 +233,7 @@ def weights_with_base(path: str | AnyPath, base: str | AnyPath | None) -> dict[s
     candidates = [*_names_in_base(list(omitted), given), *_names_in_base([*map(_without_adapters, omitted)], given)]
     own = max(candidates, key=lambda names: sum(name in given for name in names))
     held = {name: given[key] for name, key in zip(omitted, own, strict=True) if key in given}
-    whole = completed(weights, omitted, held, Collectives(None, torch.device("cpu")))
+    whole = complete_state(weights, omitted, held, Collectives(None, torch.device("cpu")))
     return {name: _as_dtype(whole[name], omitted[name]["dtype"]) if name in omitted else whole[name] for name in whole}
 
 
@@ -255,29 +255,29 @@ def _as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def omitted_of(path: AnyPath) -> dict[str, Any]:
     """Return what a checkpoint says of the weights that it leaves out, by name; empty for any other file."""
-    path = followed(path) if isinstance(path, StorePath) else path
+    path = follow_link(path) if isinstance(path, StorePath) else path
     if not is_checkpoint(path) or OMITTED not in read_manifest(path).parts:
         return {}
     omitted: dict[str, object] = load(path, parts=[OMITTED])[OMITTED]
-    check(omitted, OMITTED_SCHEMA, f"The part {OMITTED!r} of {path}")
+    check_schema(omitted, OMITTED_SCHEMA, f"The part {OMITTED!r} of {path}")
     return omitted
 
 
-def _section(title: str, names: Sequence[str]) -> list[str]:
+def _format_section(title: str, names: Sequence[str]) -> list[str]:
     if not names:
         return []
     rest = [f"  ... and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
     return [f"{title} ({len(names)}):", *(f"  {name}" for name in names[:_SHOWN]), *rest]
 
 
-def _matches(name: str, patterns: str | Iterable[str]) -> bool:
+def _matches_any(name: str, patterns: str | Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in ([patterns] if isinstance(patterns, str) else patterns))
 
 
 def read_weights(path: AnyPath, *, lazily: bool = False) -> dict[str, Tensor]:
     """Return all weights in a file or folder by name; with `lazily`, no tensor of a checkpoint is read."""
     try:
-        path = followed(path) if isinstance(path, StorePath) else path
+        path = follow_link(path) if isinstance(path, StorePath) else path
         if is_checkpoint(path):
             return _read_checkpoint(path, lazily=lazily)
         if isinstance(path, StorePath):
@@ -287,21 +287,21 @@ def read_weights(path: AnyPath, *, lazily: bool = False) -> dict[str, Tensor]:
         if path.is_dir():
             return _read_folder(path)
         if path.suffix == ".safetensors":
-            return _plain(read_tensors(MappedFile(path)))
+            return _unwrap_weights(read_tensors(MappedFile(path)))
         return _read_torch_file(path)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {explain(error)}.") from error
+        raise CheckpointError(f"{path} cannot be read: {explain_os_error(error)}.") from error
 
 
 def _read_checkpoint(path: AnyPath, *, lazily: bool) -> dict[str, Tensor]:
     state = load(path, parts=[MODEL], lazy=[MODEL] if lazily else ())[MODEL]
-    check(state, {TEXT: object}, f"The part {MODEL!r} of {path}")
+    check_schema(state, {TEXT: object}, f"The part {MODEL!r} of {path}")
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def _read_folder(folder: Path) -> dict[str, Tensor]:
     if (folder / _SINGLE).is_file():
-        return _plain(read_tensors(MappedFile(folder / _SINGLE)))
+        return _unwrap_weights(read_tensors(MappedFile(folder / _SINGLE)))
     if not (folder / _INDEX).is_file():
         raise CheckpointError(f"{folder} contains no {MANIFEST}, {_SINGLE} or {_INDEX}; give a checkpoint or a file.")
     try:
@@ -312,23 +312,27 @@ def _read_folder(folder: Path) -> dict[str, Tensor]:
         raise CheckpointError(
             f"{folder / _INDEX} is not an index of safetensors files ({error!r}); repair it."
         ) from None
-    return {name: tensor for file in names for name, tensor in _plain(read_tensors(MappedFile(folder / file))).items()}
+    return {
+        name: tensor
+        for file in names
+        for name, tensor in _unwrap_weights(read_tensors(MappedFile(folder / file))).items()
+    }
 
 
-def _plain(content: tuple[dict[str, Block], dict[str, str]]) -> dict[str, Tensor]:
+def _unwrap_weights(content: tuple[dict[str, Block], dict[str, str]]) -> dict[str, Tensor]:
     blocks, notes = content
     weights = {name: block.tensor for name, block in blocks.items()}
     if _WRAPPED in notes:
         place = f"The note {_WRAPPED!r} of the file"
         encoded = parse_json(notes[_WRAPPED].encode(), place)
-        check(encoded, {TEXT: {"$wrapped": dict}}, place)
+        check_schema(encoded, {TEXT: {"$wrapped": dict}}, place)
         used: set[str] = set()
 
         def inner(key: str) -> Tensor:
             used.add(key)
             return blocks[key].tensor
 
-        wrapped = decode(encoded, inner, as_stored=StoredTensor.uncopied)
+        wrapped = decode_value(encoded, inner, as_stored=StoredTensor.uncopied)
         weights = {name: tensor for name, tensor in weights.items() if name not in used} | wrapped
     # in the metadata, safetensors.torch.save_model maps each tied name to the name that holds its tensor
     weights.update({name: weights[kept] for name, kept in notes.items() if kept in weights and name not in weights})

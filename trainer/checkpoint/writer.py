@@ -16,15 +16,15 @@ from ...common.errors import CheckpointError
 from ...common.storage import AnyPath, Pending, StorePath, as_path
 from ...strategies.distributed.process_group import ProcessGroup
 from ...strategies.state.lazy_tensor import Block
-from .atomic_folder import point
+from .atomic_folder import point_link
 from .files import FileRecord, write_bytes
-from .finding import remove
+from .finding import remove_checkpoint
 from .manifest import MANIFEST, NO_RUN, STATE, Origin
 from .safetensors_file import lay_out
-from .saving import EncodedState, encode_state, manifest_of, own_files, to_json, write
+from .saving import EncodedState, encode_state, manifest_of, own_files, to_json, write_checkpoint
 from .saving_by_ranks import SavingGroup
 from .single_file import SingleFile
-from .staging import Copies, Marks, copy_all, mark
+from .staging import Copies, Marks, copy_all, record_events
 
 _logger = logging.getLogger("echelon")
 
@@ -78,11 +78,11 @@ class Writer:
 
     def point(self, link: AnyPath, path: AnyPath) -> None:
         """Make `link` point to the checkpoint at `path` once that is committed."""
-        point(link, path)
+        point_link(link, path)
 
     def remove(self, path: AnyPath, lineage: str | None = None) -> None:
-        """Delete a checkpoint, as `finding.remove` does, once every save before this call is committed."""
-        remove(path, lineage)
+        """Delete a checkpoint, as `finding.remove_checkpoint` does, once every save before this call is committed."""
+        remove_checkpoint(path, lineage)
 
     def raise_if_failed(self) -> None:
         """Raise the error of a failed write; called at every step boundary."""
@@ -102,7 +102,7 @@ class Writer:
 
     def _write(self, path: AnyPath, encoded: EncodedState) -> None:
         if self._group is None:
-            write(path, encoded)
+            write_checkpoint(path, encoded)
         else:
             self._group.write(path, encoded)
 
@@ -156,13 +156,13 @@ class AsyncWriter(Writer):
             size = sum(block.tensor.nbytes for blocks in staged.values() for block in blocks.values())
             staged_state = replace(staged_state, pending=Pending(str(path), size))
             self.upload = staged_state.pending
-        self._submit(functools.partial(self._copy_and_write, path, staged_state, later, mark(later)))
+        self._submit(functools.partial(self._copy_and_write, path, staged_state, later, record_events(later)))
 
     def point(self, link: AnyPath, path: AnyPath) -> None:
-        self._submit(functools.partial(_tidy, point, link, path))
+        self._submit(functools.partial(_log_if_failed, point_link, link, path))
 
     def remove(self, path: AnyPath, lineage: str | None = None) -> None:
-        self._submit(functools.partial(_tidy, remove, path, lineage))
+        self._submit(functools.partial(_log_if_failed, remove_checkpoint, path, lineage))
 
     def raise_if_failed(self) -> None:
         with self._lock:
@@ -278,7 +278,7 @@ class ManifestWriter(Writer):
         write_bytes(path / MANIFEST, manifest_of(encoded, parts, files).to_bytes())
 
 
-def _tidy(work: Callable[..., object], *arguments: object) -> None:
+def _log_if_failed(work: Callable[..., object], *arguments: object) -> None:
     """Move a link or delete a checkpoint; if that fails, log the reason, since no state is lost.
 
     An error here would end only rank 0, and at the end of a run after the other ranks have ended successfully.

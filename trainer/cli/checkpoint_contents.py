@@ -17,13 +17,13 @@ from ...strategies.pretrained.find_folder import check_dtype
 from ...strategies.pretrained.save_folder import parse_size
 from ...strategies.pretrained.save_model import FolderSettings
 from ...strategies.wrapped.wrapped_tensors import UnknownTensorError, is_wrapped, take_apart
-from ..checkpoint.finding import is_gone, list_checkpoints, resolve
+from ..checkpoint.finding import is_gone, list_checkpoints, resolve_checkpoint
 from ..checkpoint.loading import load, verify
 from ..checkpoint.manifest import read_manifest
 from ..checkpoint.on_nodes.on_disk import files_on_other_nodes
 from ..checkpoint.on_nodes.parts import why_incomplete
 from ..checkpoint.weights import export, weights_with_base
-from .output import counted, in_bytes
+from .output import in_bytes, with_noun
 
 _WIDEST: Final = 100
 _SHOWN: Final[Mapping[str, Sequence[str]]] = {
@@ -34,7 +34,7 @@ _SHOWN: Final[Mapping[str, Sequence[str]]] = {
 _PLAIN: Final = (bool, int, float, str)
 
 
-def show(path: str | AnyPath, shows_all: bool = False) -> list[str]:
+def show_checkpoint(path: str | AnyPath, shows_all: bool = False) -> list[str]:
     """Return the contents of a checkpoint: its origin, its files, and its parts, or each of their values."""
     path = _checkpoint_at(path)
     manifest = read_manifest(path)
@@ -50,11 +50,11 @@ def show(path: str | AnyPath, shows_all: bool = False) -> list[str]:
     ]
     if elsewhere:
         return [*lines, "", why_incomplete(path, elsewhere)]
-    state = _load(path, verify=False)
+    state = _load_state(path, verify=False)
     if not shows_all:
         return [*lines, "", *_in_short(state), "", "--all shows every value."]
     for key, value in state.items():
-        lines += ["", f"{key}:", *(f"  {name}: {_describe(leaf)}" for name, leaf in _leaves(value))]
+        lines += ["", f"{key}:", *(f"  {name}: {_describe_value(leaf)}" for name, leaf in _named_leaves(value))]
     return lines
 
 
@@ -62,19 +62,19 @@ def _in_short(state: Mapping[str, object]) -> list[str]:
     """Return a line for each part of a state that is not empty."""
     lines = []
     for key, value in state.items():
-        leaves = [leaf for _, leaf in _leaves(value)]
+        leaves = [leaf for _, leaf in _named_leaves(value)]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         others = [leaf for leaf in leaves if not isinstance(leaf, Tensor) and leaf not in ({}, [], (), None)]
         if tensors:
             dtypes = ", ".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in tensors))
             number = sum(tensor.numel() for tensor in tensors)
-            text = f"{counted(len(tensors), 'tensor')} with {number:,} elements ({dtypes})"
-            lines.append(f"{key}: {text}" + (f", {counted(len(others), 'value')}" if others else ""))
+            text = f"{with_noun(len(tensors), 'tensor')} with {number:,} elements ({dtypes})"
+            lines.append(f"{key}: {text}" + (f", {with_noun(len(others), 'value')}" if others else ""))
         elif key in _SHOWN and others:
-            shown = [(name, leaf) for name, leaf in _leaves(value) if name in (_SHOWN[key] or (name,))]
-            lines.append(f"{key}: {', '.join(f'{name} {_describe(leaf)}' for name, leaf in shown)}")
+            shown = [(name, leaf) for name, leaf in _named_leaves(value) if name in (_SHOWN[key] or (name,))]
+            lines.append(f"{key}: {', '.join(f'{name} {_describe_value(leaf)}' for name, leaf in shown)}")
         elif others:
-            lines.append(f"{key}: {counted(len(others), 'value')}")
+            lines.append(f"{key}: {with_noun(len(others), 'value')}")
     return lines
 
 
@@ -103,12 +103,12 @@ def _is_intact_part(path: AnyPath) -> bool:
         return False
 
 
-def diff(first: str | AnyPath, second: str | AnyPath) -> tuple[list[str], bool]:
+def compare_checkpoints(first: str | AnyPath, second: str | AnyPath) -> tuple[list[str], bool]:
     """Return the differences between the values of two checkpoints, and whether they are the same."""
-    ours, theirs = (dict(_leaves(_load(_checkpoint_at(path)))) for path in (first, second))
-    lines = [f"- {name}: {_describe(value)}" for name, value in ours.items() if name not in theirs]
-    lines += [f"+ {name}: {_describe(value)}" for name, value in theirs.items() if name not in ours]
-    changes = [(name, _change(value, theirs[name])) for name, value in ours.items() if name in theirs]
+    ours, theirs = (dict(_named_leaves(_load_state(_checkpoint_at(path)))) for path in (first, second))
+    lines = [f"- {name}: {_describe_value(value)}" for name, value in ours.items() if name not in theirs]
+    lines += [f"+ {name}: {_describe_value(value)}" for name, value in theirs.items() if name not in ours]
+    changes = [(name, _describe_change(value, theirs[name])) for name, value in ours.items() if name in theirs]
     lines += [f"~ {name}: {change}" for name, change in changes if change]
     same = len(ours) - sum(line.startswith(("-", "~")) for line in lines)
     return [*lines, f"{same} of {len(ours)} values are the same."], not lines
@@ -133,11 +133,11 @@ def export_as_asked(given: argparse.Namespace) -> AnyPath:
 
 def _checkpoint_at(path: str | AnyPath) -> AnyPath:
     """Return the path of a checkpoint, or raise an error that says what is there instead."""
-    found = resolve(as_path(path))
+    found = resolve_checkpoint(as_path(path))
     return as_path(path) if found is None else found
 
 
-def _load(path: AnyPath, *, verify: bool = True) -> dict[str, Any]:
+def _load_state(path: AnyPath, *, verify: bool = True) -> dict[str, Any]:
     """Return the state in a checkpoint; tensors that wrap others in their blocks, where their class is not here."""
     try:
         return load(path, verify=verify)
@@ -154,24 +154,24 @@ class _Description(str):
         return str(self)
 
 
-def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
+def _named_leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
     numpy: Any = sys.modules.get("numpy")
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
-            yield from _leaves(item, f"{name}.{key}" if name else str(key))
+            yield from _named_leaves(item, f"{name}.{key}" if name else str(key))
     elif isinstance(value, Tensor) and is_wrapped(value):
         parts = take_apart(value)
-        yield name, _Description(f"{parts.kind.__name__}, {_describe(value)}, {parts.context!r}")
-        yield from _leaves(parts.tensors, name)
+        yield name, _Description(f"{parts.kind.__name__}, {_describe_value(value)}, {parts.context!r}")
+        yield from _named_leaves(parts.tensors, name)
     elif isinstance(value, list | tuple) and not all(item is None or isinstance(item, _PLAIN) for item in value):
         for index, item in enumerate(value):
-            yield from _leaves(item, f"{name}.{index}")
+            yield from _named_leaves(item, f"{name}.{index}")
     else:
         is_array = numpy is not None and isinstance(value, numpy.ndarray)
         yield name, torch.from_numpy(value) if is_array else value
 
 
-def _describe(value: object) -> str:
+def _describe_value(value: object) -> str:
     if isinstance(value, Tensor):
         text = f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
         return f"{text} = {value.item()}" if value.dim() == 0 and not is_wrapped(value) else text
@@ -179,21 +179,25 @@ def _describe(value: object) -> str:
     return text if len(text) <= _WIDEST else f"{text[:_WIDEST]}..."
 
 
-def _change(first: object, second: object) -> str:
+def _describe_change(first: object, second: object) -> str:
     """Return how two values differ; empty if they are bitwise identical."""
     if not (isinstance(first, Tensor) and isinstance(second, Tensor)):
         same = type(first) is type(second) and repr(first) == repr(second)
-        return "" if same else f"{_describe(first)} -> {_describe(second)}"
+        return "" if same else f"{_describe_value(first)} -> {_describe_value(second)}"
     if first.dtype != second.dtype or first.shape != second.shape or first.dim() == 0:
-        same = first.dtype == second.dtype and first.shape == second.shape and torch.equal(_bits(first), _bits(second))
-        return "" if same else f"{_describe(first)} -> {_describe(second)}"
-    if torch.equal(_bits(first), _bits(second)):
+        same = (
+            first.dtype == second.dtype
+            and first.shape == second.shape
+            and torch.equal(_view_as_bytes(first), _view_as_bytes(second))
+        )
+        return "" if same else f"{_describe_value(first)} -> {_describe_value(second)}"
+    if torch.equal(_view_as_bytes(first), _view_as_bytes(second)):
         return ""
-    changed = int((_bits(first) != _bits(second)).sum())
+    changed = int((_view_as_bytes(first) != _view_as_bytes(second)).sum())
     kind = torch.complex128 if first.is_complex() else torch.float64
     largest = (first.to(kind) - second.to(kind)).abs().max().item()
-    return f"{_describe(first)}: {changed} bytes differ, values by {largest:.3g} at most"
+    return f"{_describe_value(first)}: {changed} bytes differ, values by {largest:.3g} at most"
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def _view_as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from ...common.errors import CheckpointError, EchelonError
 from ...common.storage import AnyPath, StorePath, as_path
-from ..checkpoint.atomic_folder import unfinished
-from ..checkpoint.files import MappedFile, explain, is_one_file, pieces_of, while_it_stays
+from ..checkpoint.atomic_folder import list_unfinished
+from ..checkpoint.files import MappedFile, explain_os_error, is_one_file, pieces_of, while_it_stays
 from ..checkpoint.finding import FoundCheckpoint, list_checkpoints
 from ..checkpoint.in_store.store_folder import begun_in
 from ..checkpoint.manifest import MANIFEST, STATE, is_checkpoint, read_manifest, read_object
@@ -54,7 +54,7 @@ def folders_below(folder: str | AnyPath) -> Sequence[AnyPath]:
     return found
 
 
-def listed(folder: str | AnyPath) -> list[ListedCheckpoint]:
+def list_below(folder: str | AnyPath) -> list[ListedCheckpoint]:
     """Return the checkpoints below a folder: folder by folder, in each the oldest first."""
     rows = []
     for place in folders_below(folder):
@@ -89,7 +89,9 @@ def _name_below(folder: AnyPath, path: AnyPath) -> str:
 def left_unfinished(folder: str | AnyPath) -> list[AnyPath]:
     """Return the writes below a folder that have not ended."""
     places = folders_below(folder)
-    return [path for place in places for path in (unfinished(place) if isinstance(place, Path) else begun_in(place))]
+    return [
+        path for place in places for path in (list_unfinished(place) if isinstance(place, Path) else begun_in(place))
+    ]
 
 
 def _folders_in_store(folder: StorePath) -> list[StorePath]:
@@ -129,10 +131,10 @@ def _values_of(path: AnyPath, parts: Sequence[str]) -> dict[str, object]:
     try:
         return while_it_stays(local, read)
     except OSError as error:
-        raise CheckpointError(f"{local} cannot be read: {explain(error)}.") from error
+        raise CheckpointError(f"{local} cannot be read: {explain_os_error(error)}.") from error
 
 
-def _savers(state: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _ranking_callbacks(state: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the metric and the state of each `ModelCheckpoint` that ranks checkpoints."""
     for key, own in state.get("callbacks", {}).items():
         if key.startswith("ModelCheckpoint(monitor='") and isinstance(own, dict):
@@ -140,13 +142,13 @@ def _savers(state: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _best_in(state: Mapping[str, object]) -> Iterator[str]:
-    for _, own in _savers(state):
+    for _, own in _ranking_callbacks(state):
         if isinstance(own.get("best"), str):
             yield own["best"]
 
 
 def _scores_in(state: Mapping[str, object], name: str) -> Iterator[tuple[str, float]]:
-    for metric, own in _savers(state):
+    for metric, own in _ranking_callbacks(state):
         scores = own.get("scores")
         score = scores.get(name) if isinstance(scores, dict) else None
         if isinstance(score, int | float):

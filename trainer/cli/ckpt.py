@@ -9,8 +9,8 @@ from dataclasses import asdict
 from typing import Final
 
 from ...common.storage import AnyPath
-from .checkpoint_list import ListedCheckpoint, left_unfinished, listed
-from .output import counted, in_bytes, printable
+from .checkpoint_list import ListedCheckpoint, left_unfinished, list_below
+from .output import in_bytes, make_printable, with_noun
 
 _EPILOG: Final = """\
 exit codes:
@@ -38,14 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "folder",
     )
     listing.add_argument("--json", action="store_true", help="print the list as JSON")
-    showing = add("show", "Show what a checkpoint holds.", _show, "path")
+    showing = add("show", "Show what a checkpoint holds.", _show_contents, "path")
     showing.add_argument("--all", action="store_true", help="show every tensor and every other value")
-    add("verify", "Compare checkpoints with their hashes.", _verify, "path+")
-    add("diff", "Show how two checkpoints differ.", _diff, "first", "second")
+    add("verify", "Compare checkpoints with their hashes.", _verify_hashes, "path+")
+    add("diff", "Show how two checkpoints differ.", _diff_values, "first", "second")
     exporting = add(
         "export",
         "Write the weights as one model.safetensors, or with --hf as a Hugging Face folder.",
-        _export,
+        _export_weights,
         "path",
         "destination",
     )
@@ -62,52 +62,52 @@ def run(options: argparse.Namespace) -> int:
     read: _Read = options.read
     lines, is_good = read(options)
     for line in lines:
-        print(printable(line).replace("\n", "\\n"))
+        print(make_printable(line).replace("\n", "\\n"))
     return 0 if is_good else 1
 
 
 def list_folder(folder: str | AnyPath, *, as_json: bool = False) -> list[str]:
     """Return a line for each checkpoint below a folder, oldest first, and for each unfinished one."""
-    rows, begun = listed(folder), left_unfinished(folder)
+    rows, begun = list_below(folder), left_unfinished(folder)
     if as_json:
         values = {"checkpoints": [asdict(row) for row in rows], "unfinished": [str(path) for path in begun]}
         return [json.dumps(values)]
-    lines = [_line(row) for row in rows] + [f"unfinished  {path}" for path in begun]
+    lines = [_format_line(row) for row in rows] + [f"unfinished  {path}" for path in begun]
     return lines or [f"{folder} holds no checkpoints."]
 
 
 # what these read needs torch, which takes two seconds to import
 
 
-def _show(given: argparse.Namespace) -> tuple[list[str], bool]:
-    from .checkpoint_contents import show
+def _show_contents(given: argparse.Namespace) -> tuple[list[str], bool]:
+    from .checkpoint_contents import show_checkpoint
 
-    return show(given.path, given.all), True
+    return show_checkpoint(given.path, given.all), True
 
 
-def _verify(given: argparse.Namespace) -> tuple[list[str], bool]:
+def _verify_hashes(given: argparse.Namespace) -> tuple[list[str], bool]:
     from .checkpoint_contents import verify_all
 
     return verify_all(given.path)
 
 
-def _diff(given: argparse.Namespace) -> tuple[list[str], bool]:
-    from .checkpoint_contents import diff
+def _diff_values(given: argparse.Namespace) -> tuple[list[str], bool]:
+    from .checkpoint_contents import compare_checkpoints
 
-    return diff(given.first, given.second)
+    return compare_checkpoints(given.first, given.second)
 
 
-def _export(given: argparse.Namespace) -> tuple[list[str], bool]:
+def _export_weights(given: argparse.Namespace) -> tuple[list[str], bool]:
     from .checkpoint_contents import export_as_asked
 
     return [f"Wrote {export_as_asked(given)}."], True
 
 
-def _line(row: ListedCheckpoint) -> str:
+def _format_line(row: ListedCheckpoint) -> str:
     if row.fault:
         return f"damaged     {row.name}: {row.fault}"
     step = "" if row.step is None else f"step {row.step}"
     scores = ", ".join(f"{metric} {score:.6g}" for metric, score in (row.scores or {}).items())
     mark = "*" if row.is_best else " "
-    part = f" (a part: {counted(row.elsewhere, 'file')} on other nodes)" if row.elsewhere else ""
+    part = f" (a part: {with_noun(row.elsewhere, 'file')} on other nodes)" if row.elsewhere else ""
     return f"{row.saved_at[:19]}  {in_bytes(row.size):>10}  {step:12} {mark} {scores:24}  {row.name}{part}"

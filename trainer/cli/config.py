@@ -10,7 +10,7 @@ from typing import Any, Final, get_type_hints
 from torch import nn
 
 from ...callbacks.callback import Callback
-from ...callbacks.helpers.loggers import tell
+from ...callbacks.helpers.loggers import tell_loggers
 from ...callbacks.run import Run
 from ...common.errors import ConfigError, did_you_mean
 from ...strategies import ActivationCheckpointing, Strategy
@@ -21,13 +21,13 @@ from ..module.data_module import DataModule
 from ..module.train_module import TrainModule
 from ..resume.changed_settings import Winner
 from ..session.profiler import Profiler
-from ..session.setting_types import describe, fits
+from ..session.setting_types import fits_annotation, name_type
 from ..session.settings import Settings
 from ..trainer import Trainer
 from .choices.chosen_classes import check_chosen
 from .choices.configured_optimizer import ConfiguredOptimizer, check_optimizer
 from .config_file import Config, check_keys
-from .instantiate import TARGET, build, check, is_target, targets
+from .instantiate import TARGET, build_targets, check_targets, find_targets, is_target
 from .manifests.deploy import read_deploy
 
 _BASES: Final[Mapping[str, type]] = {
@@ -71,15 +71,15 @@ def check_config(config: Config) -> None:
         raise ConfigError(f"data={values['data']!r} names no class; add data.{TARGET}: the path of your DataModule.")
     hints = {"seed": int | None, "ckpt_path": str | None, "optimizer_settings": Winner | None}
     for key, hint in hints.items():
-        if not fits(values.get(key), hint):
+        if not fits_annotation(values.get(key), hint):
             raise ConfigError(
-                f"{key}={values[key]!r} has the wrong type {type(values[key]).__name__}; it must be {describe(hint)}."
+                f"{key}={values[key]!r} has the wrong type {type(values[key]).__name__}; it must be {name_type(hint)}."
             )
     _check_trainer(values.get("trainer"))
     check_chosen(config.chosen, config.named)
     check_optimizer(values)
-    check(values["module"], "module", TrainModule)
-    check(values.get("data"), "data", DataModule)
+    check_targets(values["module"], "module", TrainModule)
+    check_targets(values.get("data"), "data", DataModule)
     read_deploy(values.get("deploy"))
 
 
@@ -95,7 +95,7 @@ def build_config(config: Config, further: Sequence[Callback] = ()) -> Experiment
     values = FromEnvironment.mark(config.values, config.stored)
     if values.get("seed") is not None:
         seed_everything(values["seed"])
-    settings: dict[str, Any] = build(values.get("trainer") or {}, "trainer")
+    settings: dict[str, Any] = build_targets(values.get("trainer") or {}, "trainer")
     callbacks = settings.pop("callbacks", None) or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
     try:
@@ -104,14 +104,14 @@ def build_config(config: Config, further: Sequence[Callback] = ()) -> Experiment
         error.add_note("This error is about the keys under trainer.")
         raise
     module = build_module(values)
-    data = build(values.get("data"), "data")
+    data = build_targets(values.get("data"), "data")
     winner: Winner = config.values.get("optimizer_settings") or "saved"
     return Experiment(trainer, module, data, config.values.get("ckpt_path"), winner)
 
 
 def build_module(values: Mapping[str, Any]) -> TrainModule:
     """Return the module of a config, with the optimizer that it names in place of the module's own."""
-    module: TrainModule = build(values["module"], "module")
+    module: TrainModule = build_targets(values["module"], "module")
     if values.get("optimizer") is not None:
         optimizers = ConfiguredOptimizer(module, values["optimizer"], values.get("lr_scheduler"))
         module.configure_optimizers = optimizers  # type: ignore[method-assign]
@@ -127,7 +127,7 @@ class _SaveConfig(Callback):
     def setup(self, trainer: Run, module: nn.Module, stage: str) -> None:
         if not trainer.is_global_zero or not trainer.loggers:
             return
-        tell(trainer.loggers, "log_text", "config", f"```yaml\n{self._text}```")
+        tell_loggers(trainer.loggers, "log_text", "config", f"```yaml\n{self._text}```")
         folder = Path(trainer.log_dir)
         path, number = folder / "config.yaml", 1
         try:
@@ -155,11 +155,11 @@ def _check_trainer(given: object) -> None:
             raise ConfigError(f"{key}={value!r} is not a setting of Trainer.{did_you_mean(str(name), known)}")
         if name == "callbacks":
             _check_callbacks(value)
-        elif any(targets(value)):
-            check(value, key, _BASES.get(name, object))
-        elif not fits(value, hints[name]):
+        elif any(find_targets(value)):
+            check_targets(value, key, _BASES.get(name, object))
+        elif not fits_annotation(value, hints[name]):
             raise ConfigError(
-                f"{key}={value!r} has the wrong type {type(value).__name__}; it must be {describe(hints[name])}."
+                f"{key}={value!r} has the wrong type {type(value).__name__}; it must be {name_type(hints[name])}."
             )
 
 
@@ -172,4 +172,4 @@ def _check_callbacks(given: object) -> None:
             raise ConfigError(
                 f"{key}={value!r} names no class; write {{{TARGET}: echelon.callbacks.EarlyStopping, ...}}."
             )
-        check(value, key, Callback)
+        check_targets(value, key, Callback)

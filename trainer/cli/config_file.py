@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Final
 from ...common.errors import ConfigError, did_you_mean
 from ...common.storage import AnyPath, any_path, at_hand
 from ...strategies.state.regular_file import read_regular
-from ..module.unresolved import unresolved
+from ..module.unresolved import keep_interpolations
 from ..module.yaml_bounds import SIXTIES, check_yaml
 from ..session.settings import Settings
-from .choices.chosen_classes import chosen
+from .choices.chosen_classes import find_chosen_classes
 from .choices.class_help import with_defaults
 from .choices.config_keys import KEYS
-from .instantiate import TARGET, targets
+from .instantiate import TARGET, find_targets
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -42,7 +42,7 @@ class Config:
     @property
     def text(self) -> str:
         """The stored values as YAML."""
-        return _yaml(self.stored)
+        return _to_yaml(self.stored)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -55,22 +55,22 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    config = _read(any_path("config", path))
-    named = [target for _, target in targets(OmegaConf.to_container(config, resolve=False))]
+    config = _read_yaml(any_path("config", path))
+    named = [target for _, target in find_targets(OmegaConf.to_container(config, resolve=False))]
     for override in overrides:
-        _apply(config, override)
+        _apply_override(config, override)
     try:
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
         raw = OmegaConf.to_container(config, resolve=False)
-        stored = unresolved(raw, values)
-        _yaml(stored)  # a number that is too long fails now, not during the run
+        stored = keep_interpolations(raw, values)
+        _to_yaml(stored)  # a number that is too long fails now, not during the run
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}; give it a value in {path}.") from None
     except (RecursionError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be resolved: {_reason(error)}; correct the file.") from None
+        raise ConfigError(f"{path} cannot be resolved: {_explain_error(error)}; correct the file.") from None
     assert isinstance(values, dict)
-    brought = chosen(raw, named, str(path))
-    for key, target in targets(values):
+    brought = find_chosen_classes(raw, named, str(path))
+    for key, target in find_targets(values):
         if target not in named and brought.get(key) != target:
             raise ConfigError(
                 f"{key}={target!r} is not named in {path}; name the class in the file itself: an interpolation cannot "
@@ -88,7 +88,7 @@ def with_all_defaults(config: Config) -> str:
     stored = {key: with_defaults(value) for key, value in config.stored.items()}
     given = stored.get("trainer") or {}
     defaults = {setting.name: setting.default for setting in fields(Settings)}
-    return _yaml({**stored, "trainer": {**defaults, **given} if isinstance(given, Mapping) else given})
+    return _to_yaml({**stored, "trainer": {**defaults, **given} if isinstance(given, Mapping) else given})
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
@@ -97,14 +97,14 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
     Raises:
         ConfigError: for an unreadable file, a malformed override, or an unknown key.
     """
-    config = _read(any_path("config", path))
+    config = _read_yaml(any_path("config", path))
     for override in overrides:
-        _apply(config, override)
+        _apply_override(config, override)
     check_keys(config)
     return config
 
 
-def _yaml(values: Mapping[str, object]) -> str:
+def _to_yaml(values: Mapping[str, object]) -> str:
     from omegaconf import OmegaConf
 
     return OmegaConf.to_yaml(OmegaConf.create(dict(values)))
@@ -117,7 +117,7 @@ def check_keys(values: Mapping[Any, object]) -> None:
             raise ConfigError(f"{key}={values[key]!r} is not a key of a config.{did_you_mean(str(key), KEYS)}")
 
 
-def _read(path: AnyPath) -> DictConfig:
+def _read_yaml(path: AnyPath) -> DictConfig:
     from omegaconf import DictConfig, OmegaConf
 
     try:
@@ -131,17 +131,17 @@ def _read(path: AnyPath) -> DictConfig:
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001 - a damaged file can make the reader raise anything
-        raise ConfigError(f"The config {str(path)!r} is not YAML: {_reason(error)}; correct the file.") from None
+        raise ConfigError(f"The config {str(path)!r} is not YAML: {_explain_error(error)}; correct the file.") from None
     if not isinstance(config, DictConfig):
         raise ConfigError(f"The config {str(path)!r} holds {config!r}; write keys and values: {', '.join(KEYS)}.")
     return config
 
 
-def _reason(error: Exception) -> str:
+def _explain_error(error: Exception) -> str:
     return "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
 
 
-def _apply(config: DictConfig, override: str) -> None:
+def _apply_override(config: DictConfig, override: str) -> None:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
@@ -164,11 +164,11 @@ def _apply(config: DictConfig, override: str) -> None:
     except (OmegaConfBaseException, IndexError, TypeError, ValueError, RecursionError) as error:
         shown = override if len(override) <= _LONGEST_SHOWN else f"{override[:_LONGEST_SHOWN]}..."
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error).splitlines()[0]
-        reason = _beyond(config, key) or reason
+        reason = _describe_exceeded_list(config, key) or reason
         raise ConfigError(f"{shown!r} cannot be applied: {reason}; see the keys with --print-config.") from None
 
 
-def _beyond(config: DictConfig, key: str) -> str:
+def _describe_exceeded_list(config: DictConfig, key: str) -> str:
     """Return what a list that a key goes beyond has; empty if it goes beyond none."""
     from omegaconf import OmegaConf
 

@@ -11,13 +11,13 @@ from datetime import UTC, datetime
 from typing import Final
 
 from ...callbacks.goodput.ledger import CATEGORIES, FILE_NAME, Category, read_ledger
-from ...callbacks.goodput.spans import Goodput, account, clock, goodput_of
+from ...callbacks.goodput.spans import Goodput, account_for_time, format_clock, goodput_of
 from ...common.console import say
 from ...common.errors import ConfigError, RunError
 from ...common.storage import AnyPath, StorePath, any_path, at_hand
-from ...common.table import boxed
+from ...common.table import render_boxed_table
 from ...common.units import in_units
-from .goodput_figure import draw
+from .goodput_figure import draw_account
 from .output import draw_for_command
 
 _MEANINGS: Final[dict[Category, str]] = {
@@ -67,7 +67,7 @@ def find_ledger(run: AnyPath) -> AnyPath:
         return run / FILE_NAME
     below = [path for pattern in ("*", "*/*") for path in run.glob(f"{pattern}/{FILE_NAME}") if path.is_file()]
     if below:
-        return max(below, key=_begun)
+        return max(below, key=_last_activity)
     if not run.exists():
         raise ConfigError(f"RUN must be the folder of a run, got {str(run)!r}, which does not exist; try echelon_logs.")
     names = sorted(path.name for path in run.iterdir())
@@ -78,7 +78,7 @@ def find_ledger(run: AnyPath) -> AnyPath:
     )
 
 
-def _begun(path: AnyPath) -> float:
+def _last_activity(path: AnyPath) -> float:
     """Return when the run of a ledger was last written to, or in a store, whose clock is another one, last started."""
     if not isinstance(path, StorePath):
         return path.stat().st_mtime
@@ -86,18 +86,23 @@ def _begun(path: AnyPath) -> float:
     return rounds[-1].start.time if rounds else 0.0
 
 
-def render(goodput: Goodput) -> str:
+def render_account(goodput: Goodput) -> str:
     """Return the account as tables of at most 80 columns."""
     micros, total = goodput.micros, max(1, goodput.total)
     rows = [
-        [category.replace("_", " "), _clock(goodput, micros[category]), f"{micros[category] / total:.1%}", meaning]
+        [
+            category.replace("_", " "),
+            _format_clock(goodput, micros[category]),
+            f"{micros[category] / total:.1%}",
+            meaning,
+        ]
         for category, meaning in _MEANINGS.items()
     ]
-    rows.append(["all", _clock(goodput, goodput.total), "100.0%", ""])
+    rows.append(["all", _format_clock(goodput, goodput.total), "100.0%", ""])
     lines = [
-        boxed(["Time", "h:mm:ss", "Share", ""], rows, "<>><"),
+        render_boxed_table(["Time", "h:mm:ss", "Share", ""], rows, "<>><"),
         f"Steps: {goodput.kept_steps} count, {goodput.lost_steps} were lost.",
-        boxed(_HEAD, _rows(goodput), ">>>>>><"),
+        render_boxed_table(_HEAD, _rows_of_rounds(goodput), ">>>>>><"),
     ]
     causes = [f"Round {one.round}: {one.cause}" for one in goodput.rounds if one.cause]
     lines += [textwrap.fill(cause, 80, subsequent_indent="    ") for cause in causes]
@@ -118,11 +123,11 @@ def as_json(goodput: Goodput) -> dict[str, object]:
     """Return the account as JSON values; times are in seconds."""
     rounds = [asdict(one) for one in goodput.rounds]
     for fields in rounds:
-        fields["seconds"] = _seconds(fields.pop("micros"))
+        fields["seconds"] = _to_seconds(fields.pop("micros"))
     return {
         "goodput": goodput_of(goodput.micros),
         "total_seconds": goodput.total / 1_000_000,
-        "seconds": _seconds(goodput.micros),
+        "seconds": _to_seconds(goodput.micros),
         "kept_steps": goodput.kept_steps,
         "lost_steps": goodput.lost_steps,
         "rounds": rounds,
@@ -133,13 +138,13 @@ def as_json(goodput: Goodput) -> dict[str, object]:
 def run(options: argparse.Namespace) -> int:
     """Print the account of a ledger and draw it; return 0."""
     path = find_ledger(any_path("RUN", options.run))
-    goodput = _account(path, options.since)
+    goodput = _read_account(path, options.since)
     if not options.json:
         began = datetime.fromtimestamp(goodput.rounds[0].began, UTC).astimezone()
         say(f"{path.parent}: goodput {goodput_of(goodput.micros):.1%} since {began:%Y-%m-%d %H:%M:%S}")
-        say(render(goodput))
+        say(render_account(goodput))
     draw_for_command(
-        lambda target: draw(goodput, target, title="/".join(path.parent.absolute().parts[-2:])),
+        lambda target: draw_account(goodput, target, title="/".join(path.parent.absolute().parts[-2:])),
         None if options.png is None else any_path("--png", options.png),
         path.with_name("goodput.png"),
         prints_json=options.json,
@@ -149,7 +154,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _account(path: AnyPath, since: int) -> Goodput:
+def _read_account(path: AnyPath, since: int) -> Goodput:
     try:
         ledger = read_ledger(at_hand(path))
     except OSError as error:
@@ -159,15 +164,15 @@ def _account(path: AnyPath, since: int) -> Goodput:
         raise RunError(f"{str(path)!r} holds no valid records, but {ledger.num_skipped} other lines; give another run.")
     if not 0 <= since < len(ledger.rounds):
         raise ConfigError(f"--since must be a round from 0 to {len(ledger.rounds) - 1}, got {since}.")
-    return account(ledger, since)
+    return account_for_time(ledger, since)
 
 
-def _rows(goodput: Goodput) -> list[list[str]]:
+def _rows_of_rounds(goodput: Goodput) -> list[list[str]]:
     """Return a row for each round, with the last column shortened so that the table has at most 80 columns."""
     rows = []
     for one in goodput.rounds:
         down = one.micros["down"]
-        times = [_clock(goodput, time) for time in (down, sum(one.micros.values()) - down)]
+        times = [_format_clock(goodput, time) for time in (down, sum(one.micros.values()) - down)]
         steps = [f"{one.first_step}-{one.last_step}", str(one.lost_steps)]
         rows.append([str(one.round), *times, str(one.world_size), *steps, one.end])
     used = sum(max(len(row[column]) for row in (_HEAD, *rows)) + 3 for column in range(len(_HEAD) - 1)) + 4
@@ -175,9 +180,9 @@ def _rows(goodput: Goodput) -> list[list[str]]:
     return [[*row, end if len(end) <= room else f"{end[: room - 1]}…"] for *row, end in rows]
 
 
-def _clock(goodput: Goodput, time: int) -> str:
-    return clock(time, tenths=goodput.total < _TENTHS_BELOW)
+def _format_clock(goodput: Goodput, time: int) -> str:
+    return format_clock(time, tenths=goodput.total < _TENTHS_BELOW)
 
 
-def _seconds(micros: Mapping[Category, int]) -> dict[str, float]:
+def _to_seconds(micros: Mapping[Category, int]) -> dict[str, float]:
     return {category: micros[category] / 1_000_000 for category in CATEGORIES}

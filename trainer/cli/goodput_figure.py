@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from ...callbacks.figures.figure_file import figure_file
 from ...callbacks.goodput.ledger import CATEGORIES, Category
-from ...callbacks.goodput.spans import Goodput, Span, clock, goodput_of
+from ...callbacks.goodput.spans import Goodput, Span, format_clock, goodput_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,7 +31,7 @@ _NUM_CELLS: Final = 800
 """Columns of the timeline; a span shorter than a column fills a fraction of its height."""
 
 
-def draw(goodput: Goodput, path: Path, title: str) -> None:
+def draw_account(goodput: Goodput, path: Path, title: str) -> None:
     """Draw an account to a PNG file.
 
     Raises:
@@ -43,13 +43,13 @@ def draw(goodput: Goodput, path: Path, title: str) -> None:
     with figure_file(path, 10, height, argument="--png") as figure:
         ratios = [0.5, max(1.0, height - 2.4)]
         summary, timeline = figure.subplots(2, 1, gridspec_kw={"height_ratios": ratios})
-        share, total = goodput_of(goodput.micros), clock(goodput.total, tenths=goodput.total < 60_000_000)
+        share, total = goodput_of(goodput.micros), format_clock(goodput.total, tenths=goodput.total < 60_000_000)
         figure.suptitle(f"{title}\ngoodput {share:.1%} of {total}", fontsize=11)
         _draw_summary(summary, goodput)
         _draw_timeline(timeline, goodput)
 
 
-def cells(spans: Sequence[Span], begin: int, width: float) -> dict[int, dict[Category, float]]:
+def fractions_by_cell(spans: Sequence[Span], begin: int, width: float) -> dict[int, dict[Category, float]]:
     """Return, for each cell of `width` microseconds, the fraction that each category takes."""
     shares: dict[int, dict[Category, float]] = {}
     for span in spans:
@@ -78,7 +78,7 @@ def _draw_summary(axes: Axes, goodput: Goodput) -> None:
     axes.legend(ncols=len(CATEGORIES), loc="upper center", bbox_to_anchor=(0.5, 0), frameon=False, fontsize=8)
 
 
-def _stack(
+def _stack_rectangles(
     corners: dict[Category, list[Corners]], cell: Mapping[Category, float], left: float, width: float, low: float
 ) -> None:
     """Add a rectangle for each category of a cell, stacked; the axis of rounds points down."""
@@ -98,8 +98,8 @@ def _draw_timeline(axes: Axes, goodput: Goodput) -> None:
     width = total / _NUM_CELLS
     corners: dict[Category, list[Corners]] = {category: [] for category in CATEGORIES}
     for number, of_round in groupby(goodput.spans, lambda span: span.round):
-        for index, cell in cells(list(of_round), begin, width).items():
-            _stack(corners, cell, index * width, width, number + 0.4)
+        for index, cell in fractions_by_cell(list(of_round), begin, width).items():
+            _stack_rectangles(corners, cell, index * width, width, number + 0.4)
     for category, shapes in corners.items():
         axes.add_collection(PolyCollection(shapes, facecolors=_COLOURS[category], antialiaseds=False), autolim=False)
     axes.set_xlim(0, total)
@@ -108,6 +108,6 @@ def _draw_timeline(axes: Axes, goodput: Goodput) -> None:
     axes.set_xlabel("time since the first start (h:mm:ss)")
     every = next((step for step in _TICKS if total <= 10e6 * step), _TICKS[-1])
     axes.xaxis.set_major_locator(MultipleLocator(every * 1_000_000) if total <= 10e6 * every else AutoLocator())
-    axes.xaxis.set_major_formatter(lambda value, _: clock(int(max(0, value)), tenths=every < 1))
+    axes.xaxis.set_major_formatter(lambda value, _: format_clock(int(max(0, value)), tenths=every < 1))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.spines[["top", "right"]].set_visible(False)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 from ...common.errors import ConfigError, did_you_mean
-from ..session.setting_types import describe, fits
+from ..session.setting_types import fits_annotation, name_type
 
 TARGET: Final = "_target_"
 _RENAMED: Final = {"LearningRateLogger": "LearningRateMonitor", "GPUStatsMonitor": "DeviceStatsMonitor"}
@@ -25,19 +25,19 @@ def is_target(value: object) -> bool:
     return isinstance(value, Mapping) and TARGET in value
 
 
-def targets(value: object, key: str = "") -> Iterator[tuple[str, object]]:
+def find_targets(value: object, key: str = "") -> Iterator[tuple[str, object]]:
     """Yield the dotted key and the class path of every target inside a value."""
     if isinstance(value, Mapping):
         if TARGET in value:
             yield f"{key}.{TARGET}".lstrip("."), value[TARGET]
         for name, item in value.items():
-            yield from targets(item, f"{key}.{name}".lstrip("."))
+            yield from find_targets(item, f"{key}.{name}".lstrip("."))
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            yield from targets(item, f"{key}.{index}".lstrip("."))
+            yield from find_targets(item, f"{key}.{index}".lstrip("."))
 
 
-def check(value: object, key: str, base: type = object, *, provided: Collection[str] = ()) -> None:
+def check_targets(value: object, key: str, base: type = object, *, provided: Collection[str] = ()) -> None:
     """Import every class named inside a value, and check the arguments against its constructor; build nothing.
 
     The arguments in `provided` come from elsewhere.
@@ -48,7 +48,7 @@ def check(value: object, key: str, base: type = object, *, provided: Collection[
     """
     if isinstance(value, list):
         for index, item in enumerate(value):
-            check(item, f"{key}.{index}")
+            check_targets(item, f"{key}.{index}")
     if not isinstance(value, Mapping):
         return
     if is_target(value):
@@ -59,19 +59,19 @@ def check(value: object, key: str, base: type = object, *, provided: Collection[
             )
         _check_arguments(cls, value, key, provided)
     for name, item in value.items():
-        check(item, f"{key}.{name}")
+        check_targets(item, f"{key}.{name}")
 
 
-def build(value: object, key: str, **provided: object) -> Any:
+def build_targets(value: object, key: str, **provided: object) -> Any:
     """Return a value with every target in it replaced by the object that it describes, innermost first.
 
     The outermost also gets the arguments in `provided`.
     """
     if isinstance(value, list):
-        return [build(item, f"{key}.{index}") for index, item in enumerate(value)]
+        return [build_targets(item, f"{key}.{index}") for index, item in enumerate(value)]
     if not isinstance(value, Mapping):
         return value
-    built = {name: build(item, f"{key}.{name}") for name, item in value.items() if name != TARGET}
+    built = {name: build_targets(item, f"{key}.{name}") for name, item in value.items() if name != TARGET}
     if not is_target(value):
         return built
     try:
@@ -130,23 +130,23 @@ def _check_arguments(cls: type[object], given: Mapping[str, object], key: str, p
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     known = [parameter.name for parameter in named]
-    hints = _hints(cls)
+    hints = _constructor_hints(cls)
     for name, value in given.items():
         if name == TARGET:
             continue
         if name not in known and not takes_any:
             raise ConfigError(f"{key}.{name}={value!r} is not an argument of {path}.{did_you_mean(str(name), known)}")
         hint = hints.get(name, Any)
-        if _is_simple(hint) and not fits(value, hint):
+        if _is_simple(hint) and not fits_annotation(value, hint):
             raise ConfigError(
-                f"{key}.{name}={value!r} has the wrong type {type(value).__name__}; it must be {describe(hint)}."
+                f"{key}.{name}={value!r} has the wrong type {type(value).__name__}; it must be {name_type(hint)}."
             )
     for parameter in named:
         if parameter.default is parameter.empty and parameter.name not in {*given, *provided}:
             raise ConfigError(f"{key}={dict(given)!r} lacks an argument of {path}; add {key}.{parameter.name}.")
 
 
-def _hints(cls: type[object]) -> dict[str, object]:
+def _constructor_hints(cls: type[object]) -> dict[str, object]:
     try:
         return get_type_hints(cls.__init__)
     except (AttributeError, NameError, TypeError):  # names imported only for type checkers

@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ...common.errors import ConfigError
-from ...strategies.cluster.environment import DEFAULT_PORT, LAUNCH, LOOPBACK, Environment, overridden, set_defaults
+from ...strategies.cluster.environment import (
+    DEFAULT_PORT,
+    LAUNCH,
+    LOOPBACK,
+    Environment,
+    overriding_variables,
+    set_defaults,
+)
 from ...strategies.cluster.network import address_towards, is_this_machine, loopback_variables
 from ...strategies.devices.kinds import available_types
 from ...strategies.elastic import parse_nodes
@@ -61,31 +68,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the launch, and then the program with its own arguments."""
     parser.epilog = _EPILOG
     parser.add_argument(
-        "--nproc", type=_nproc, required=True, metavar="N", help="processes on this node: a number, gpu, cpu or auto"
+        "--nproc",
+        type=_parse_nproc,
+        required=True,
+        metavar="N",
+        help="processes on this node: a number, gpu, cpu or auto",
     )
     nodes = parser.add_mutually_exclusive_group()
-    nodes.add_argument("--nnodes", type=_nnodes, default=(1, 1), metavar="N", help="nodes, or MIN:MAX of them (1)")
     nodes.add_argument(
-        "--nodes", type=_nnodes, metavar="MIN:MAX", help="the same, but elastic even with a fixed number"
+        "--nnodes", type=_parse_nnodes, default=(1, 1), metavar="N", help="nodes, or MIN:MAX of them (1)"
     )
-    parser.add_argument("--node-rank", type=_count, metavar="R", help="the rank of this node; --rdzv points to node 0")
+    nodes.add_argument(
+        "--nodes", type=_parse_nnodes, metavar="MIN:MAX", help="the same, but elastic even with a fixed number"
+    )
+    parser.add_argument(
+        "--node-rank", type=_parse_count, metavar="R", help="the rank of this node; --rdzv points to node 0"
+    )
     parser.add_argument("--rdzv", metavar="HOST[:PORT]", help="where the nodes meet: an address of node 0")
     parser.add_argument(
         "--max-restarts",
-        type=_count,
+        type=_parse_count,
         metavar="K",
         help="restart all processes up to K times if one fails (0; 10 with --nodes)",
     )
     parser.add_argument("--run-id", default="echelon", metavar="ID", help="distinguishes elastic runs on one store")
     parser.add_argument(
         "--grace",
-        type=seconds,
+        type=parse_seconds,
         default=30.0,
         metavar="S",
         help="elastic: seconds to finish a step when told to leave (30)",
     )
     parser.add_argument(
-        "--hang-timeout", type=seconds, metavar="S", help="elastic: seconds that a step may take (adapts)"
+        "--hang-timeout", type=parse_seconds, metavar="S", help="elastic: seconds that a step may take (adapts)"
     )
     parser.add_argument("-m", "--module", action="store_true", help="PROGRAM is a module, as for python -m")
     parser.add_argument("program", metavar="PROGRAM", help="a Python script")
@@ -96,7 +111,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the program in the requested processes, and return the job's exit code."""
     is_elastic = options.nodes is not None or options.nnodes[0] < options.nnodes[1] or bool(options.max_restarts)
     options.nnodes = options.nodes or options.nnodes
-    _check(options)
+    _check_options(options)
     if is_elastic:
         return _run_elastic(options)
     # otherwise a worker of a later c10d round may read an earlier round's store address (pytorch#135712, torch 2.14)
@@ -105,19 +120,19 @@ def run(options: argparse.Namespace) -> int:
         set_defaults(loopback_variables())
     # torchrun does not remove the folder of its error files, so give it one that is removed here
     launch = {LAUNCH: str(os.getpid())}  # so that the processes end with this one, also if it is killed
-    with NodeFolder.create(Path(tempfile.gettempdir())) as folder, overridden(launch):
+    with NodeFolder.create(Path(tempfile.gettempdir())) as folder, overriding_variables(launch):
         return _run_torchrun(
             [f"--log-dir={folder.path}", *_torchrun_options(options), options.program], options.arguments
         )
 
 
-def _nproc(text: str) -> str:
+def _parse_nproc(text: str) -> str:
     if text not in ("gpu", "cpu", "auto") and not (text.isdigit() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"must be a number from 1, gpu, cpu or auto, got {text!r}")
     return text
 
 
-def _nnodes(text: str) -> tuple[int, int]:
+def _parse_nnodes(text: str) -> tuple[int, int]:
     try:
         return parse_nodes(text)
     except ConfigError:
@@ -125,13 +140,13 @@ def _nnodes(text: str) -> tuple[int, int]:
         raise argparse.ArgumentTypeError(reason) from None
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"must be a number from 0, got {text!r}")
     return int(text)
 
 
-def seconds(text: str) -> float:
+def parse_seconds(text: str) -> float:
     """Return an argument as seconds.
 
     Raises:
@@ -146,7 +161,7 @@ def seconds(text: str) -> float:
     return number
 
 
-def _check(options: argparse.Namespace) -> None:
+def _check_options(options: argparse.Namespace) -> None:
     """Find contradictory options before any process starts."""
     try:
         _check_nodes(options)
@@ -180,7 +195,7 @@ def _check_nodes(options: argparse.Namespace) -> None:
         raise ValueError(f"--node-rank {rank} with --nnodes {most}: node ranks go from 0 to {most - 1}")
     if endpoint is not None:
         try:
-            address_towards(_host(endpoint))
+            address_towards(_host_of_endpoint(endpoint))
         except (OSError, ValueError) as error:
             reason = f"--rdzv {endpoint} cannot be used ({error}); give an address of node 0 that all nodes can reach"
             raise ValueError(reason) from None
@@ -221,14 +236,14 @@ def _c10d_address(endpoint: str) -> dict[str, str]:
 
     torchrun would use this machine's name, which may resolve to loopback.
     """
-    host = _host(endpoint)
+    host = _host_of_endpoint(endpoint)
     address = address_towards(host)
     if address == LOOPBACK:  # several launches on one machine: the first is the host
         return {"local-addr": address}
     return {"local-addr": address, "rdzv-conf": f"is_host={int(is_this_machine(host))}"}
 
 
-def _host(endpoint: str) -> str:
+def _host_of_endpoint(endpoint: str) -> str:
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
     return parse_rendezvous_endpoint(endpoint, DEFAULT_PORT)[0]

@@ -64,17 +64,17 @@ def run_elastic(
 
     The arguments are those of `ElasticStrategy`; times are in seconds.
     """
-    from ...strategies.launch.launcher import launch
+    from ...strategies.launch.launcher import launch_workers
     from ...strategies.launch.node_folder import NodeFolder
     from ...strategies.resilience.elastic_agent import ElasticAgent
-    from ...strategies.resilience.elastic_rendezvous import meeting
+    from ...strategies.resilience.elastic_rendezvous import make_rendezvous
     from ...strategies.resilience.hang_detection import Limits
     from ...strategies.resilience.restart_policy import RestartPolicy
 
     agents: list[Agent] = []
 
     def make_agent(job: WorkerTask) -> Agent:
-        meet = partial(meeting, nodes=nodes, endpoint=endpoint, run_id=run_id, start_timeout=START_TIMEOUT)
+        meet = partial(make_rendezvous, nodes=nodes, endpoint=endpoint, run_id=run_id, start_timeout=START_TIMEOUT)
         policy = RestartPolicy(max_restarts, first_step_limit=None)
         limits = Limits(hang_timeout, has_beats=False)
         agents.append(ElasticAgent(job, num_processes, meet, folder.path, policy, limits=limits, grace=grace))
@@ -82,30 +82,30 @@ def run_elastic(
 
     _show_log()
     with NodeFolder.create() as folder:
-        return _code_of(lambda: launch(program.run, make_agent, is_local=nodes == (1, 1)), agents)
+        return _code_of(lambda: launch_workers(program.run, make_agent, is_local=nodes == (1, 1)), agents)
 
 
 def _code_of(job: Callable[[], None], agents: list[Agent]) -> int:
     try:
         job()
     except KeyboardInterrupt:
-        return _report("ended by SIGINT", 130)
+        return _report_end("ended by SIGINT", 130)
     except SystemExit:
-        return _report("ended by a signal after saving a checkpoint; start it again to resume", 143)
+        return _report_end("ended by a signal after saving a checkpoint; start it again to resume", 143)
     except BaseException as error:
         from ...strategies.resilience.elastic_rendezvous import SpareError
 
         if isinstance(error, SpareError):
-            return _report(str(error), 0)
+            return _report_end(str(error), 0)
         ends = agents[0].failed if agents else []
         if not ends:
             raise
         cause = min(ends, key=lambda end: end.likelihood)
-        return _report(_describe(cause, agents[0].report), code_of_end(cause))
+        return _report_end(_describe_end(cause, agents[0].report), code_of_end(cause))
     return 0
 
 
-def _describe(cause: WorkerExit, report: str | None) -> str:
+def _describe_end(cause: WorkerExit, report: str | None) -> str:
     shown = cause.failure.traceback if cause.failure is not None and not cause.failure.is_exit else ""
     return "\n".join(filter(None, [shown and f"\n{shown}", cause.describe(), report]))
 
@@ -118,7 +118,7 @@ def code_of_end(cause: WorkerExit) -> int:
     return 1 if code is None or code < 0 else code
 
 
-def _report(message: str, code: int) -> int:
+def _report_end(message: str, code: int) -> int:
     print(f"echelon: {message}", file=sys.stderr)
     return code
 

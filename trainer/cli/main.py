@@ -17,7 +17,7 @@ from typing import Final, Protocol, cast
 from ...common.console import say
 from ...common.errors import ConfigError, EchelonError, did_you_mean
 from ...strategies.cluster.version import VERSION
-from .output import TerminalHelp, printable
+from .output import TerminalHelp, make_printable
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ exit codes:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    parser, parsers = _parsers()
+    parser, parsers = _make_parsers()
     name = words[0] if words else ""
     if name not in COMMANDS:
         if name and not name.startswith("-"):
@@ -116,17 +116,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = COMMANDS[name]
     module = cast(CommandModule, importlib.import_module(f".{command.module}", __package__))
     module.add_arguments(parsers[name])
-    options = _parse(parser, words)
+    options = _parse_words(parser, words)
     try:
         return module.run(options)
     except argparse.ArgumentError as error:
         parsers[name].error(str(error))
     except EchelonError as error:
-        _report(error, options)
+        _print_error(error, options)
         return 2 if isinstance(error, ConfigError) else command.error_code
     except KeyboardInterrupt as interruption:
         where = f": {interruption}" if str(interruption) else ""
-        print(printable(f"echelon: interrupted{where}"), file=sys.stderr)
+        print(make_printable(f"echelon: interrupted{where}"), file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe: discard what Python would flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -136,13 +136,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise
 
 
-def _report(error: EchelonError, options: argparse.Namespace) -> None:
+def _print_error(error: EchelonError, options: argparse.Namespace) -> None:
     """Print an error: for people, and for programs that asked for JSON."""
     notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
     if options.traceback:
         traceback.print_exc()
     else:
-        print(printable(f"echelon: error: {error}{notes}"), file=sys.stderr)
+        print(make_printable(f"echelon: error: {error}{notes}"), file=sys.stderr)
     _report_as_json(f"{error}{notes}", options)
 
 
@@ -152,7 +152,7 @@ def _report_as_json(error: str, options: argparse.Namespace) -> None:
             say(json.dumps({"error": error}))
 
 
-def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+def _make_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """Return the parser of the whole command line, and those of the commands, without arguments yet."""
     parser = argparse.ArgumentParser(
         prog="echelon",
@@ -175,7 +175,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     }
 
 
-def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+def _parse_words(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
     options, rest = parser.parse_known_args(words)
     if "overrides" in options:  # as LightningCLI writes them: --trainer.max_epochs=3
         rest = [word[2:] if re.match(r"--\w[\w.]*=", word) else word for word in rest]

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from ...common.console import say
 from ...common.errors import EchelonError
-from ...common.storage import AnyPath, as_path, written
+from ...common.storage import AnyPath, as_path, writing_local_file
 
 
-def printable(text: str) -> str:
+def make_printable(text: str) -> str:
     """Return the text with control characters, except line ends, and lone surrogates escaped."""
     return "".join(
         letter if letter.isprintable() or letter == "\n" else letter.encode("unicode_escape").decode()
@@ -22,7 +22,7 @@ def printable(text: str) -> str:
     )
 
 
-def counted(number: int, noun: str) -> str:
+def with_noun(number: int, noun: str) -> str:
     """Return a number with its noun, in the plural unless it is 1."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
@@ -57,17 +57,17 @@ class TerminalHelp(argparse.HelpFormatter):
             else:
                 lines.append(line)
             is_open = is_prose and not line.endswith(":")
-        return "\n".join(part for line in lines for part in _folded(indent + line, width))
+        return "\n".join(part for line in lines for part in _fold_line(indent + line, width))
 
 
-def _folded(line: str, width: int) -> list[str]:
+def _fold_line(line: str, width: int) -> list[str]:
     """Return a line in parts that fit; what follows a gap, a comment say, goes below first."""
     if len(line) <= width:
         return [line]
     margin = line[: len(line) - len(line.lstrip())]
     command, gap, comment = line.lstrip().partition("   ")
     if gap and margin:
-        return [*_folded(margin + command, width), *_folded(f"{margin}    {comment.strip()}", width)]
+        return [*_fold_line(margin + command, width), *_fold_line(f"{margin}    {comment.strip()}", width)]
     further = margin + "    " if margin else ""
     words = textwrap.TextWrapper(width, margin, further, break_long_words=False, break_on_hyphens=False)
     return words.wrap(line.strip()) or [line]
@@ -89,7 +89,7 @@ def draw_for_command(draw: Callable[[Path], None], asked: AnyPath | None, usual:
         return
     target = as_path(asked or usual)
     try:
-        with written(target) as file:
+        with writing_local_file(target) as file:
             draw(file)
     except EchelonError as error:
         if asked is not None:

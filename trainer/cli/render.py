@@ -26,8 +26,8 @@ class Target:
 
 
 _TARGETS: Final = {
-    "slurm": Target("train.sbatch", slurm.render),
-    "compose": Target("compose.yaml", compose.render),
+    "slurm": Target("train.sbatch", slurm.render_script),
+    "compose": Target("compose.yaml", compose.render_compose),
     "pytorchjob": Target("pytorchjob.yaml", kubernetes_jobs.render_pytorchjob),
     "trainjob": Target("trainjob.yaml", kubernetes_jobs.render_trainjob),
     "indexed-job": Target("job.yaml", kubernetes_jobs.render_indexed_job),
@@ -58,7 +58,7 @@ exit codes:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the target, and the config with its overrides."""
     parser.epilog = _EPILOG
-    parser.add_argument("--target", type=_target, required=True, metavar="TARGET", help=", ".join(_TARGETS))
+    parser.add_argument("--target", type=_parse_target, required=True, metavar="TARGET", help=", ".join(_TARGETS))
     parser.add_argument("--output", type=Path, metavar="FILE", help="a file, or a folder, instead of standard output")
     parser.add_argument("config", metavar="CONFIG", help="a YAML file as for `echelon fit`, with a section deploy")
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="a key of the config and its new value")
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the script or manifests of the target, or write them to a file; return 0."""
-    text = render(options.target, options.config, options.overrides)
+    text = render_target(options.target, options.config, options.overrides)
     if options.output is None:
         print(text, end="")
         return 0
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def render(target: str, path: str, overrides: Sequence[str] = ()) -> str:
+def render_target(target: str, path: str, overrides: Sequence[str] = ()) -> str:
     """Return the script or manifests with which a target runs a config.
 
     Raises:
@@ -106,7 +106,7 @@ def render(target: str, path: str, overrides: Sequence[str] = ()) -> str:
     return _TARGETS[target].render(DeployedRun(read_deploy(given), text, path, kept))
 
 
-def _target(text: str) -> str:
+def _parse_target(text: str) -> str:
     if text not in _TARGETS:
         raise argparse.ArgumentTypeError(f"there is no target {text!r}.{did_you_mean(text, _TARGETS)}")
     return text

@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     """Keep the store until a signal ends it; return 0."""
     endpoint = options.listen
     try:
-        _serve(endpoint)
+        _serve_store(endpoint)
     except ValueError as error:
         message = f"--listen {endpoint} must be an address ({error}); give HOST:PORT"
         raise argparse.ArgumentError(None, message) from None
@@ -53,23 +53,23 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _serve(endpoint: str) -> None:
+def _serve_store(endpoint: str) -> None:
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-    from ...strategies.cluster.tcp_store import listen
+    from ...strategies.cluster.tcp_store import listen_on_address
     from ...strategies.resilience.store_process import serve
 
     host, port = parse_rendezvous_endpoint(endpoint, DEFAULT_PORT)
-    listener = listen(host, port)
+    listener = listen_on_address(host, port)
     address, port = listener.getsockname()[:2]
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:  # a batch script ignores it, as its nodes get the signal
-            signal.signal(number, _end)
+            signal.signal(number, _end_serving)
     print(f"echelon: nodes meet at {host}:{port}", flush=True)
     serve(address, port, listener.detach(), is_kept=True)
 
 
-def _end(received: int, frame: FrameType | None) -> None:
+def _end_serving(received: int, frame: FrameType | None) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # a second signal would interrupt the shutdown
     raise KeyboardInterrupt

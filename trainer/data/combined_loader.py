@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
 from ...common.errors import ConfigError, DataError, did_you_mean
-from .loader_kinds import begin
+from .loader_kinds import begin_iteration
 
 Mode: TypeAlias = Literal["min_size", "max_size_cycle", "max_size", "sequential"]
 Item: TypeAlias = tuple[Any, int, int]
@@ -71,7 +71,7 @@ class CombinedLoader:
                 f"Mismatch in flattened length ({len(new)}) and existing length ({len(self.flattened)}): give one "
                 "loader for each."
             )
-        self._iterables = _refill(self._iterables, new)
+        self._iterables = _replace_leaves(self._iterables, new)
 
     @property
     def limits(self) -> list[int | float] | None:
@@ -88,7 +88,7 @@ class CombinedLoader:
         self._limits = limits
 
     def __len__(self) -> int:
-        lengths = [min(_length(loader), limit) for loader, limit in self._limited()]
+        lengths = [min(_count_batches(loader), limit) for loader, limit in self._limited()]
         length = _LENGTHS[self.mode](lengths) if lengths else 0
         if length == math.inf:
             raise TypeError(
@@ -103,7 +103,7 @@ class CombinedLoader:
 
     def _side_by_side(self, rows: Iterator[Sequence[object]]) -> Iterator[Item]:
         for batch_idx, row in enumerate(rows):
-            yield _refill(self._iterables, row), batch_idx, 0
+            yield _replace_leaves(self._iterables, row), batch_idx, 0
 
     def _limited(self) -> list[Limited]:
         loaders = self.flattened
@@ -112,20 +112,20 @@ class CombinedLoader:
 
 def _one_after_another(loaders: Sequence[Limited]) -> Iterator[Item]:
     for dataloader_idx, loader in enumerate(loaders):
-        for batch_idx, batch in enumerate(_cut(loader)):
+        for batch_idx, batch in enumerate(_limit_batches(loader)):
             yield batch, batch_idx, dataloader_idx
 
 
 def _until_the_shortest(loaders: Sequence[Limited]) -> Iterator[Sequence[object]]:
-    return zip(*map(_cut, loaders), strict=False)
+    return zip(*map(_limit_batches, loaders), strict=False)
 
 
 def _until_the_longest(loaders: Sequence[Limited]) -> Iterator[Sequence[object]]:
-    return itertools.zip_longest(*map(_cut, loaders))
+    return itertools.zip_longest(*map(_limit_batches, loaders))
 
 
 def _beginning_again(loaders: Sequence[Limited]) -> Iterator[Sequence[object]]:
-    iterators = [begin(loader) for loader, _ in loaders]
+    iterators = [begin_iteration(loader) for loader, _ in loaders]
     is_over = [getattr(loader, "rounds", 0) > 0 for loader, _ in loaders]  # in a resumed run, it may have restarted
     for taken in itertools.count():
         row = [next(iterator, _OVER) for iterator in iterators]
@@ -134,26 +134,26 @@ def _beginning_again(loaders: Sequence[Limited]) -> Iterator[Sequence[object]]:
         if all(is_over):
             return
         for position in (position for position, batch in enumerate(row) if batch is _OVER):
-            iterators[position] = begin(loaders[position][0])
+            iterators[position] = begin_iteration(loaders[position][0])
             row[position] = next(iterators[position], _OVER)
             if row[position] is _OVER:
                 raise DataError(f"Loader {position} of CombinedLoader(mode='max_size_cycle') is empty; give it data.")
         yield row
 
 
-def _cut(loader: Limited) -> Iterator[object]:
+def _limit_batches(loader: Limited) -> Iterator[object]:
     iterable, limit = loader
-    return itertools.islice(begin(iterable), None if limit == math.inf else int(limit))
+    return itertools.islice(begin_iteration(iterable), None if limit == math.inf else int(limit))
 
 
-def _length(iterable: Any) -> int | float:
+def _count_batches(iterable: Any) -> int | float:
     try:
         return len(iterable)
     except (TypeError, NotImplementedError):  # what torch's iterable datasets raise
         return math.inf
 
 
-def _refill(tree: object, leaves: Sequence[object]) -> object:
+def _replace_leaves(tree: object, leaves: Sequence[object]) -> object:
     remaining = iter(leaves)
     return _map_leaves(lambda _: next(remaining), tree)
 

@@ -16,12 +16,20 @@ from torch.utils.data import DataLoader
 from ..streams.dealt_loader import can_deal
 from .combined_loader import CombinedLoader, combined_of
 from .index_stream import DataRanks
-from .iterable_stream import dealt
-from .loader_kinds import begin, check_loader, entries_of, is_dealt, is_indexed, unshuffled, with_indices
+from .iterable_stream import deal_stream
+from .loader_kinds import (
+    begin_iteration,
+    check_loader,
+    entries_of,
+    is_dealt,
+    is_indexed,
+    unshuffle_loader,
+    with_indices,
+)
 from .own_generators import OwnGenerators
-from .sampled import drawn, length_of, set_epoch
-from .seed import RngStream, derive
-from .stream import END, Count, limited
+from .sampled import draw_entries, length_of, set_epoch
+from .seed import RngStream, derive_seed
+from .stream import END, Count, count_within_limit
 
 
 class EvaluationBatch(NamedTuple):
@@ -57,7 +65,7 @@ class _Dealt:
     """Reads a DataLoader over a stream, of which each rank and worker is dealt a part."""
 
     def __init__(self, loader: DataLoader[object], ranks: DataRanks) -> None:
-        self._loader, self._ranks, self.deal = loader, ranks, dealt(loader, ranks)
+        self._loader, self._ranks, self.deal = loader, ranks, deal_stream(loader, ranks)
 
     def num_batches(self, seed: int) -> int | None:
         """Return the number of batches for all ranks; None if only reading tells. Collective, as reading is."""
@@ -87,7 +95,7 @@ class _Dealt:
             yield EvaluationBatch(place, batch)
 
 
-def deals(loader: object, ranks: DataRanks) -> bool:
+def are_batches_dealt(loader: object, ranks: DataRanks) -> bool:
     """Return whether the batches of an evaluation loader are dealt from outside; otherwise each rank has its own."""
     if isinstance(loader, SideBySide):
         return all(is_dealt(one, ranks) for one in loader.combined.flattened)
@@ -100,34 +108,36 @@ def reader_of(loader: Any, ranks: DataRanks) -> Reader:
     Batch k is read by rank k modulo the number of ranks. A loader that yields each rank its own batches is assumed to
     deal them in turn.
     """
-    if is_indexed(loader) and (ranks.data_size == 1 or deals(loader, ranks)):
+    if is_indexed(loader) and (ranks.data_size == 1 or are_batches_dealt(loader, ranks)):
         return _Indexed(loader, ranks)
     if ranks.is_dealing and can_deal(loader, ranks.data_size):
         return _Dealt(loader, ranks)
     if ranks.data_size == 1:
-        return lambda stop, _: map(EvaluationBatch, count(), islice(begin(loader), stop))
-    if not deals(loader, ranks):
-        return partial(_own, loader, ranks)
+        return lambda stop, _: map(EvaluationBatch, count(), islice(begin_iteration(loader), stop))
+    if not are_batches_dealt(loader, ranks):
+        return partial(_read_own_batches, loader, ranks)
     if isinstance(loader, SideBySide):
-        return partial(_passed, loader, ranks)
-    return partial(_picked, loader, ranks)
+        return partial(_skip_others_batches, loader, ranks)
+    return partial(_pick_batches, loader, ranks)
 
 
-def _own(loader: Any, ranks: DataRanks, stop: int | None, seed: int) -> Iterator[EvaluationBatch]:
+def _read_own_batches(loader: Any, ranks: DataRanks, stop: int | None, seed: int) -> Iterator[EvaluationBatch]:
     """Read a loader that yields each rank its own batches."""
     mine = None if stop is None else len(range(ranks.data_rank, stop, ranks.data_size))
-    return map(EvaluationBatch, count(ranks.data_rank, ranks.data_size), islice(begin(loader), mine))
+    return map(EvaluationBatch, count(ranks.data_rank, ranks.data_size), islice(begin_iteration(loader), mine))
 
 
-def _picked(loader: Any, ranks: DataRanks, stop: int | None, seed: int) -> Iterator[EvaluationBatch]:
+def _pick_batches(loader: Any, ranks: DataRanks, stop: int | None, seed: int) -> Iterator[EvaluationBatch]:
     """Read a sequence of batches."""
     places = range(len(loader))[:stop][ranks.data_rank :: ranks.data_size]
     return (EvaluationBatch(place, loader[place]) for place in places)
 
 
-def _passed(loader: SideBySide, ranks: DataRanks, stop: int | None, seed: int) -> Iterator[EvaluationBatch]:
+def _skip_others_batches(
+    loader: SideBySide, ranks: DataRanks, stop: int | None, seed: int
+) -> Iterator[EvaluationBatch]:
     """Read loaders side by side in full, since one that restarts has no batch k, and skip other ranks' batches."""
-    batches = drawn(map(EvaluationBatch, count(), loader), seed, stop=stop, chunk=1)
+    batches = draw_entries(map(EvaluationBatch, count(), loader), seed, stop=stop, chunk=1)
     return islice(batches, ranks.data_rank, None, ranks.data_size)
 
 
@@ -145,7 +155,7 @@ class _Indexed:
         self._turns.stop, self._turns.seed = stop, seed
         places = count(self._ranks.data_rank, self._ranks.data_size)
         # on one rank the sampler is used as it is, and may read ahead of the limit
-        batches = islice(begin(self._loader), stop if self._ranks.data_size == 1 else None)
+        batches = islice(begin_iteration(self._loader), stop if self._ranks.data_size == 1 else None)
         for place, batch in zip(places, batches, strict=False):
             entry = self._turns.drawn.popleft() if self._turns.drawn else None
             yield EvaluationBatch(place, batch, entry if isinstance(entry, list) else None)
@@ -170,7 +180,7 @@ class _Turns:
         self.drawn = deque()
         if self._ranks.data_size == 1:
             return map(self._note, self._sampler)
-        entries = drawn(self._sampler, self.seed, stop=self.stop)
+        entries = draw_entries(self._sampler, self.seed, stop=self.stop)
         return map(self._note, islice(entries, self._ranks.data_rank, None, self._ranks.data_size))
 
     def _note(self, entry: object) -> object:
@@ -217,14 +227,14 @@ class EvaluationData:
         for loader in loaders:
             check_loader(loader, ranks)
         if in_order:
-            loaders = [unshuffled(loader) for loader in loaders]
+            loaders = [unshuffle_loader(loader) for loader in loaders]
         name = {"validate": "limit_val_batches"}.get(stage, f"limit_{stage}_batches")
         readers = [reader_of(loader, ranks) for loader in loaders]
         lengths = [
             reader.num_batches(seed) if isinstance(reader, _Dealt) else _length_on_all(loader, ranks)
             for loader, reader in zip(loaders, readers, strict=True)
         ]
-        counts = [limited(limit, length, name, stage) for length in lengths]
+        counts = [count_within_limit(limit, length, name, stage) for length in lengths]
         if limit and 0 in counts:
             at = counts.index(0)
             warnings.warn(
@@ -241,7 +251,7 @@ class EvaluationData:
         _tell_epoch(self.loaders[dataloader_idx], epoch)
         count = min(self.num_batches[dataloader_idx], limit)
         stop = None if count == math.inf else int(count)
-        return self.readers[dataloader_idx](stop, derive(self.seed, step, dataloader_idx))
+        return self.readers[dataloader_idx](stop, derive_seed(self.seed, step, dataloader_idx))
 
 
 def _tell_epoch(loader: object, epoch: int) -> None:
@@ -256,7 +266,7 @@ def _tell_epoch(loader: object, epoch: int) -> None:
 def _length_on_all(loader: object, ranks: DataRanks) -> int | None:
     """Return the largest number of batches that all ranks read from an evaluation loader; None if unknown."""
     length = length_of(loader)
-    if ranks.data_size == 1 or deals(loader, ranks):
+    if ranks.data_size == 1 or are_batches_dealt(loader, ranks):
         return length
     length = ranks.longest(length)
     return None if length is None else length * ranks.data_size

@@ -77,7 +77,11 @@ class Generators:
         public = []
         for saved in (state, other):  # memory may differ where nothing is drawn from
             self.put(saved)
-            numpy = _plain(sys.modules["numpy"].random.get_state(legacy=False)) if "numpy" in sys.modules else None
+            numpy = (
+                _arrays_to_lists(sys.modules["numpy"].random.get_state(legacy=False))
+                if "numpy" in sys.modules
+                else None
+            )
             public.append((random.getstate(), torch.default_generator.get_state().tolist(), numpy))
         self.put(now)
         return public[0] != public[1]
@@ -88,7 +92,7 @@ class Generators:
             state.python, state.gauss = now.python, now.gauss
         if bytes(now.torch) != bytes(before.torch):
             state.torch = now.torch
-        if _plain(now.numpy) != _plain(before.numpy):
+        if _arrays_to_lists(now.numpy) != _arrays_to_lists(before.numpy):
             state.twister, state.numpy, state.normal = now.twister, now.numpy, now.normal
 
     def seed(self, seed: int) -> None:
@@ -104,10 +108,10 @@ class Generators:
             numpy.set_state(("MT19937", one, _NUM_WORDS, 0, 0.0))
 
 
-def _plain(state: Any) -> Any:
+def _arrays_to_lists(state: Any) -> Any:
     """Return a state of NumPy's with lists in place of arrays."""
     if isinstance(state, dict):
-        return {name: _plain(value) for name, value in state.items()}
+        return {name: _arrays_to_lists(value) for name, value in state.items()}
     return state.tolist() if hasattr(state, "dtype") else state
 
 
@@ -125,7 +129,7 @@ class MappedGenerators(Generators):
         self._cpu: Any = torch.default_generator
         self._python, self._torch = _python_memory(self._random), _torch_memory(self._cpu)
         self._python_index = self._python[:4]
-        self._python_words = _cut(self._python[4:], _WORDS - 2 * _TURN)
+        self._python_words = _split_memory(self._python[4:], _WORDS - 2 * _TURN)
         words = self._torch[_TORCH_HEAD : _TORCH_HEAD + _WORDS]
         self._words = words[_TURN:], words[:_TURN], words[2 * _TURN :], words[: 2 * _TURN]
         self._numpy = _NumPy() if "numpy" in sys.modules else None
@@ -189,8 +193,8 @@ class _NumPy:
         self.twister = self.current()
         self.is_foreign = type(self.twister) is not type(self.own)
         scratch = memoryview(bytearray(_WORDS + 4))
-        self.memory = scratch if self.is_foreign else _memory(self.twister.ctypes.state_address, _WORDS + 4)
-        self.first, self.last = _cut(self.memory[:_WORDS], _WORDS - _TURN)
+        self.memory = scratch if self.is_foreign else _memory_at(self.twister.ctypes.state_address, _WORDS + 4)
+        self.first, self.last = _split_memory(self.memory[:_WORDS], _WORDS - _TURN)
         self.index = self.memory[_WORDS:]
 
     def install(self, twister: object) -> None:
@@ -199,11 +203,11 @@ class _NumPy:
         self.look_again()
 
 
-def _cut(memory: memoryview, at: int) -> tuple[memoryview, memoryview]:
+def _split_memory(memory: memoryview, at: int) -> tuple[memoryview, memoryview]:
     return memory[:at], memory[at:]
 
 
-def _memory(address: int, size: int) -> memoryview:
+def _memory_at(address: int, size: int) -> memoryview:
     return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
 
 
@@ -211,7 +215,7 @@ def _python_memory(generator: random.Random) -> memoryview:
     """Return the memory of a generator: after the object's header, the index and the words."""
     if sys.implementation.name != "cpython" or type(generator).__basicsize__ < object.__basicsize__ + _WORDS + 4:
         raise LookupError("Python's generator")
-    memory = _memory(id(generator) + object.__basicsize__, _WORDS + 4)
+    memory = _memory_at(id(generator) + object.__basicsize__, _WORDS + 4)
     *words, index = generator.getstate()[1]
     if list(memory.cast("I")) != [index, *words]:
         raise LookupError("Python's generator")
@@ -224,14 +228,14 @@ def _normal_memory(functions: Any) -> memoryview:
     probe = numpy.RandomState(numpy.MT19937(0))
     probe.standard_normal()
     kept = struct.pack("=i4xd", 1, probe.get_state()[4])
-    memory = _memory(id(probe), type(probe).__basicsize__)
+    memory = _memory_at(id(probe), type(probe).__basicsize__)
     start = bytes(memory).find(kept[8:]) - 8
     if start < 0 or memory[start : start + 4] != kept[:4] or type(functions) is not type(probe):
         raise LookupError("NumPy's generator")
     memory[start : start + 16] = _NO_NORMAL
     if probe.get_state()[3:] != (0, 0.0):
         raise LookupError("NumPy's generator")
-    return _memory(id(functions) + start, 16)
+    return _memory_at(id(functions) + start, 16)
 
 
 def _torch_memory(generator: torch.Generator) -> memoryview:
@@ -241,10 +245,10 @@ def _torch_memory(generator: torch.Generator) -> memoryview:
     addresses = [find_generator_address(each) for each in (*probes, generator)]
     if not all(addresses):
         raise LookupError("torch's generator")
-    start = bytes(_memory(addresses[0], 128)).find(struct.pack("=Qi?", seed, 1, True))
+    start = bytes(_memory_at(addresses[0], 128)).find(struct.pack("=Qi?", seed, 1, True))
     if start < 0:
         raise LookupError("torch's generator")
-    memory, other, own = (_memory(address + start, _TORCH_HEAD + _WORDS + _TORCH_TAIL) for address in addresses)
+    memory, other, own = (_memory_at(address + start, _TORCH_HEAD + _WORDS + _TORCH_TAIL) for address in addresses)
     for draw in (torch.rand, torch.randn):  # randn keeps a normal
         draw(1, generator=probes[0], dtype=torch.float64)
         other[:] = memory
@@ -253,11 +257,11 @@ def _torch_memory(generator: torch.Generator) -> memoryview:
     return own
 
 
-def _generators() -> Generators:
+def _make_generators() -> Generators:
     try:
         return MappedGenerators()
     except (LookupError, AttributeError):
         return Generators()
 
 
-GENERATORS: Final = _generators()
+GENERATORS: Final = _make_generators()

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch.utils.data import DataLoader, IterDataPipe, MapDataPipe
 
-from .loader_kinds import begin
+from .loader_kinds import begin_iteration
 from .sampled import length_of
 
 _READING: Final = ("__iter__", "_get_iterator", "_auto_collation", "_index_sampler")
@@ -38,13 +38,13 @@ def batches_of(loader: DataLoader[object]) -> Iterator[object]:
     """Return an iterator over the batches of an iterable data set, in the same way."""
     # torch compares the length that a data set announces with what it yields
     if not _is_read_plainly(loader) or length_of(loader.dataset) is not None:
-        return begin(loader)
+        return begin_iteration(loader)
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # as torch does, for workers
     collate: Callable[[Any], object] = loader.collate_fn
     samples = iter(loader.dataset)
     if loader.batch_size is None:
         return map(collate, samples)
-    return map(collate, _chunks(samples, loader.batch_size, drop_last=loader.drop_last))
+    return map(collate, _split_into_chunks(samples, loader.batch_size, drop_last=loader.drop_last))
 
 
 def _is_read_plainly(loader: DataLoader[Any]) -> bool:
@@ -55,7 +55,7 @@ def _is_read_plainly(loader: DataLoader[Any]) -> bool:
     return all(getattr(kind, name) is getattr(DataLoader, name) and name not in own for name in _READING)
 
 
-def _chunks(samples: Iterator[object], size: int, *, drop_last: bool) -> Iterator[list[object]]:
+def _split_into_chunks(samples: Iterator[object], size: int, *, drop_last: bool) -> Iterator[list[object]]:
     """Yield lists of `size` samples; the last one may be shorter."""
     while len(chunk := list(islice(samples, size))) == size:
         yield chunk

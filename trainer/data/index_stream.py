@@ -14,8 +14,8 @@ import torch
 from ...common.sample_order import Source
 from .generators import GENERATORS
 from .micro_batch import MicroBatch, Window
-from .sampled import HEAD, Place, Sampled, Share, plain
-from .seed import derive, mix, seed_generators
+from .sampled import HEAD, Place, Sampled, Share, first_indices
+from .seed import derive_seed, mix_seed, seed_generators
 
 
 class Order(Protocol):
@@ -67,7 +67,7 @@ class Shuffled:
         return self._head
 
     def entries(self, epoch: int, start: int) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(derive(self.seed, epoch))
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch))
         permutation = torch.randperm(self.num_samples, generator=generator)
         self._head = permutation[:HEAD].tolist()
         indices: list[int] = permutation[start:].tolist()
@@ -102,7 +102,7 @@ class Addressed:
         return self._head
 
     def entries(self, epoch: int, start: int) -> Iterator[object]:
-        self._head = plain(islice(self._sampler.entries_from(epoch, 0, self._seed), HEAD))
+        self._head = first_indices(islice(self._sampler.entries_from(epoch, 0, self._seed), HEAD))
         return self._sampler.entries_from(epoch, start, self._seed)
 
     def size(self) -> int:
@@ -125,16 +125,16 @@ class SeededIndices(list[int]):
     def __iter__(self) -> Iterator[int]:
         seed, seed_all = self.seed, GENERATORS.seed
         for place, index in enumerate(super().__iter__(), self.place):
-            seed_all(mix(seed, place))
+            seed_all(mix_seed(seed, place))
             yield index
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
-        return _arrive, (self[:], self.seed, self.place)
+        return _unpickle_indices, (self[:], self.seed, self.place)
 
 
-def _arrive(indices: list[int], seed: int, place: int) -> SeededIndices:
+def _unpickle_indices(indices: list[int], seed: int, place: int) -> SeededIndices:
     """Unpickle indices in a worker, and seed it, for a data set whose ``__getitems__`` does not iterate over them."""
-    seed_generators(mix(seed, place))
+    seed_generators(mix_seed(seed, place))
     return SeededIndices(indices, seed, place)
 
 
@@ -281,7 +281,7 @@ class IndexStream:
 
     def _cut(self, entries: Iterator[object]) -> Iterator[Window]:
         share, place, draw = self._share, self._start, self._draw
-        seed, size, num_ranks = derive(self._seed, self._epoch), share.global_batch_size, share.data_size
+        seed, size, num_ranks = derive_seed(self._seed, self._epoch), share.global_batch_size, share.data_size
         is_ready = share.micro_batch_size is None
         length = fewest = 0
         cuts: list[slice] = []
@@ -308,7 +308,7 @@ class IndexStream:
             return MicroBatch(None, None, place, indices)
         size = len(indices)
         if self._is_seeded:
-            indices = SeededIndices(indices, mix(seed, place), 0)
+            indices = SeededIndices(indices, mix_seed(seed, place), 0)
         return MicroBatch(None, size, place, indices)
 
     @property

@@ -12,29 +12,29 @@ from typing import Any, Final
 from torch.utils.data import DataLoader
 
 from ...common.sample_order import Source
-from ..streams.dealt_loader import DealtLoader, can_deal, joined
+from ..streams.dealt_loader import DealtLoader, can_deal, join_states
 from ..streams.numbers import Numbers
 from ..streams.probe import NUM_PROBED
-from ..streams.stated import saves
+from ..streams.stated import saves_state
 from .in_process import batches_of
 from .index_stream import DataRanks
-from .loader_kinds import begin, end_persistent_workers
+from .loader_kinds import begin_iteration, end_persistent_workers
 from .micro_batch import MicroBatch
 from .sample_checks import Drawn, copies_of_workers, telling_digest
 from .sampled import length_of, progress_of, set_epoch
-from .seed import RngStream, capture_rng, derive, isolated_rng, mix, restore_rng, seed_generators
+from .seed import RngStream, capture_rng, derive_seed, isolated_rng, mix_seed, restore_rng, seed_generators
 from .stream import END, CountSamples, Cut, load_place, place_of
 
-NUMBERS: Final = Numbers(RngStream, seed_generators, mix)
+NUMBERS: Final = Numbers(RngStream, seed_generators, mix_seed)
 """How dealt streams draw random numbers, in this process and in workers."""
 
 
-def dealt(loader: DataLoader[object], ranks: DataRanks) -> DealtLoader:
+def deal_stream(loader: DataLoader[object], ranks: DataRanks) -> DealtLoader:
     """Return a loader over a stream as this rank reads it."""
     return DealtLoader(
         *(loader, ranks.data_rank, ranks.data_size),
         numbers=NUMBERS,
-        begin=begin if loader.num_workers else batches_of,
+        begin=begin_iteration if loader.num_workers else batches_of,
         gather=ranks.agree,
     )
 
@@ -69,7 +69,7 @@ class IterableStream:
         self._is_over = self._was_over = False
         self._state: Mapping[str, Any] = {}
         if is_divided and can_deal(loader, num_streams):
-            self._deal = dealt(loader, ranks)
+            self._deal = deal_stream(loader, ranks)
             if length_of(loader) is not None:
                 self._settle()
 
@@ -83,7 +83,7 @@ class IterableStream:
         deal, self._is_settled = self._deal, True
         if deal is None:
             return
-        deal.settle(self._epoch, derive(self._seed, self._epoch))
+        deal.settle(self._epoch, derive_seed(self._seed, self._epoch))
         if deal.is_addressed:
             self.num_streams = 1
             self._stride, self._offset = deal.block * self._ranks.data_size, deal.block * self._ranks.data_rank
@@ -128,18 +128,20 @@ class IterableStream:
         if set_epoch(getattr(self._loader, "dataset", None), epoch):
             end_persistent_workers(self._loader)  # their copies of the data set would keep the epoch before
         state, self._state = self._state, {}
-        self._rng = RngStream(derive(self._seed, epoch)) if self._owns_rng else None
+        self._rng = RngStream(derive_seed(self._seed, epoch)) if self._owns_rng else None
         # fast-forwarding must not consume the random numbers that were restored
         with self._rng or (isolated_rng() if self.position else nullcontext()):
             if self._deal is not None:
                 return self._dealt(self._deal, epoch, state)
             if "loader" in state:
                 self._loader.load_state_dict(state["loader"])
-            batches = batches_of(self._loader) if isinstance(self._loader, DataLoader) else begin(self._loader)
+            batches = (
+                batches_of(self._loader) if isinstance(self._loader, DataLoader) else begin_iteration(self._loader)
+            )
             if "loader" not in state and self.position:
                 self._skip(batches)
             if self._owns_rng and not self._draws_here and type(self._loader).__iter__ is not DataLoader.__iter__:
-                batches = _begun(batches)
+                batches = _start_batches(batches)
             if "rng" in state and self.position:
                 restore_rng(state["rng"])
         return batches
@@ -148,11 +150,11 @@ class IterableStream:
         """Return this rank's batches of a dealt stream from the position on."""
         start = self.position * (1 if deal.is_addressed else deal.block) if deal.knows_place else 0
         dealt = state.get("dealt", {})
-        is_near = start <= NUM_PROBED and saves(self._loader.dataset)  # these were read ahead, beyond any state
+        is_near = start <= NUM_PROBED and saves_state(self._loader.dataset)  # these were read ahead, beyond any state
         is_told = not {"stream", "is_over"}.isdisjoint(dealt.get("turns", {}))
         if start and not is_told and not is_near:
             self._warn_of_skipping()
-        batches = deal.batches(epoch, derive(self._seed, epoch), start, dealt)
+        batches = deal.batches(epoch, derive_seed(self._seed, epoch), start, dealt)
         is_found = deal.knows_place or (deal.is_by_shards and "shards" in dealt)
         if self.position and not is_found:
             self._skip(batches)
@@ -236,7 +238,10 @@ class IterableStream:
         """Return a rank's state with what another number of ranks needs of those of all that saved it."""
         if state_dict.get("data_size", len(of_all)) == self._ranks.data_size:
             return state_dict
-        return {**state_dict, "dealt": joined(state_dict.get("dealt", {}), [each.get("dealt", {}) for each in of_all])}
+        return {
+            **state_dict,
+            "dealt": join_states(state_dict.get("dealt", {}), [each.get("dealt", {}) for each in of_all]),
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         if not self._is_settled:
@@ -275,7 +280,7 @@ class IterableStream:
             self._deal.close()
 
 
-def _begun(batches: Iterator[object]) -> Iterator[object]:
+def _start_batches(batches: Iterator[object]) -> Iterator[object]:
     """Return the batches of an iterator that may draw the seed of its workers only with its first batch."""
     first = next(batches, END)
     return batches if first is END else chain([first], batches)

@@ -69,9 +69,9 @@ def ending_workers() -> Iterator[None]:
             end_workers(iterator)
 
 
-def begin(loader: Iterable[Any]) -> Iterator[object]:
+def begin_iteration(loader: Iterable[Any]) -> Iterator[object]:
     """Return an iterator over a loader; worker processes that it starts ignore Ctrl-C."""
-    is_kept = _restart(loader)
+    is_kept = _restart_iterator(loader)
     try:
         with sheltering_forks():
             iterator = iter(loader)
@@ -114,17 +114,17 @@ class _Kept:
             raise
 
 
-def _restart(loader: Any) -> bool:
+def _restart_iterator(loader: Any) -> bool:
     """Let a loader's own iterator begin again, if its class keeps one; return whether it does."""
-    kept = [value for value in vars(loader).values() if isinstance(value, _Kept)] if _keeps(loader) else []
+    kept = [value for value in vars(loader).values() if isinstance(value, _Kept)] if _keeps_iterator(loader) else []
     for batches in kept:
         batches.restart()
     return bool(kept)
 
 
-def release(loader: DataLoader[object]) -> None:
+def release_workers(loader: DataLoader[object]) -> None:
     """End workers that outlive an epoch, also those that a subclass keeps."""
-    _restart(loader)
+    _restart_iterator(loader)
     end_persistent_workers(loader)
 
 
@@ -137,7 +137,7 @@ def _until_kept_ends(iterator: Iterator[object]) -> Iterator[object]:
             raise
 
 
-def _keeps(loader: Any) -> bool:
+def _keeps_iterator(loader: Any) -> bool:
     """Return whether a loader is of a class that keeps an iterator of batches across epochs, and reads from that."""
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is DataLoader.__iter__:
         return False
@@ -154,7 +154,7 @@ def entries_of(loader: DataLoader[object]) -> Any:
     A loader that keeps its iterator repeats a sampler without end: then it is that one.
     """
     sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    while _keeps(loader) and length_of(sampler) is None and hasattr(sampler, "sampler"):
+    while _keeps_iterator(loader) and length_of(sampler) is None and hasattr(sampler, "sampler"):
         sampler = sampler.sampler
     return sampler
 
@@ -230,7 +230,7 @@ def _is_of_torchdata(sampler: object) -> bool:
     return kind.__name__ == "RandomSampler" and kind.__module__.startswith("torchdata.")
 
 
-def unshuffled(loader: object) -> object:
+def unshuffle_loader(loader: object) -> object:
     """Return a copy of a loader that reads its samples in order; return one that does not shuffle as it is."""
     if not isinstance(loader, DataLoader) or not _is_random(loader.sampler):
         return loader
@@ -258,7 +258,7 @@ def with_indices(loader: DataLoader[Any], indices: Iterable[object]) -> DataLoad
     # a DataLoader forbids setting its sampler, which could leave it inconsistent: all that depends on it is set here
     vars(clone)["batch_sampler" if batched else "sampler"] = indices
     drop_iterator(clone)
-    if _keeps(loader):  # it does so to keep its workers; the iterator that it made reads its own sampler
+    if _keeps_iterator(loader):  # it does so to keep its workers; the iterator that it made reads its own sampler
         vars(clone)["persistent_workers"] = loader.num_workers > 0
         kept = [name for name, value in vars(loader).items() if _is_of_torch(value) and name != "_iterator"]
         vars(clone).update({name: _Kept(clone) for name in kept})

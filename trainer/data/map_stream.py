@@ -14,15 +14,23 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, d
 
 from ...common.errors import DataError
 from ...common.sample_order import Source
-from ...strategies.state.schema import INTEGER, TEXT, check
+from ...strategies.state.schema import INTEGER, TEXT, check_schema
 from .generators import GENERATORS
 from .in_process import reader_of
 from .index_stream import BatchShare, IndexStream, SeededIndices
-from .loader_kinds import begin, end_persistent_workers, is_dealt, makes_batches, order_of, release, with_indices
+from .loader_kinds import (
+    begin_iteration,
+    end_persistent_workers,
+    is_dealt,
+    makes_batches,
+    order_of,
+    release_workers,
+    with_indices,
+)
 from .micro_batch import MicroBatch, Window
-from .sample_checks import Drawn, content_of, difference
+from .sample_checks import Drawn, content_of, describe_difference
 from .sampled import length_of, progress_of, set_epoch
-from .seed import derive, isolated_rng, mix
+from .seed import derive_seed, isolated_rng, mix_seed
 from .stream import END, CountSamples, Cut, load_place, place_of
 
 _PLAIN: Final = {TensorDataset, list, tuple, range}
@@ -41,7 +49,7 @@ class MapStream:
         ranks = cut.ranks
         self.num_streams = 1 if in_order or is_dealt(loader, ranks) else ranks.data_size
         # if each rank reads its own data, the same place is a different sample on each
-        self._seed = seed if self.num_streams == 1 else derive(seed, ranks.data_rank)
+        self._seed = seed if self.num_streams == 1 else derive_seed(seed, ranks.data_rank)
         self._count = count
         self._batch_size = loader.batch_size if makes_batches(loader) else None
         """The loader's batch size; None if it yields ready-made batches."""
@@ -164,14 +172,14 @@ class MapStream:
         self._indices.seek(epoch, self.position)
         if set_epoch(self._loader.dataset, epoch):
             end_persistent_workers(self._loader)  # their copies of the data set would keep the epoch before
-        self._epoch_seed = derive(self._seed, epoch)
+        self._epoch_seed = derive_seed(self._seed, epoch)
         self._first_offset = self._offset = self._share.data_rank * self.per_step
         self._reader, self._ahead = reader_of(self._loader), END
         if self._reader is not None:
             yield self._indices.windows()
             return
         with self._drawing_a_seed():
-            batches = self._batches = begin(self._loader)
+            batches = self._batches = begin_iteration(self._loader)
         try:
             yield self._drawn()
         finally:
@@ -197,7 +205,7 @@ class MapStream:
                 except StopIteration:
                     pass
                 except Exception as error:
-                    _note(error, next(chain.from_iterable(drawn), None))
+                    _add_samples_note(error, next(chain.from_iterable(drawn), None))
                     raise
             if not drawn:
                 if self._ahead is not END:
@@ -226,7 +234,7 @@ class MapStream:
             except StopIteration:
                 return False
             except Exception as error:
-                _note(error, micro_batch)
+                _add_samples_note(error, micro_batch)
                 raise
         micro_batch.batch, micro_batch.lap = batch, self.rounds
         if micro_batch.size is None:
@@ -241,9 +249,9 @@ class MapStream:
         generators.take(outside)
         try:
             if type(indices) is SeededIndices:  # as in a worker, where they arrive
-                generators.seed(mix(indices.seed, indices.place))
+                generators.seed(mix_seed(indices.seed, indices.place))
             else:
-                generators.seed(mix(self._epoch_seed, self.position + (self._offset << 48)))
+                generators.seed(mix_seed(self._epoch_seed, self.position + (self._offset << 48)))
             self._offset += 1
             return next(self._batches) if self._reader is None else self._reader(indices)
         finally:
@@ -273,7 +281,7 @@ class MapStream:
         self._indices.load_order_state(state_dict.get("order"), epoch, head)
         if "size" not in state_dict or self._cut.ranks.data_rank:  # saved without it; the first rank warns
             return
-        check(state_dict, _SCHEMA, "The saved place of a training loader")
+        check_schema(state_dict, _SCHEMA, "The saved place of a training loader")
         saved = Drawn(self._name, head, state_dict["size"], state_dict["content"], "")
         self._saved = epoch, saved
 
@@ -310,9 +318,9 @@ class MapStream:
         elif goes_on and saved.order and list(saved.order) != now.order:
             warnings.warn(
                 f"{self._name} draws another order than before the checkpoint in epoch {epoch}: "
-                f"{difference(saved, now)}. Samples before the checkpoint may be used again, and others never: let the "
-                "sampler's random numbers depend only on its seed and the epoch, or give it state_dict and "
-                "load_state_dict.",
+                f"{describe_difference(saved, now)}. Samples before the checkpoint may be used again, and others "
+                "never: let the sampler's random numbers depend only on its seed and the epoch, or give it state_dict "
+                "and load_state_dict.",
                 stacklevel=2,
             )
 
@@ -333,7 +341,7 @@ class MapStream:
         return progress_of(dataset, self.position, self._epoch + self.rounds)
 
     def close(self) -> None:
-        release(self._loader)
+        release_workers(self._loader)
 
 
 def _is_plain(dataset: object) -> bool:
@@ -345,7 +353,7 @@ def _is_plain(dataset: object) -> bool:
     return type(dataset) in _PLAIN
 
 
-def _note(error: Exception, micro_batch: MicroBatch | None) -> None:
+def _add_samples_note(error: Exception, micro_batch: MicroBatch | None) -> None:
     """Add a note to an error of the user's data set that names the samples."""
     if micro_batch is not None and isinstance(micro_batch.indices, list):
         listed = ", ".join(map(str, micro_batch.indices[:8])) + (", ..." if micro_batch.indices[8:] else "")

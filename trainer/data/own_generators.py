@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, Sampler
 
-from .seed import derive
+from .seed import derive_seed
 
 _LARGEST: Final = 256
 """Items of a list or dict among which to look; one of generators holds one for each class, say, not for each sample."""
@@ -54,20 +54,20 @@ class OwnGenerators:
     def put(self, states: Sequence[object]) -> None:
         """Restore states of the same generators; leave those alone that have none."""
         for generator, state in zip(self._generators, states, strict=False):
-            _put(generator, state)
+            _set_generator_state(generator, state)
 
     def seed_from(self, states: Sequence[Any]) -> None:
         """Seed each generator from an earlier state of it, on every machine in the same way."""
         for place, (generator, state) in enumerate(zip(self._generators, states, strict=True)):
             content = bytes(state.tolist()) if isinstance(state, torch.Tensor) else state.encode()
-            _seed(generator, derive(zlib.crc32(content), place))
+            _seed_generator(generator, derive_seed(zlib.crc32(content), place))
 
 
 def _found_in(holder: object, depth: int) -> Iterator[object]:
     attributes = getattr(holder, "__dict__", {})
     if not isinstance(attributes, Mapping):
         return
-    for name, item in [(name, item) for name, value in attributes.items() for item in _items(value)]:
+    for name, item in [(name, item) for name, value in attributes.items() for item in _list_items(value)]:
         # the attribute that torch's samplers have is seeded for each epoch, like the global generators
         is_seeded = depth == _DEPTH and name == "generator" and isinstance(item, torch.Generator)
         if _is_generator(item) and not is_seeded:
@@ -76,7 +76,7 @@ def _found_in(holder: object, depth: int) -> Iterator[object]:
             yield from _found_in(item, depth - 1 if isinstance(item, Sampler) or "sampler" in name else 0)
 
 
-def _items(value: object) -> Iterable[object]:
+def _list_items(value: object) -> Iterable[object]:
     if isinstance(value, Mapping):
         return list(value.values()) if len(value) <= _LARGEST else ()
     if isinstance(value, list | tuple):
@@ -114,7 +114,7 @@ def _state_of(generator: object) -> object:
         return generator.get_state()
     if isinstance(generator, random.Random):
         return json.dumps(generator.getstate())
-    return json.dumps(_numpy_state(generator), default=_listed)
+    return json.dumps(_numpy_state(generator), default=_array_to_json)
 
 
 def _numpy_state(generator: Any) -> object:
@@ -123,7 +123,7 @@ def _numpy_state(generator: Any) -> object:
     return getattr(generator, "bit_generator", generator).state
 
 
-def _put(generator: Any, state: Any) -> None:
+def _set_generator_state(generator: Any, state: Any) -> None:
     if isinstance(generator, torch.Generator):
         generator.set_state(state.cpu().clone())
         return
@@ -137,7 +137,7 @@ def _put(generator: Any, state: Any) -> None:
         getattr(generator, "bit_generator", generator).state = _with_arrays(plain)
 
 
-def _seed(generator: Any, seed: int) -> None:
+def _seed_generator(generator: Any, seed: int) -> None:
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed)
     elif isinstance(generator, random.Random):
@@ -152,7 +152,7 @@ def _seed(generator: Any, seed: int) -> None:
         bits.state = type(bits)(seed).state
 
 
-def _listed(value: Any) -> object:
+def _array_to_json(value: Any) -> object:
     """Return a NumPy array or number for JSON."""
     listed = value.tolist()
     return {"array": listed, "dtype": str(value.dtype)} if isinstance(listed, list) else listed

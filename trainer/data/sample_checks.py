@@ -51,7 +51,7 @@ def gather_numbers(strategy: Strategy, numbers: list[float]) -> list[list[float]
     for rank, (data_rank, own) in enumerate(strategy.ranks.gather_numbers(numbers)):
         first, others = by_data_rank.setdefault(data_rank, (rank, own))
         if others != own:
-            raise _different(first, rank, f"counts {others} and {own} of batches, or of samples")
+            raise _different_batches_error(first, rank, f"counts {others} and {own} of batches, or of samples")
     return [by_data_rank[data_rank][1] for data_rank in range(strategy.data_size)]
 
 
@@ -63,7 +63,7 @@ def last_batch_of_any(strategy: Strategy, window: Window) -> object:
     return window[-1].batch if window else batch
 
 
-def compared(
+def compare_first_reads(
     items: Iterator[T],
     strategy: Strategy,
     batch_of: Callable[[T], object],
@@ -89,12 +89,14 @@ def compared(
     for rank, (data_rank, other, _) in enumerate(rows):
         rank_before, before = by_data_rank.setdefault(data_rank, (rank, other))
         if before != other:
-            raise _different(rank_before, rank, f"{before} and {other}")
-    _compare([(rank, row[2]) for rank, row in enumerate(rows) if by_data_rank[row[0]][0] == rank], epoch, strategy.rank)
+            raise _different_batches_error(rank_before, rank, f"{before} and {other}")
+    _compare_orders(
+        [(rank, row[2]) for rank, row in enumerate(rows) if by_data_rank[row[0]][0] == rank], epoch, strategy.rank
+    )
     return items if first is None else chain([first], items)
 
 
-def _compare(ranks: list[tuple[int, list[Drawn]]], epoch: int, own_rank: int) -> None:
+def _compare_orders(ranks: list[tuple[int, list[Drawn]]], epoch: int, own_rank: int) -> None:
     """Compare what the loaders of all data ranks read; each is given with its rank."""
     (first_rank, mine), *others = ranks
     for rank, theirs in others:
@@ -104,8 +106,9 @@ def _compare(ranks: list[tuple[int, list[Drawn]]], epoch: int, own_rank: int) ->
             if (one.order, one.size) != (other.order, other.size):
                 raise DataError(
                     f"Ranks {first_rank} and {rank} draw different orders from {one.loader} in epoch {epoch}: "
-                    f"{difference(one, other)}. All ranks must draw the same, of which each gets its part: let the "
-                    "sampler's random numbers depend only on its seed and the epoch, and give all ranks the same data."
+                    f"{describe_difference(one, other)}. All ranks must draw the same, of which each gets its part: "
+                    "let the sampler's random numbers depend only on its seed and the epoch, and give all ranks the "
+                    "same data."
                 )
             if one.content != other.content and own_rank == 0:
                 warnings.warn(
@@ -135,7 +138,7 @@ def _warn_of_copies(ranks: list[tuple[int, list[Drawn]]]) -> None:
             seen[stream.batch] = rank
 
 
-def difference(one: Drawn, other: Drawn) -> str:
+def describe_difference(one: Drawn, other: Drawn) -> str:
     """Return where two orders differ, as text."""
     if one.size != other.size:
         return f"of {one.size} and of {other.size} samples"
@@ -167,19 +170,23 @@ def content_of(dataset: Any) -> str:
     except (TypeError, NotImplementedError):
         return ""
     places = sorted({place * max(size - 1, 0) // (_COMPARED - 1) for place in range(_COMPARED)}) if size else []
-    rows = [row for column in _columns(dataset, places, size) for row in column]
+    rows = [row for column in _columns_as_text(dataset, places, size) for row in column]
     return f"{zlib.crc32(repr(rows).encode()):08x}" if rows else ""
 
 
-def _columns(dataset: Any, places: Sequence[int], size: int) -> list[list[str]]:
+def _columns_as_text(dataset: Any, places: Sequence[int], size: int) -> list[list[str]]:
     if type(dataset) is Subset:
         inner: Any = dataset.dataset
-        return _columns(inner, [int(dataset.indices[place]) for place in places], len(inner))
+        return _columns_as_text(inner, [int(dataset.indices[place]) for place in places], len(inner))
     if type(dataset) is TensorDataset:
-        return [[_text(tensor[place]) for place in places] for tensor in dataset.tensors if tensor.device.type == "cpu"]
+        return [
+            [_summarize_value(tensor[place]) for place in places]
+            for tensor in dataset.tensors
+            if tensor.device.type == "cpu"
+        ]
     holders = [dataset] if type(dataset) in (list, tuple) else list(getattr(dataset, "__dict__", {}).values())
     return [
-        [_text(holder[place]) for place in places]
+        [_summarize_value(holder[place]) for place in places]
         for holder in holders
         if (type(holder) in (list, tuple) or _is_array(holder)) and _is_sized(holder, size) and _is_data(holder)
     ]
@@ -201,19 +208,19 @@ def _is_data(value: Any) -> bool:
     return _is_array(value) or not isinstance(value[0], int | float)
 
 
-def _text(value: Any) -> str:
+def _summarize_value(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"{list(value.shape)} {zlib.crc32(_sample(value)):08x}"
+        return f"{list(value.shape)} {zlib.crc32(_sample_bytes(value)):08x}"
     if _is_array(value):
         return f"{list(value.shape)} {zlib.crc32(value.tobytes()) if value.dtype != object else 0:08x}"
     if isinstance(value, str):
         return re.split(r"[/\\]", value)[-1]
     if isinstance(value, list | tuple):
-        return " ".join(_text(item) for item in value[:_COMPARED])
+        return " ".join(_summarize_value(item) for item in value[:_COMPARED])
     return repr(value) if isinstance(value, int | float | bytes | None) else type(value).__name__
 
 
-def _different(first: int, other: int, found: str) -> DataError:
+def _different_batches_error(first: int, other: int, found: str) -> DataError:
     return DataError(
         f"Ranks {first} and {other} hold parts of one replica, whose loaders must give both the same batches, got "
         f"{found}. Divide samples by trainer.strategy.data_rank and data_size (trainer.distributed_sampler_kwargs), "
@@ -229,11 +236,11 @@ def digest_of(batch: object) -> str:
             hashed = zlib.crc32(f"{name} {leaf!r}".encode() if isinstance(leaf, str | int | float) else b"", hashed)
             continue
         shapes.append(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}")
-        hashed = zlib.crc32(_sample(leaf), hashed)
+        hashed = zlib.crc32(_sample_bytes(leaf), hashed)
     return f"{', '.join(shapes) or type(batch).__name__} with hash {hashed:08x}"
 
 
-def _sample(tensor: Tensor) -> bytes:
+def _sample_bytes(tensor: Tensor) -> bytes:
     """Return the bytes of elements spread over a dense tensor; nothing for other tensors."""
     if tensor.layout != torch.strided or not tensor.numel():
         return b""

@@ -20,9 +20,9 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from ...strategies.state.schema import COUNT, INTEGER, TEXT, check
+from ...strategies.state.schema import COUNT, INTEGER, TEXT, check_schema
 from .own_generators import OwnGenerators
-from .seed import RngStream, derive
+from .seed import RngStream, derive_seed
 
 Share = Callable[[object], object]
 """Returns the value of the first rank. Collective: every rank calls it."""
@@ -84,7 +84,7 @@ class Sampled:
         self.sampler, self.seed = sampler, seed
         self._generators = OwnGenerators.of(sampler)
         self._generators.follow_first(share)
-        self._savers = [each for each in _levels(sampler) if _saves(each)]
+        self._savers = [each for each in _nested_samplers(sampler) if _saves_state(each)]
         self._is_known = _is_known(sampler)
         self._origin = self._start = self._generators.states()
         self._saved: list[object] = []
@@ -114,7 +114,7 @@ class Sampled:
         if self._live is None:
             self._live = self._draw(epoch)
         first = list(islice(self._live, HEAD))
-        self._head = plain(first)
+        self._head = first_indices(first)
         self._live = chain(first[start:], islice(self._live, max(0, start - len(first)), None))
         return self._live
 
@@ -155,9 +155,9 @@ class Sampled:
 
     def _draw(self, epoch: int, count: int = WHOLE) -> Iterator[Any]:
         """Return the entries of an epoch; draw `count` of them if that is given."""
-        for sampler in _levels(self.sampler):
+        for sampler in _nested_samplers(self.sampler):
             set_epoch(sampler, epoch)
-        entries = drawn(self.sampler, derive(self.seed, epoch))
+        entries = draw_entries(self.sampler, derive_seed(self.seed, epoch))
         if count != WHOLE:
             for _ in islice(entries, count):
                 pass
@@ -183,7 +183,7 @@ class Sampled:
         if state is None:  # saved without it
             state = {"passes": [[0, epoch, WHOLE]] if epoch else [], "current": epoch}
         else:
-            check(state, _SCHEMA, "The saved state of the training loader's sampler")
+            check_schema(state, _SCHEMA, "The saved state of the training loader's sampler")
         self._passes = [(first, number, count) for first, number, count in state["passes"]]
         self._current, self._count = state["current"], state.get("count", WHOLE)
         self._origin, self._start = state.get("origin", self._origin), state.get("start", [])
@@ -209,7 +209,7 @@ class Sampled:
         self._live = self._draw(self._current)
         first = list(islice(self._live, HEAD))
         self._live = chain(first, self._live)
-        if not self._head or plain(first) == self._head:
+        if not self._head or first_indices(first) == self._head:
             return True
         # such as a sampler that goes on from where it was after the epoch before
         self._load(before)
@@ -246,13 +246,13 @@ class Sampled:
         self._generators.put(now)
 
 
-def _levels(sampler: Any) -> list[Any]:
+def _nested_samplers(sampler: Any) -> list[Any]:
     """Return a sampler, and the one that a batch sampler may hold."""
     inner = getattr(sampler, "sampler", None)
     return [sampler] if inner is None or inner is sampler else [sampler, inner]
 
 
-def _saves(sampler: Any) -> bool:
+def _saves_state(sampler: Any) -> bool:
     if type(sampler).__module__.startswith(("torch.", "torchdata.")):
         return False
     return callable(getattr(sampler, "state_dict", None)) and callable(getattr(sampler, "load_state_dict", None))
@@ -265,30 +265,30 @@ def _is_known(sampler: object) -> bool:
     return type(sampler) in _NO_STATE or type(sampler).__module__.startswith("torchdata.")
 
 
-def plain(entries: Iterable[object]) -> list[object]:
+def first_indices(entries: Iterable[object]) -> list[object]:
     """Return the first indices among entries (indices, batches of them, or others) as integers and text."""
     found: list[object] = []
     for entry in entries:
         if len(found) >= HEAD:
             break
-        found += _plain(entry)
+        found += _indices_in(entry)
     return found[:HEAD]
 
 
-def _plain(entry: Any) -> list[object]:
+def _indices_in(entry: Any) -> list[object]:
     if isinstance(entry, str):
         return [entry]
     if isinstance(entry, list | tuple):
-        return plain(entry[:HEAD])
+        return first_indices(entry[:HEAD])
     if isinstance(entry, torch.Tensor):
-        return plain(entry.flatten()[:HEAD].tolist())
+        return first_indices(entry.flatten()[:HEAD].tolist())
     try:
         return [index(entry)]
     except TypeError:
         return [repr(entry) if isinstance(entry, float | bytes | None) else type(entry).__name__]
 
 
-def drawn(
+def draw_entries(
     sampler: Iterable[object], seed: int, start: int = 0, stop: int | None = None, *, chunk: int = 64
 ) -> Iterator[Any]:
     """Yield a sampler's entries from one place to another, with random numbers from a stream of their own.

@@ -61,23 +61,23 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     return seed
 
 
-def derive(seed: int, *keys: int) -> int:
+def derive_seed(seed: int, *keys: int) -> int:
     """Return a well-mixed 64-bit seed for a place in a run, such as (epoch, index), the same on every machine."""
-    mixed = mix(0, seed)
+    mixed = mix_seed(0, seed)
     for key in keys:
-        mixed = mix(mixed, key)
+        mixed = mix_seed(mixed, key)
     return mixed
 
 
-def mix(mixed: int, key: int) -> int:
+def mix_seed(mixed: int, key: int) -> int:
     """Return a seed made from another seed and a key: the finalizer of SplitMix64 (Steele et al. 2014).
 
     Neighboring keys give unrelated seeds. ``mix(derive(a, b), c)`` is ``derive(a, b, c)``.
     """
-    return finalized(mixed + key + 0x9E3779B97F4A7C15)
+    return mix_bits(mixed + key + 0x9E3779B97F4A7C15)
 
 
-def finalized(number: int) -> int:
+def mix_bits(number: int) -> int:
     """Return a number of 64 bits, each of which depends on all of the last 64 bits of an integer."""
     mixed = number & _MASK
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -131,13 +131,13 @@ def isolated_rng(devices: Iterable[torch.device] = ()) -> Iterator[None]:
 def seed_devices(devices: Iterable[torch.device], seed: int, data_rank: int) -> None:
     """Seed the generators of this process's devices from the run's seed and the rank, each differently."""
     for place, generator in enumerate(device_generators(devices)):
-        generator.manual_seed(derive(seed, _OF_DEVICES, data_rank, place))
+        generator.manual_seed(derive_seed(seed, _OF_DEVICES, data_rank, place))
 
 
 def part_ranks(devices: Iterable[torch.device], seed: int, data_rank: int) -> None:
     """Give each data rank its own random numbers, for dropout; rank 0 has those of a run with one process."""
     if data_rank:
-        seed_generators(derive(seed, _OF_RANKS, data_rank))
+        seed_generators(derive_seed(seed, _OF_RANKS, data_rank))
     seed_devices(devices, seed, data_rank)
 
 

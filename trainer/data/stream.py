@@ -137,7 +137,7 @@ def load_place(stream: Stream, state_dict: Mapping[str, Any]) -> None:
     stream.position = position
 
 
-def limited(limit: int | float, length: int | None, name: str, what: str) -> Count:
+def count_within_limit(limit: int | float, length: int | None, name: str, what: str) -> Count:
     """Return the number of a loader's batches within a limit.
 
     Raises:

@@ -21,7 +21,7 @@ from .map_stream import MapStream
 from .micro_batch import MicroBatch, Window
 from .sample_checks import Drawn
 from .sampled import length_of
-from .stream import CountSamples, Cut, Stream, limited
+from .stream import CountSamples, Cut, Stream, count_within_limit
 
 if TYPE_CHECKING:
     from .iterable_stream import IterableStream
@@ -57,7 +57,7 @@ class TrainData:
         self._count_steps()
         _check_global_batch(cut, self.global_batch_size if len(loaders) == 1 else None, source)
         self._known_length = self._length()
-        self.num_batches = limited(limit, self._known_length, "limit_train_batches", "training")
+        self.num_batches = count_within_limit(limit, self._known_length, "limit_train_batches", "training")
         self._planned_per_step, self._is_whole = self._per_step, self.num_batches == self._known_length
         self.planned_batches = self.num_batches
         """`num_batches` with the loader's own batch size, which settings that count batches refer to."""
@@ -97,7 +97,7 @@ class TrainData:
         before = self._known_length
         self._take(Cut(accumulate, None, self._cut.ranks))
         if before != self._known_length:
-            self.num_batches = limited(self._limit, self._known_length, "limit_train_batches", "training")
+            self.num_batches = count_within_limit(self._limit, self._known_length, "limit_train_batches", "training")
             self.planned_batches = self.num_batches
 
     def cut_into(self, micro_batch_size: int, *, global_batch_size: int | None = None) -> None:
@@ -321,7 +321,7 @@ def stream_of(
     """
     check_loader(loader, cut.ranks)
     if cut.ranks.data_size > 1 and cut.ranks.is_dealing and is_sequence(loader):
-        loader = DataLoader(loader, batch_size=None, collate_fn=_unchanged)
+        loader = DataLoader(loader, batch_size=None, collate_fn=_keep_batch)
     if is_indexed(loader):
         return MapStream(loader, seed, cut, in_order=in_order, count=count)
     from .iterable_stream import IterableStream
@@ -329,7 +329,7 @@ def stream_of(
     return IterableStream(loader, seed, cut.ranks, count=count)
 
 
-def _unchanged(batch: object) -> object:
+def _keep_batch(batch: object) -> object:
     return batch
 
 

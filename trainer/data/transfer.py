@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...callbacks.dispatch import overrides
+from ...callbacks.dispatch import overrides_method
 from ...common.errors import ModuleError
 from ...strategies import Strategy
 from ...strategies.devices.streams import current_stream, has_streams, new_stream, on_stream
@@ -29,7 +29,7 @@ def make_count(module: TrainModule) -> CountSamples:
 
     The default warns if the tensors of the first batch disagree.
     """
-    if overrides(module, "batch_size_of", TrainModule):
+    if overrides_method(module, "batch_size_of", TrainModule):
         return module.batch_size_of
     is_first = True
 
@@ -50,11 +50,13 @@ def make_transfer(module: TrainModule, datamodule: DataModule | None, strategy: 
     """
     hooks: dict[str, Any] = {}
     for name in _TRANSFER_HOOKS:
-        owner = next((one for one in (datamodule, module) if one is not None and overrides(one, name, DataHooks)), None)
+        owner = next(
+            (one for one in (datamodule, module) if one is not None and overrides_method(one, name, DataHooks)), None
+        )
         hooks[name] = getattr(owner, name) if owner is not None else None
     before, move, after = (hooks[name] for name in _TRANSFER_HOOKS)
     precision = strategy.precision
-    device, carry = strategy.device, _carrier(strategy)
+    device, carry = strategy.device, _make_batch_mover(strategy)
     # converted where that is faster; a hook that moves batches itself gets converted ones
     converts_first = not has_streams(device) or move is not None
     if not any((before, move, after)) and strategy.device.type == "cpu" and precision.param_dtype is None:
@@ -79,13 +81,13 @@ def make_transfer(module: TrainModule, datamodule: DataModule | None, strategy: 
 
 def make_move(strategy: Strategy) -> Move | None:
     """Return a function that moves a batch to the device in the precision's dtype; None if there is nothing to do."""
-    precision, carry = strategy.precision, _carrier(strategy)
+    precision, carry = strategy.precision, _make_batch_mover(strategy)
     if strategy.device.type == "cpu":
         return None if precision.param_dtype is None else precision.convert_batch
     return lambda batch: precision.convert_batch(carry(batch))
 
 
-def _carrier(strategy: Strategy) -> Move:
+def _make_batch_mover(strategy: Strategy) -> Move:
     """Return a function that copies a batch to the device; on a GPU, while it is computing."""
     device, move = strategy.device, strategy.batch_to_device
     return SideStream(move, device) if has_streams(device) else move

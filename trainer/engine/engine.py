@@ -15,7 +15,7 @@ from ...common.errors import ConfigError, RunError
 from ...common.storage import AnyPath, any_path
 from ...strategies import Strategy
 from ...strategies.placed.placed import Placed
-from ..checkpoint import make_writer, resolve
+from ..checkpoint import make_writer, resolve_checkpoint
 from ..checkpoint.manifest import Origin, read_manifest
 from ..checkpoint.single_file import SingleFile
 from ..data.seed import capture_rng, part_ranks
@@ -26,8 +26,8 @@ from ..resume.find_checkpoint import read_checkpoint
 from ..resume.run_state import of_data_ranks, put_generators_back
 from .forgotten import refuse_optimizers, warn_of_loaders
 from .prepared_loader import PreparedLoader
-from .prepared_module import check_plain, prepare, unprepare
-from .prepared_optimizer import OptimizerSteps, adopt, check_optimizers
+from .prepared_module import check_plain, prepare_module, unprepare_copy
+from .prepared_optimizer import OptimizerSteps, adopt_parameters, check_optimizers
 from .processes import EngineProcesses
 from .saved_objects import OWN, Keeps, check_names, items_of, put_back, state_of
 
@@ -118,8 +118,8 @@ class Engine(EngineProcesses):
         if not (optimizers or self._has_looked):
             self._replaced[module] = list(names)
         placed = strategy.place(module, is_manual=not overlap)
-        adopt(optimizers, names, module)
-        prepare(placed, self._gradients, is_sharded=strategy.forward_is_collective)
+        adopt_parameters(optimizers, names, module)
+        prepare_module(placed, self._gradients, is_sharded=strategy.forward_is_collective)
         self._placed[module] = placed
         self._gradients.train(placed)
         if not self._is_parted:
@@ -278,7 +278,7 @@ class Engine(EngineProcesses):
             owners = dict.fromkeys(self._placed.values())
             placed = next((p for p in owners if any(part is module for part in p.module.modules())), None)
         with (self._placed_of(module) if placed is None else placed).gathered(module) as copied:
-            unprepare(copied, module)
+            unprepare_copy(copied, module)
             yield copied
 
     def clip_gradients(
@@ -371,7 +371,7 @@ class Engine(EngineProcesses):
         self._connect()
         objects = {} if state is None else state
         check_names(objects, "engine.load")
-        folder = self.strategy.ranks.all.on_first_rank(lambda: resolve(path))
+        folder = self.strategy.ranks.all.on_first_rank(lambda: resolve_checkpoint(path))
         assert folder is not None
         large = [name for name, value in objects.items() if self._owner(value) is not None]
         saved = read_checkpoint(folder, self.strategy, large=large, checked=lambda *_: None)

@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 from ...strategies.devices.streams import pins_memory
-from ...strategies.state.schema import COUNT, check
+from ...strategies.state.schema import COUNT, check_schema
 from ..data.index_stream import DataRanks
 from ..data.micro_batch import Window
-from ..data.sample_checks import compared, gather_numbers, last_batch_of_any
+from ..data.sample_checks import compare_first_reads, gather_numbers, last_batch_of_any
 from ..data.stream import Cut
 from ..data.train_data import TrainData
 from ..data.transfer import make_move
@@ -98,7 +98,7 @@ class PreparedLoader:
         self._was_left = True
         is_shared = self._strategy.ranks.loss.world_size > 1
         windows = self._data.windows(self.batches_done)
-        windows = compared(windows, self._strategy, _first_batch, self._data.drawn, self.epoch)
+        windows = compare_first_reads(windows, self._strategy, _first_batch, self._data.drawn, self.epoch)
         try:
             for window in windows:
                 yield from self._batches_of(window) if is_shared or len(window) > 1 else (self._only(window),)
@@ -153,7 +153,7 @@ class PreparedLoader:
         Raises:
             CheckpointError: if it is not the state of a loader.
         """
-        check(state_dict, _SCHEMA, "The state of a loader")
+        check_schema(state_dict, _SCHEMA, "The state of a loader")
         self.epoch, self._was_left = state_dict["epoch"], False
         states = of_this_rank(self._strategy, state_dict["data"])
         self.batches_done = self._data.resume_epoch(self.epoch, states, state_dict["batches"], state_dict["data"])

@@ -62,7 +62,7 @@ class PreparedModule(nn.Module):
         _, _, state, *rest = reduced
         left_out = {_CALLS, *vars(self)[_CALLS].marked}
         kept = {name: value for name, value in state.items() if name not in left_out}
-        return _new, (type(self).__mro__[2],), kept, *rest
+        return _make_empty, (type(self).__mro__[2],), kept, *rest
 
 
 class ModuleCalls:
@@ -117,12 +117,12 @@ class ModuleCalls:
         return output
 
 
-def _new(plain: type[nn.Module]) -> nn.Module:
+def _make_empty(plain: type[nn.Module]) -> nn.Module:
     """Return an empty module, which a copy or a pickle fills in."""
     return plain.__new__(plain)
 
 
-def unprepare(copied: nn.Module, prepared: nn.Module) -> None:
+def unprepare_copy(copied: nn.Module, prepared: nn.Module) -> None:
     """Let the calls of a copy of a module, or of a part of one, run as those of the plain module, if it is prepared."""
     if isinstance(prepared, PreparedModule):
         copied.__class__ = type(prepared).__mro__[2]
@@ -153,7 +153,7 @@ def check_plain(module: object) -> None:
         )
 
 
-def prepare(placed: Placed, gradients: StepGradients, *, is_sharded: bool) -> None:
+def prepare_module(placed: Placed, gradients: StepGradients, *, is_sharded: bool) -> None:
     """Make the calls of a module go through what has placed it; one that `is_sharded` cannot be copied."""
     module = placed.module
     plain = type(module)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...callbacks.dispatch import overrides
+from ...callbacks.dispatch import overrides_method
 from ...common.errors import ConfigError, ModuleError
 from ...strategies import Precision
 from ...strategies.placed.placed import Placed
@@ -33,7 +33,7 @@ class OptimizerSteps:
     ) -> None:
         self._optimizer, self._placed, self._gradients, self._reduce = optimizer, placed, gradients, reduce
         self._evaluates = needs_closure(optimizer)
-        is_plain = not (placed.precision.uses_scaler or overrides(placed, "step", Placed))
+        is_plain = not (placed.precision.uses_scaler or overrides_method(placed, "step", Placed))
         self._update: Callable[..., object] = step_of(optimizer) if is_plain else self._step_placed
         self._casts = placed.precision.autocast_dtype is not None
 
@@ -107,7 +107,7 @@ def check_optimizers(optimizers: Sequence[object], module: nn.Module, precision:
             )
 
 
-def adopt(optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, str], module: nn.Module) -> None:
+def adopt_parameters(optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, str], module: nn.Module) -> None:
     """Make optimizers hold a module's current parameters, if a strategy has replaced those that they were built with.
 
     Args:

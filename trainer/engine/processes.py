@@ -17,7 +17,7 @@ from ...strategies import Precision, Strategy, place
 from ...strategies.launch.peer_failures import blame_peer
 from ..data.seed import capture_rng, restore_rng
 from ..data.seed import seed_everything as seed_all
-from .reported import concatenated, mean_by_samples, total_of
+from .reported import concatenate_ranks, mean_by_samples, total_of
 from .step_gradients import StepGradients
 
 T = TypeVar("T")
@@ -197,7 +197,7 @@ class EngineProcesses:
     def gather_for_metrics(self, data: object) -> Any:
         """Return tensors with one row per sample of the batch, gathered from all ranks in order, each sample once."""
         self._connect()
-        return concatenated(data, self._gradients.size, self.strategy)
+        return concatenate_ranks(data, self._gradients.size, self.strategy)
 
     def all_reduce(self, data: object, reduce_op: Any = "mean") -> Any:
         """Reduce every tensor and number over all ranks, each with the same weight."""

@@ -9,7 +9,7 @@ from ...common.errors import ConfigError
 from ...strategies import Strategy
 from ...strategies.distributed.collectives import Collectives
 from ...strategies.distributed.nested import iterate_tensors, map_tensors
-from ..module.loss import Loss, nonzero
+from ..module.loss import Loss, avoid_zero
 
 
 def mean_by_samples(data: object, size: int, collectives: Collectives) -> object:
@@ -17,12 +17,14 @@ def mean_by_samples(data: object, size: int, collectives: Collectives) -> object
     if isinstance(data, Loss):
         own = [data.total.detach() * (size > 0), data.count * (size > 0)]
         total, count = collectives.all_reduce(own)
-        return total / nonzero(count)
+        return total / avoid_zero(count)
     if collectives.world_size == 1:
         return map_tensors(Tensor.detach, data)
-    weighed = map_tensors(lambda tensor: _floating(tensor.detach()) * size, data, lambda leaf: _times(leaf, size))
+    weighed = map_tensors(
+        lambda tensor: _to_floating(tensor.detach()) * size, data, lambda leaf: _multiply_number(leaf, size)
+    )
     sums, total_size = collectives.all_reduce([weighed, size])
-    return map_tensors(lambda tensor: tensor / total_size, sums, lambda leaf: _times(leaf, 1 / total_size))
+    return map_tensors(lambda tensor: tensor / total_size, sums, lambda leaf: _multiply_number(leaf, 1 / total_size))
 
 
 def total_of(data: object, size: int, collectives: Collectives) -> object:
@@ -33,11 +35,11 @@ def total_of(data: object, size: int, collectives: Collectives) -> object:
         )
     counts = int(size > 0)
     return collectives.all_reduce(
-        map_tensors(lambda tensor: tensor.detach() * counts, data, lambda leaf: _times(leaf, counts))
+        map_tensors(lambda tensor: tensor.detach() * counts, data, lambda leaf: _multiply_number(leaf, counts))
     )
 
 
-def concatenated(data: object, size: int, strategy: Strategy) -> object:
+def concatenate_ranks(data: object, size: int, strategy: Strategy) -> object:
     """Return tensors of all ranks, concatenated along the first dimension, without stand-in batches. Collective."""
     scalar = next((tensor for tensor in iterate_tensors(data) if not tensor.dim()), None)
     if scalar is not None:
@@ -53,9 +55,9 @@ def concatenated(data: object, size: int, strategy: Strategy) -> object:
     return map_tensors(lambda _: next(joined), data)
 
 
-def _floating(tensor: Tensor) -> Tensor:
+def _to_floating(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.double()
 
 
-def _times(leaf: object, factor: float) -> object:
+def _multiply_number(leaf: object, factor: float) -> object:
     return leaf * factor if isinstance(leaf, int | float) and not isinstance(leaf, bool) else leaf

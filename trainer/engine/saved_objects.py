@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from ...common.errors import CheckpointError, ConfigError
 from ...strategies.placed.placed import Placed
-from ..checkpoint import difference
-from ..checkpoint.saved_state import reading
+from ..checkpoint import compare_weights
+from ..checkpoint.saved_state import explain_bad_part
 
 OWN: Final = ("precision", "rng")
 """The entries that an `Engine` adds: the loss scale, and the random generators of each rank."""
@@ -52,7 +52,7 @@ def state_of(value: Any, owner: Owner, sync: Callable[[Placed], None]) -> object
     if placed is None:
         return value.state_dict() if _is_stateful(value) else value
     if isinstance(value, Optimizer):
-        return placed.optimizer_state(_plain(value))
+        return placed.optimizer_state(_unwrap_optimizer(value))
     sync(placed)
     return placed.model_state()
 
@@ -79,11 +79,11 @@ def put_back(objects: MutableMapping[str, Any], saved: MutableMapping[str, Any],
         elif isinstance(value, nn.Module):
             _load_module(name, value, placed, state, strict=strict)
         else:
-            with reading(name):
+            with explain_bad_part(name):
                 if placed is None:
                     value.load_state_dict(state)
                 else:
-                    placed.load_optimizer_state(_plain(value), state)
+                    placed.load_optimizer_state(_unwrap_optimizer(value), state)
 
 
 def _load_module(
@@ -95,7 +95,7 @@ def _load_module(
         else:
             placed.load_model_state(state, strict=strict)
     except (RuntimeError, TypeError, AttributeError) as error:
-        found = difference(module, state) if isinstance(state, Mapping) else error
+        found = compare_weights(module, state) if isinstance(state, Mapping) else error
         raise CheckpointError(
             f"The part {name!r} of the checkpoint does not fit {type(module).__name__}; build it as it was, or pass "
             f"strict=False.\n{found or error}"
@@ -106,7 +106,7 @@ def _is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def _plain(optimizer: Optimizer) -> Optimizer:
+def _unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer inside the one that the user holds."""
     return vars(optimizer).get("optimizer", optimizer)  # type: ignore[no-any-return]
 

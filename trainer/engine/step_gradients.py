@@ -10,7 +10,7 @@ from typing import Final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...callbacks.dispatch import overrides
+from ...callbacks.dispatch import overrides_method
 from ...common.errors import RunError
 from ...strategies import Strategy
 from ...strategies.module.traces import Traceless
@@ -145,7 +145,7 @@ class StepGradients:
         self._guards[placed] = guard = ReplicaGuard(placed, lambda: self._num_updates, "error")
         guard.begin()
         self._has_compared = placed.ranks.world_size == 1
-        if overrides(placed, "end_backward", Placed):
+        if overrides_method(placed, "end_backward", Placed):
             self._ends.append(placed.end_backward)
 
     def sync_replicas(self, placed: Placed) -> None:

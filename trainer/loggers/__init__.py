@@ -31,25 +31,25 @@ else:
     )
 
 
-def _tensorboard(save_dir: str | Path) -> Logger:
+def _make_tensorboard(save_dir: str | Path) -> Logger:
     from .tensorboard import TensorBoardLogger
 
     return TensorBoardLogger(save_dir, default_hp_metric=False)  # no curve that the user did not log
 
 
-def _csv(save_dir: str | Path) -> Logger:
+def _make_csv(save_dir: str | Path) -> Logger:
     from .csv import CSVLogger
 
     return CSVLogger(save_dir)
 
 
-def _wandb(save_dir: str | Path) -> Logger:
+def _make_wandb(save_dir: str | Path) -> Logger:
     from .wandb import WandbLogger
 
     return WandbLogger(save_dir=save_dir)
 
 
-def _mlflow(save_dir: str | Path) -> Logger:
+def _make_mlflow(save_dir: str | Path) -> Logger:
     from .mlflow import MLFlowLogger
 
     return MLFlowLogger(save_dir=Path(save_dir) / "mlruns")
@@ -57,10 +57,10 @@ def _mlflow(save_dir: str | Path) -> Logger:
 
 LoggersByName = Mapping[str, Callable[[str | Path], Logger]]
 BY_NAME: Final[LoggersByName] = {
-    "tensorboard": _tensorboard,
-    "csv": _csv,
-    "wandb": _wandb,
-    "mlflow": _mlflow,
+    "tensorboard": _make_tensorboard,
+    "csv": _make_csv,
+    "wandb": _make_wandb,
+    "mlflow": _make_mlflow,
 }
 """What ``Trainer(logger="tensorboard")`` makes, given the folder of the run's files."""
 

@@ -20,7 +20,7 @@ from typing import Any, Final, TextIO
 
 from torch import Tensor
 
-from ...callbacks.helpers.loggers import local_folder, tell
+from ...callbacks.helpers.loggers import local_folder, tell_loggers
 from ...callbacks.run import Logger
 from ...common.errors import ConfigError
 from ...common.storage import AnyPath, Mirror, StorePath, any_path, as_path, home_of
@@ -232,13 +232,13 @@ class FolderLogger:
 
     def named(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return metrics as floats, under their prefixed names."""
-        return prefixed(metrics, self._prefix)
+        return add_prefix(metrics, self._prefix)
 
     def keep_hyperparams(self, params: Mapping[str, Any] | Namespace) -> dict[str, Any]:
         """Put these hyper-parameters and those of earlier calls into ``hparams.yaml``, and return them all."""
         import yaml
 
-        self._hparams.update(plain(vars(params) if isinstance(params, Namespace) else params))
+        self._hparams.update(to_plain_values(vars(params) if isinstance(params, Namespace) else params))
         text = yaml.safe_dump(self._hparams, sort_keys=False, allow_unicode=True)
         self._texts["hparams.yaml"] = text
         return self._hparams
@@ -327,13 +327,13 @@ def continue_in_folders(loggers: Sequence[Logger], runs: Sequence[Mapping[str, s
             logger.continue_in(as_path(run["version"]))
 
 
-def prefixed(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
+def add_prefix(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
     """Return metrics as floats, under their names with the prefix and ``-`` before them, if there is a prefix."""
     start = f"{prefix}-" if prefix else ""
     return {start + name: float(value) for name, value in metrics.items()}
 
 
-def plain(value: Any) -> Any:
+def to_plain_values(value: Any) -> Any:
     """Return hyper-parameters as YAML types: dicts, lists, numbers, bools, strings and None."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
@@ -344,24 +344,24 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_plain_values(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [plain(item) for item in value]
+        return [to_plain_values(item) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: to_plain_values(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
         return f"{value.__module__}.{value.__qualname__}"
     text = str(value)
     return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
 
 
-def flatten(params: Mapping[str, object], prefix: str = "") -> dict[str, bool | int | float | str]:
-    """Return `plain` hyper-parameters flattened to one level (``optimizer/lr``), as finite numbers or text."""
+def flatten_params(params: Mapping[str, object], prefix: str = "") -> dict[str, bool | int | float | str]:
+    """Return values of `to_plain_values` flattened to one level (``optimizer/lr``), as finite numbers or text."""
     flat: dict[str, bool | int | float | str] = {}
     for key, value in params.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
-            flat.update(flatten(value, f"{name}/"))
+            flat.update(flatten_params(value, f"{name}/"))
         elif isinstance(value, bool | int | float) and math.isfinite(value):
             flat[name] = value
         else:
@@ -371,12 +371,12 @@ def flatten(params: Mapping[str, object], prefix: str = "") -> dict[str, bool | 
 
 def replace_text(path: Path, text: str) -> None:
     """Replace a file atomically: readers see the old or the new text, also if the run is killed here."""
-    with replacing(path) as file:
+    with open_replacement(path) as file:
         file.write(text)
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[TextIO]:
+def open_replacement(path: Path) -> Iterator[TextIO]:
     """Open a file for text that replaces the one at `path` when the context ends without an error."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -392,4 +392,4 @@ def continue_loggers(loggers: Sequence[Logger], versions: Sequence[int | str | N
     """Make loggers continue in the folders that they have on rank 0."""
     for logger, version in zip(loggers, versions, strict=True):
         if version is not None:
-            tell([logger], "continue_as", version)
+            tell_loggers([logger], "continue_as", version)

@@ -17,8 +17,8 @@ from torch import nn
 from ...common.errors import ConfigError
 from ...strategies.cluster.environment import node_folder
 from ...strategies.state.regular_file import open_regular
-from ...strategies.state.schema import shown
-from .base import FolderLogger, VersionFolder, replacing
+from ...strategies.state.schema import format_as_line
+from .base import FolderLogger, VersionFolder, open_replacement
 
 _LONGEST_LINE: Final = 1 << 20
 """Bytes of a line of ``metrics.csv``."""
@@ -74,7 +74,7 @@ class CSVLogger(FolderLogger):
         """Create the folder of the run, and note the table in it."""
         super().open()
         self._is_supervised = node_folder() is not None
-        self._left_as = _identity(self._path)
+        self._left_as = _identify_file(self._path)
 
     @property
     def _path(self) -> Path:
@@ -135,8 +135,8 @@ class CSVLogger(FolderLogger):
         if not (path.exists() or self._is_supervised):
             return
         try:
-            with _reading(path) as (columns, rows), replacing(path) as file:
-                writer = _begin(file, columns)  # also under an agent, so that the file is this process's own
+            with _open_table(path) as (columns, rows), open_replacement(path) as file:
+                writer = _begin_table(file, columns)  # also under an agent, so that the file is this process's own
                 self._kept = []
                 for row in rows:
                     if int(row["step"]) <= step:
@@ -145,7 +145,7 @@ class CSVLogger(FolderLogger):
                         self._kept.append(_as_text(row))
         except OSError as error:
             raise ConfigError(f"{path} cannot be read ({error}); move it, or give another version.") from None
-        self._left_as, self._columns = _identity(path), columns
+        self._left_as, self._columns = _identify_file(path), columns
 
     def continue_as(self, version: int | str) -> None:
         """Continue in the table of a run that another process has opened."""
@@ -170,23 +170,23 @@ class CSVLogger(FolderLogger):
         names = [name for row in rows for name in row]
         try:
             if self._columns is not None and path.exists() and set(names) <= set(self._columns):
-                _append(path, self._columns, rows)
+                _append_rows(path, self._columns, rows)
             else:
-                with _reading(path) as (columns, written), replacing(path) as file:
+                with _open_table(path) as (columns, written), open_replacement(path) as file:
                     wider = list(dict.fromkeys([*columns, *names]))
-                    writer = _begin(file, wider)
+                    writer = _begin_table(file, wider)
                     writer.writerows(written)
                     writer.writerows(rows)
                 self._columns = wider
         finally:
-            self._left_as = _identity(path)
+            self._left_as = _identify_file(path)
         self._rows = []
 
     def _is_taken_over(self) -> bool:
         """Return whether workers of a later round write the table, since this round's were believed lost."""
         if not self._is_supervised or self._is_silent:
             return False
-        now = _identity(self._path)
+        now = _identify_file(self._path)
         return now is not None and now != self._left_as
 
     def finalize(self, status: str) -> None:
@@ -197,7 +197,7 @@ class CSVLogger(FolderLogger):
         return {**self.__dict__, "_rows": [], "_texts": {}, "_columns": None}
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
+def _identify_file(path: Path) -> tuple[int, int] | None:
     """Return an identity that changes if a file is replaced, or changed by another process; None without a file."""
     with suppress(OSError):
         found = path.stat()
@@ -205,7 +205,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return None
 
 
-def _append(path: Path, columns: list[str], rows: Iterable[Mapping[str, object]]) -> None:
+def _append_rows(path: Path, columns: list[str], rows: Iterable[Mapping[str, object]]) -> None:
     """Add rows to the end of a table; all or none if the disk is full."""
     size = path.stat().st_size
     try:
@@ -222,14 +222,14 @@ def _as_text(row: Mapping[str, object]) -> dict[str, str]:
     return {name: str(value) for name, value in row.items() if value not in ("", None)}
 
 
-def _begin(file: TextIO, columns: list[str]) -> csv.DictWriter[str]:
+def _begin_table(file: TextIO, columns: list[str]) -> csv.DictWriter[str]:
     writer = csv.DictWriter(file, columns)
     writer.writeheader()
     return writer
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[tuple[list[str], Iterator[dict[str, Any]]]]:
+def _open_table(path: Path) -> Iterator[tuple[list[str], Iterator[dict[str, Any]]]]:
     """Open a table, however large; yield its columns and rows, without a last line that a killed run left incomplete.
 
     Without a file it has no rows.
@@ -239,17 +239,18 @@ def _reading(path: Path) -> Iterator[tuple[list[str], Iterator[dict[str, Any]]]]
         return
     try:
         with open_regular(path) as file:
-            reader = csv.DictReader(_lines(file))
-            yield list(reader.fieldnames or ["step"]), _checked(reader, path)
+            reader = csv.DictReader(_read_lines(file))
+            yield list(reader.fieldnames or ["step"]), _check_rows(reader, path)
     except (ValueError, csv.Error) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
-            f"{path} must be a table of a CSVLogger, found {shown(str(error))}; move it, or give another version."
+            f"{path} must be a table of a CSVLogger, found {format_as_line(str(error))}; move it, or give another "
+            "version."
         ) from None
 
 
-def _lines(file: BinaryIO) -> Iterator[str]:
+def _read_lines(file: BinaryIO) -> Iterator[str]:
     while (line := file.readline(_LONGEST_LINE)).endswith(b"\n"):
         yield line.decode("utf-8")
     if len(line) == _LONGEST_LINE:
@@ -258,10 +259,11 @@ def _lines(file: BinaryIO) -> Iterator[str]:
         line.decode("utf-8")
 
 
-def _checked(rows: Iterable[dict[str, object]], path: Path) -> Iterator[dict[str, object]]:
+def _check_rows(rows: Iterable[dict[str, object]], path: Path) -> Iterator[dict[str, object]]:
     for row in rows:
         if not re.fullmatch(r"[0-9]{1,18}", str(row.get("step"))) or None in row:
             raise ConfigError(
-                f"{path} must be a table of a CSVLogger, found the row {shown(row)}; move it, or give another version."
+                f"{path} must be a table of a CSVLogger, found the row {format_as_line(row)}; move it, or give another "
+                "version."
             )
         yield row

@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlparse
 from ...callbacks.helpers.loggers import local_folder
 from ...common.errors import ConfigError, MissingDependencyError
 from ...common.storage import any_path
-from .base import flatten, is_installed, plain
+from .base import flatten_params, is_installed, to_plain_values
 from .dummy import DummyExperiment
 from .tracker import LoggedCheckpoint, LogModel, TrackerLogger, as_os_error
 
@@ -225,20 +225,20 @@ class MLFlowLogger(TrackerLogger):
 
         now = time.time()
         for name, value in self.numbers(metrics, step or 0).items():
-            self._points.append(Metric(_allowed(name), value, int(now * 1000), step or 0))
+            self._points.append(Metric(_clean_name(name), value, int(now * 1000), step or 0))
         if now - self._written_at > max(_SECONDS_AT_MOST, self._pause):
             self._write()
 
     def numbers(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
         """Return metrics under their names in the store, without those that it already has."""
-        return super().numbers({_allowed(name): value for name, value in metrics.items()}, step)
+        return super().numbers({_clean_name(name): value for name, value in metrics.items()}, step)
 
     def log_hyperparams(self, params: Mapping[str, Any] | Namespace) -> None:
         """Write the hyper-parameters, flattened (``optimizer/lr``). A parameter in the store keeps its first value."""
         if self._is_silent:
             return
-        flat = flatten(plain(vars(params) if isinstance(params, Namespace) else params))
-        self._params.update({_allowed(name): str(value)[:_LONGEST_PARAM] for name, value in flat.items()})
+        flat = flatten_params(to_plain_values(vars(params) if isinstance(params, Namespace) else params))
+        self._params.update({_clean_name(name): str(value)[:_LONGEST_PARAM] for name, value in flat.items()})
         self._write()
 
     def log_text(self, tag: str, text: str) -> None:
@@ -343,7 +343,7 @@ def _set_uri() -> str | None:
     return mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else None
 
 
-def _allowed(name: str) -> str:
+def _clean_name(name: str) -> str:
     """Return a name that MLflow accepts: only allowed characters, and as a path that stays in its folder."""
     name = posixpath.normpath(re.sub(r"[^\w/. :-]+", "", name)).lstrip("/.")
     return name[:_LONGEST_NAME] or "_"

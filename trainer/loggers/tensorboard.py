@@ -19,7 +19,7 @@ from ...common.errors import MissingDependencyError
 from ...strategies.distributed.nested import to_device
 from ...strategies.module.traces import Traceless
 from ...strategies.torch_internals.utils import find_file_writer
-from .base import FolderLogger, VersionFolder, flatten, is_installed
+from .base import FolderLogger, VersionFolder, flatten_params, is_installed
 from .dummy import DummyExperiment
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class TensorBoardLogger(FolderLogger):
             return
         self.write_texts()
         info = SessionStartInfo(start_time_secs=time.time())
-        for name, value in flatten(self._hparams).items():
+        for name, value in flatten_params(self._hparams).items():
             if isinstance(value, bool):
                 info.hparams[name].bool_value = value
             elif isinstance(value, str):

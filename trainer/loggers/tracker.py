@@ -12,11 +12,11 @@ from typing import Final, Literal, Protocol
 
 from torch import Tensor
 
-from ...callbacks.helpers.loggers import tell
+from ...callbacks.helpers.loggers import tell_loggers
 from ...callbacks.run import Logger
 from ...common.errors import ConfigError
 from ...common.storage import AnyPath, StorePath, as_path, local_copy, local_folder
-from .base import prefixed
+from .base import add_prefix
 
 LogModel = bool | Literal["all"]
 
@@ -120,7 +120,7 @@ class TrackerLogger:
     def numbers(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
         """Return metrics as floats, under their prefixed names, without those that the tracker already has."""
         known = self._known.get(step, {})
-        values = prefixed(metrics, self._prefix)
+        values = add_prefix(metrics, self._prefix)
         return {name: value for name, value in values.items() if not (name in known and is_same(value, known[name]))}
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def continue_saved_runs(loggers: Sequence[Logger], runs: Sequence[Mapping[str, s
     for logger in loggers:
         of_it = [run for run in left if (run["type"], run["name"]) == (type(logger).__name__, str(logger.name))]
         if of_it:
-            tell([logger], "continue_saved", of_it[0]["version"])
+            tell_loggers([logger], "continue_saved", of_it[0]["version"])
             left.remove(of_it[0])
 
 

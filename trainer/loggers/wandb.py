@@ -15,7 +15,7 @@ from ...callbacks.helpers.loggers import local_folder
 from ...common.errors import ConfigError, MissingDependencyError
 from ...common.storage import StorePath, any_path
 from ...strategies.cluster.environment import ENVIRON
-from .base import is_installed, plain
+from .base import is_installed, to_plain_values
 from .dummy import DummyExperiment
 from .tracker import LoggedCheckpoint, LogModel, TrackerLogger, as_os_error
 from .wandb_file import read_history
@@ -192,7 +192,7 @@ class WandbLogger(TrackerLogger):
     def log_hyperparams(self, params: Mapping[str, Any] | Namespace) -> None:
         """Write the hyper-parameters into the run's config."""
         if not self._is_silent:
-            values = plain(vars(params) if isinstance(params, Namespace) else params)
+            values = to_plain_values(vars(params) if isinstance(params, Namespace) else params)
             with as_os_error():
                 self.experiment.config.update(values, allow_val_change=True)
 
@@ -290,7 +290,7 @@ class WandbLogger(TrackerLogger):
             with suppress(OSError, ValueError):  # a foreign file; wandb itself would complain
                 for row in read_history(path):
                     if isinstance(row.get(_STEP), int) and row[_STEP] >= step:
-                        self._known.setdefault(row[_STEP], {}).update(_numbers(row))
+                        self._known.setdefault(row[_STEP], {}).update(_numbers_of_row(row))
 
     def save(self) -> None:
         """Do nothing: W&B writes by itself."""
@@ -329,7 +329,7 @@ class WandbLogger(TrackerLogger):
         return {**super().__getstate__(), "_run": None}
 
 
-def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+def _numbers_of_row(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers in a row; those that are not finite are stored as text."""
     numbers = {}
     for name, value in row.items():

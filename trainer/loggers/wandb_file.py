@@ -18,14 +18,14 @@ def read_history(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of ``run.log``, as far as they are on disk: a killed run leaves an incomplete end."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    for data in _records(path):
+    for data in _read_records(path):
         record = Record.FromString(data)
         if record.HasField("history"):
             items = record.history.item
             yield {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
 
 
-def _records(path: Path) -> Iterator[bytes]:
+def _read_records(path: Path) -> Iterator[bytes]:
     parts: list[bytes] = []
     with path.open("rb") as file:
         if not file.read(_HEADER.size).startswith(b":W&B"):

@@ -14,7 +14,7 @@ from ..data.micro_batch import Window
 from ..module.arguments import num_step_arguments
 from ..module.loss import loss_of, mean_of
 from ..session.session import Session
-from .shared_step import unseen
+from .shared_step import leave_no_trace
 
 _TOLERANCE: Final = 1e-6
 """Tokens that are masked have a weight of exactly 0, in every dtype."""
@@ -33,9 +33,9 @@ def check_documents(session: Session, window: Window) -> None:
     alone = _with_last_document(batch)
     if alone is None:
         return
-    tokens, others = alone["input_ids"], alone["document_ids"] != _last(alone["document_ids"])
+    tokens, others = alone["input_ids"], alone["document_ids"] != _last_document(alone["document_ids"])
     changed = {**alone, "input_ids": torch.where(others, tokens.flip(1), tokens)}
-    before, after = _loss(session, alone), _loss(session, changed)
+    before, after = _compute_loss(session, alone), _compute_loss(session, changed)
     if not math.isfinite(before) or abs(before - after) <= _TOLERANCE * abs(before):
         return
     warnings.warn(
@@ -58,20 +58,20 @@ def _with_last_document(batch: object) -> dict[str, Any] | None:
         return None
     from ..sequences.packed_dataset import IGNORED
 
-    last = _last(documents)
+    last = _last_document(documents)
     kept = torch.where((documents == last) & (last > 0), labels, IGNORED)
     if not (kept != IGNORED).any():
         return None
     return {**batch, "labels": kept, "shift_labels": kept.roll(-1, 1)}  # the first token is no target
 
 
-def _last(documents: Tensor) -> Tensor:
+def _last_document(documents: Tensor) -> Tensor:
     return documents.max(dim=1, keepdim=True).values
 
 
-def _loss(session: Session, batch: object) -> float:
+def _compute_loss(session: Session, batch: object) -> float:
     module = session.module
-    with unseen(session, "training_step"):
+    with leave_no_trace(session, "training_step"):
         if session.transfer is not None:
             batch = session.transfer(batch, 0)
         with session.placed.precision.forward_context(session.strategy.device):

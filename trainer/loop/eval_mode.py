@@ -23,17 +23,19 @@ def left_in_eval_mode(module: nn.Module) -> list[str]:
 
     Those that are frozen are left out, with what is inside them: freezing puts them into eval mode on purpose.
     """
-    return [name for name, part in _trained(module, "", is_frozen=False) if not part.training and _asks_for_mode(part)]
+    return [
+        name for name, part in _trained_parts(module, "", is_frozen=False) if not part.training and _asks_for_mode(part)
+    ]
 
 
-def _trained(module: nn.Module, name: str, *, is_frozen: bool) -> Iterator[tuple[str, nn.Module]]:
+def _trained_parts(module: nn.Module, name: str, *, is_frozen: bool) -> Iterator[tuple[str, nn.Module]]:
     parameters = list(module.parameters())
     is_frozen = not any(parameter.requires_grad for parameter in parameters) if parameters else is_frozen
     if is_frozen:
         return
     yield name, module
     for own, child in module.named_children():
-        yield from _trained(child, f"{name}.{own}".lstrip("."), is_frozen=is_frozen)
+        yield from _trained_parts(child, f"{name}.{own}".lstrip("."), is_frozen=is_frozen)
 
 
 def _asks_for_mode(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...strategies import Strategy
-from ..data.sample_checks import compared, gather_numbers
+from ..data.sample_checks import compare_first_reads, gather_numbers
 from ..data.seed import isolated_rng
 from ..metrics.accumulator import to_numbers
 from ..metrics.reduction import Line
@@ -22,8 +22,8 @@ from ..module.arguments import num_step_arguments
 from ..session.progress import Predictions
 from ..session.session import Session
 from .host_copy import HostCopy
-from .schedule import note_validated, reload_if_due, validates
-from .shared_step import unseen
+from .schedule import has_validation, note_validated, reload_if_due
+from .shared_step import leave_no_trace
 
 if TYPE_CHECKING:
     from ..data.evaluation_data import EvaluationBatch
@@ -41,30 +41,30 @@ _STEP_NAMES: Final[dict[EvaluationStage, str]] = {
 }
 
 
-def validate(session: Session) -> None:
+def validate_in_fit(session: Session) -> None:
     """Validate inside `fit`, without affecting the random streams of training."""
     session.writer.wait_for_copy()  # hooks may swap the weights
     _call_own(session.module, "on_validation_model_zero_grad")
     with isolated_rng(session.strategy.devices), session.streams.kept():
         reload_if_due(session, "validate")
-        evaluate(session, "validate")
+        evaluate_stage(session, "validate")
     note_validated(session)
 
 
 def sanity_check(session: Session) -> None:
     """Run a few validation batches before training, and discard the results: a bug in validation shows at once."""
     limit = session.settings.num_sanity_val_steps
-    if limit == 0 or not validates(session):
+    if limit == 0 or not has_validation(session):
         return
     with session.progress.in_stage("sanity_check"):
         session.hooks.call("on_sanity_check_start")
         with isolated_rng(session.strategy.devices), session.streams.kept():
-            evaluate(session, "sanity_check", math.inf if limit == -1 else limit)
+            evaluate_stage(session, "sanity_check", math.inf if limit == -1 else limit)
         session.metrics.forget()
         session.hooks.call("on_sanity_check_end")
 
 
-def evaluate(session: Session, stage: EvaluationStage, limit: float = math.inf) -> Results:
+def evaluate_stage(session: Session, stage: EvaluationStage, limit: float = math.inf) -> Results:
     """Run every batch of the evaluation loaders through the stage's step, and reduce the logged values."""
     name = _STEP_NAMES[stage]
     module, hooks, metrics, data = session.module, session.hooks, session.metrics, session.evaluation_data
@@ -84,7 +84,7 @@ def evaluate(session: Session, stage: EvaluationStage, limit: float = math.inf) 
                 for dataloader_idx in range(len(data.loaders)):
                     _evaluate_loader(session, name, dataloader_idx, limit)
                 if session.predictions is not None:
-                    session.predictions = _gathered(session.strategy, session.predictions)
+                    session.predictions = _gather_predictions(session.strategy, session.predictions)
                 values = metrics.end_batches()
                 hooks.call(f"on_{name}_epoch_end")
                 values += metrics.end_hooks()
@@ -126,7 +126,7 @@ def _evaluate_loader(session: Session, name: str, dataloader_idx: int, limit: fl
     num_args = num_step_arguments(session.module, f"{name}_step", 3 if several else 2)
     action = f"{name}_step"
     batches = data.batches(dataloader_idx, limit, session.state.global_step, session.run.current_epoch)
-    batches = compared(batches, session.strategy, attrgetter("batch"))
+    batches = compare_first_reads(batches, session.strategy, attrgetter("batch"))
     in_lockstep = session.strategy.forward_is_collective and session.strategy.data_size > 1
     run_unseen = partial(_run_unseen, session, action, dataloader_idx, num_args)
     rounds = _in_lockstep(session, batches, action, run_unseen) if in_lockstep else zip(batches, repeat(()))
@@ -184,11 +184,11 @@ def _in_lockstep(
 
 def _run_unseen(session: Session, step_name: str, dataloader_idx: int, num_args: int, lent: tuple[object, int]) -> None:
     """Run a step of another rank's batch, which does not count here."""
-    with unseen(session, step_name):
+    with leave_no_trace(session, step_name):
         session.placed.run(step_name, *(*lent, dataloader_idx)[:num_args])
 
 
-def _gathered(strategy: Strategy, own: Predictions) -> Predictions:
+def _gather_predictions(strategy: Strategy, own: Predictions) -> Predictions:
     """Return the predictions of all ranks, with their sample indices. Collective: every rank calls it."""
     loaders = in_dataset_order(strategy.ranks.data.all_gather_object(own.outputs))
     return Predictions(

@@ -31,14 +31,16 @@ def warn_if_not_finite(session: Session) -> None:
     Collective: every rank calls it.
     """
     strategy = session.strategy
-    own = next(_not_finite((n, values_here(p.detach())) for n, p in _trained(session) if not _is_elsewhere(p)), "")
+    own = next(
+        _not_finite((n, values_here(p.detach())) for n, p in _trained_parameters(session) if not _is_elsewhere(p)), ""
+    )
     if strategy.ranks.all.all_reduce(float(bool(own)), "max"):
         names: list[str] = strategy.ranks.all.all_gather_object(own)
         if strategy.rank == 0:
-            _warn(session, next(filter(None, names)))
+            _warn_not_finite(session, next(filter(None, names)))
 
 
-def _trained(session: Session) -> Iterator[tuple[str, Tensor]]:
+def _trained_parameters(session: Session) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters that training changes; a mask among the others may be infinite on purpose."""
     named = session.module.named_parameters()
     return ((name, p) for name, p in named if p.requires_grad and not is_lazy(p))
@@ -59,7 +61,7 @@ def _not_finite(named: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
             yield name
 
 
-def _warn(session: Session, name: str) -> None:
+def _warn_not_finite(session: Session, name: str) -> None:
     since = f" It was first seen {session.not_finite.found}." if session.not_finite.found else ""
     kept = _newest_finite(session)
     resume = f" The newest checkpoint with finite weights is {str(kept)!r}." if kept is not None else ""
@@ -73,7 +75,7 @@ def _warn(session: Session, name: str) -> None:
 def _newest_finite(session: Session) -> AnyPath | None:
     """Return the newest checkpoint of this run whose weights are finite, if one of the newest is."""
     folders = {each.dirpath for each in session.callbacks if isinstance(each, ModelCheckpoint) and each.dirpath}
-    names = {name for name, _ in _trained(session)}
+    names = {name for name, _ in _trained_parameters(session)}
     try:
         for found in list(reversed(list_checkpoints(*sorted(folders))))[:_MOST_READ]:
             if found.manifest is None or found.manifest.lineage != session.origin.lineage:

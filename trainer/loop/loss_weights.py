@@ -13,7 +13,7 @@ from ...strategies import Strategy
 from ...strategies.targets.shares import share_of, unclear_share
 from ...strategies.targets.target_mean import TargetMean
 from ..data.micro_batch import Window
-from ..module.loss import Loss, as_tensor, mean_of, nonzero
+from ..module.loss import Loss, as_tensor, avoid_zero, mean_of
 from .target_weights import TargetWeights, cannot_mix
 
 Unit = Literal["samples", "targets", "Loss"]
@@ -107,7 +107,7 @@ class Weights:
             if not self.has_units:
                 self.has_units = True
                 # with several ranks, a number that is the same on all
-                self._divisor = nonzero(loss.count) if self._strategy is None else self._planned / self._sharers
+                self._divisor = avoid_zero(loss.count) if self._strategy is None else self._planned / self._sharers
             if self._has_parts and not share_of(loss.total):  # another rank has computed the whole
                 loss = Loss(loss.total * 0.0, loss.count * 0)
             self._count = self._count + loss.count
@@ -181,11 +181,11 @@ class Weights:
             numbers = [0.0 if is_tensor else float(count), float(is_tensor)]
             number, num_tensors = self._strategy.ranks.count.all_reduce(numbers)
             if not num_tensors:
-                return float(self._planned / nonzero(number))
+                return float(self._planned / avoid_zero(number))
         elif unit == "targets":
             return self._correction_of(self._begin_sum()())
         count = self._strategy.ranks.count.all_reduce(as_tensor(count, like))
-        return self._planned / nonzero(count)
+        return self._planned / avoid_zero(count)
 
     def _of_samples(self) -> float:
         """Return what the tensors without targets count.
@@ -215,10 +215,10 @@ class Weights:
         like = self.losses[0]
         if unit == "targets":
             is_as_planned = not isinstance(count, Tensor) and count == self._planned
-            return None if is_as_planned else self._planned / nonzero(count)
+            return None if is_as_planned else self._planned / avoid_zero(count)
         if like.device.type != "cpu" and not isinstance(count, Tensor):  # no wait for two numbers
-            return self._divisor / nonzero(count)
-        return as_tensor(self._divisor, like) / nonzero(as_tensor(count, like))
+            return self._divisor / avoid_zero(count)
+        return as_tensor(self._divisor, like) / avoid_zero(as_tensor(count, like))
 
     def _without_zeros(self) -> float:
         """Return the samples of the tensors that are no means over targets; one that is 0 stands for none."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...callbacks.dispatch import overrides
+from ...callbacks.dispatch import overrides_method
 from ...common.errors import ModuleError
 from ...strategies import ActivationCheckpointing
 from ...strategies.devices.streams import numbers_on
@@ -20,7 +20,7 @@ from ..module.arguments import num_step_arguments
 from ..module.loss import loss_of, mean_of
 from ..module.train_module import TrainModule
 from ..session.session import Session
-from .shared_step import SharedStep, unseen
+from .shared_step import SharedStep, leave_no_trace
 
 
 class PipelineStep(SharedStep):
@@ -45,7 +45,7 @@ class PipelineStep(SharedStep):
         self.num_of_all = 0
         self.signatures: Sequence[Hashable] = ()
         self.position = 0
-        if overrides(session.module, "backward", TrainModule):
+        if overrides_method(session.module, "backward", TrainModule):
             raise ModuleError(
                 f"{type(session.module).__name__} overrides backward, but only the last stage of a pipeline has a "
                 "loss; leave backward out, or use dp_shard instead of pp."
@@ -194,7 +194,7 @@ class PipelineStep(SharedStep):
 
     def unseen(self) -> AbstractContextManager[None]:
         """Return the context of a forward that leaves no trace."""
-        return unseen(self.session, "training_step")
+        return leave_no_trace(self.session, "training_step")
 
     def forward_at(self, index: int) -> object:
         """Call ``training_step`` with a micro-batch."""

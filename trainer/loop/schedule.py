@@ -19,7 +19,7 @@ def plan_epoch(session: Session) -> None:
     assert data is not None
     timetable.num_batches = data.num_batches
     plan_log(session)
-    timetable.validates_inside = validates(session) and validates_in_this_epoch(session)
+    timetable.validates_inside = has_validation(session) and validates_in_this_epoch(session)
     interval = settings.val_check_interval
     _plan_amount(session)
     if not isinstance(interval, int | float):
@@ -138,7 +138,7 @@ def _steps_by_samples(session: Session, data: TrainData) -> float:
     return epochs * data.num_steps + math.ceil(rest / size)
 
 
-def validates(session: Session) -> bool:
+def has_validation(session: Session) -> bool:
     """Return whether this fit validates at all."""
     return session.evaluation_data is not None and any(session.evaluation_data.num_batches)
 
@@ -169,14 +169,14 @@ def is_validation_due_at_epoch_end(session: Session) -> bool:
     """Return whether the epoch that was just completed ends with a validation."""
     interval = session.settings.val_check_interval
     at_end = interval == 1.0 and isinstance(interval, float)
-    if not at_end or not validates(session) or session.timetable.validated_at == session.state.global_step:
+    if not at_end or not has_validation(session) or session.timetable.validated_at == session.state.global_step:
         return False
     return validates_in_this_epoch(session)
 
 
 def is_last_validation_due(session: Session) -> bool:
     """Return whether a validation is due because a hook set ``should_stop`` inside an epoch; the same on every rank."""
-    if not session.progress.should_stop or session.interruption.signal is not None or not validates(session):
+    if not session.progress.should_stop or session.interruption.signal is not None or not has_validation(session):
         return False
     return session.timetable.validated_at != session.state.global_step and validates_in_this_epoch(session)
 
@@ -207,7 +207,7 @@ def step_schedulers_of_epochs(session: Session) -> None:
         step_schedulers(session, "epoch", state.epoch + 1)
 
 
-def _last(session: Session, interval: str) -> float:
+def _last_count(session: Session, interval: str) -> float:
     """Return the count at which this fit ends; infinity if it is not known."""
     settings, data = session.settings, session.train_data
     if interval == "epoch":
@@ -231,7 +231,7 @@ def step_schedulers(session: Session, interval: str, count: int, *, with_metric:
             session.metrics.reduce()  # a step's value, over all ranks
         name = config.monitor if with_metric else None  # other schedulers may name one, and are not stepped with it
         metric = session.metrics.callback_metrics().get(name) if name is not None else None
-        may_come = validates(session) and session.timetable.validated_at < 0
+        may_come = has_validation(session) and session.timetable.validated_at < 0
         if with_metric and metric is None and config.strict and not may_come:
             known = sorted(session.metrics.callback_metrics())
             raise ConfigError(
@@ -245,4 +245,4 @@ def step_schedulers(session: Session, interval: str, count: int, *, with_metric:
                 config.warn_if_stale(metric)
             session.module.lr_scheduler_step(config.scheduler, metric)
             if is_watched:
-                config.note_step(goes_on=count < _last(session, interval))
+                config.note_step(goes_on=count < _last_count(session, interval))

@@ -341,7 +341,7 @@ class SharedStep(Step):
     def _run_unseen(self, lent: tuple[object, int] | None) -> None:
         """Run a step that does not count, with what a busy rank has lent, or with an earlier batch."""
         batch, batch_idx = (self._batch_to_spare(), self.progress.batch_idx) if lent is None else lent
-        with unseen(self.session, "training_step"):
+        with leave_no_trace(self.session, "training_step"):
             output = self.forward(batch, batch_idx)
             if self.is_automatic:
                 loss = loss_of(output)
@@ -370,7 +370,7 @@ class SharedStep(Step):
 
 
 @contextmanager
-def unseen(session: Session, step_name: str) -> Iterator[None]:
+def leave_no_trace(session: Session, step_name: str) -> Iterator[None]:
     """Ignore what a step of the module logs, and undo what else it leaves, as far as `Traceless` does."""
     module, metrics = session.module, session.module_metrics
     with session.streams, Traceless(module, [getattr(module, step_name)]):

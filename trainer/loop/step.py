@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...callbacks.dispatch import overrides
+from ...callbacks.dispatch import overrides_method
 from ...strategies.placed.placed import Placed
 from ...strategies.state.optimizer_state import needs_closure
 from ..data.micro_batch import MicroBatch, Window
@@ -61,7 +61,7 @@ class Step(ABC):
         """Whether the trainer, not the module, makes the optimizer steps."""
         self.set_grad_sync, self.targets = session.placed.set_grad_sync, TargetWeights.of(session.strategy)
         self._on_batch_start, self._on_batch_end = hooks.on_train_batch_start, hooks.on_train_batch_end
-        self._may_leave = overrides(session.module, "on_train_batch_start", ModuleHooks)
+        self._may_leave = overrides_method(session.module, "on_train_batch_start", ModuleHooks)
         """Whether the last hook is the module's, which may end the epoch; return values of callbacks are ignored."""
         self._bind_update()
         self._bind_gradients()
@@ -94,16 +94,16 @@ class Step(ABC):
             forward = without_index(forward)
         self.forward: Callable[[Any, int], Any] = measured("training_step", forward)
         backward: Callable[..., None] = placed.backward
-        if not placed.precision.uses_scaler and not overrides(placed, "backward", Placed):
+        if not placed.precision.uses_scaler and not overrides_method(placed, "backward", Placed):
             backward = Tensor.backward
-        if overrides(module, "backward", TrainModule):
+        if overrides_method(module, "backward", TrainModule):
             backward = partial(_module_backward, module, placed)
         if is_parted:
             backward = streams.drawing(backward)
         self._plain_backward = measured("backward", backward)
         has_hooks = hooks.on_before_backward or hooks.on_after_backward
         self.backward: Callable[..., None] = self._backward_with_hooks if has_hooks else self._plain_backward
-        asks = hooks.on_before_zero_grad or overrides(module, "optimizer_zero_grad", TrainModule)
+        asks = hooks.on_before_zero_grad or overrides_method(module, "optimizer_zero_grad", TrainModule)
         self._zeroes_first = not asks
         zeroes_plainly = not (asks or self.session.profiler.is_active)
         zero = zero_grad_of if zeroes_plainly else partial(partial, self._zero_grad)
@@ -112,7 +112,7 @@ class Step(ABC):
     def _bind_update(self) -> None:
         placed, module, profiler = self.placed, self.module, self.session.profiler
         scales = placed.precision.uses_scaler
-        updates_plainly = not (scales or overrides(placed, "step", Placed) or profiler.is_active)
+        updates_plainly = not (scales or overrides_method(placed, "step", Placed) or profiler.is_active)
         self._update_fns: list[Callable[..., object]] = [
             step_of(optimizer)
             if updates_plainly
@@ -120,10 +120,10 @@ class Step(ABC):
             for optimizer in self.optimizers
         ]
         self._needs_closure = [needs_closure(optimizer) for optimizer in self.optimizers]
-        asks = overrides(module, "optimizer_step", TrainModule) or any(self._needs_closure)
+        asks = overrides_method(module, "optimizer_step", TrainModule) or any(self._needs_closure)
         self.passes_closure = self.is_automatic and asks
         """Whether the module or an optimizer calls for the loss, perhaps again."""
-        overrides_clipping = overrides(module, "configure_gradient_clipping", TrainModule)
+        overrides_clipping = overrides_method(module, "configure_gradient_clipping", TrainModule)
         self._clips = self.session.settings.gradient_clip_val is not None or overrides_clipping
         hooked = self.hooks.on_before_optimizer_step
         self._updates_directly = not (scales or self._clips or self.passes_closure or hooked)

@@ -62,7 +62,7 @@ class TargetWeights:
 
     def compare_ranks(self, ratios: list[float]) -> None:
         """Warn if ranks had different numbers of targets in a sample, in losses that are not weighted by them."""
-        if ratios and _differ(min(ratios), max(ratios)):
+        if ratios and _differ_clearly(min(ratios), max(ratios)):
             self._warn(min(ratios), max(ratios))
 
     def _compare(self, loss: Tensor, ratio: float) -> None:
@@ -70,7 +70,7 @@ class TargetWeights:
             self._looks_left = min(self._looks_left, _MOST_READS)
         if self.ratio is None:
             self.ratio = ratio
-        elif _differ(self.ratio, ratio):
+        elif _differ_clearly(self.ratio, ratio):
             self._warn(self.ratio, ratio)
 
     def _warn(self, one: float, other: float) -> None:
@@ -86,7 +86,7 @@ class TargetWeights:
         )
 
 
-def _differ(one: float, other: float) -> bool:
+def _differ_clearly(one: float, other: float) -> bool:
     return abs(one - other) > 1e-6 * max(abs(one), abs(other))
 
 

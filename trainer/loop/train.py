@@ -10,10 +10,10 @@ from itertools import chain, islice
 from ...common.errors import DataError
 from ...strategies.module.compiled_calls import warn_if_uncalled
 from ..data.micro_batch import Window
-from ..data.sample_checks import compared
+from ..data.sample_checks import compare_first_reads
 from ..session.session import Session
 from .document_check import check_documents
-from .evaluate import validate
+from .evaluate import validate_in_fit
 from .kept_results import KeptResults
 from .remedies import EndlessEpoch, Untrained, raise_if_single_sample, tell_of_other_size, warn_without_targets
 from .schedule import (
@@ -78,7 +78,7 @@ def train(session: Session, step: Step, *, left_in_eval: Sequence[str] = (), aft
         has_plateaus = any(config.reduce_on_plateau for config in session.schedulers)
         is_profiled, may_run_out = session.profiler.is_active, interruption.has_limit
         has_amount, logs_amount = session.settings.ends_by_amount, session.settings.log_amount is not None
-        for window in _windows(session, checks):
+        for window in _remaining_windows(session, checks):
             if logs_amount or state.global_step >= timetable.next_log:
                 plan_log(session, window)
             try:
@@ -103,7 +103,7 @@ def train(session: Session, step: Step, *, left_in_eval: Sequence[str] = (), aft
                 _log_step(session)
                 watch.look()
             if timetable.validates_inside and is_validation_due(session, num_micro_batches):
-                validate(session)
+                validate_in_fit(session)
             if has_plateaus:
                 step_schedulers(session, "step", state.global_step, with_metric=True)
             if is_profiled:
@@ -129,10 +129,10 @@ def train(session: Session, step: Step, *, left_in_eval: Sequence[str] = (), aft
         state.is_epoch_over = True
     writer.wait_for_copy()
     session.replicas.sync()  # under torchrun each rank keeps its own replica
-    _end(session)
+    _end_training(session)
 
 
-def _end(session: Session) -> None:
+def _end_training(session: Session) -> None:
     """Call the last hook of training, and send what it has logged to the loggers."""
     session.hooks.call("on_train_end")
     session.log({line.reported: value for line, value in session.metrics.end_hooks()})
@@ -169,13 +169,13 @@ def _checks_after_first(session: Session, check: Check | None) -> list[Check]:
     return checks
 
 
-def _checked(check: Check) -> Iterator[Window]:
+def _check_between_windows(check: Check) -> Iterator[Window]:
     """Call a check when the next window is asked for, and yield none: a chain then costs later windows nothing."""
     check()
     yield from ()
 
 
-def _windows(session: Session, checks: list[Check]) -> Iterator[Window]:
+def _remaining_windows(session: Session, checks: list[Check]) -> Iterator[Window]:
     """Return the windows of the rest of the epoch; take the checks that follow the first.
 
     Raises:
@@ -184,13 +184,13 @@ def _windows(session: Session, checks: list[Check]) -> Iterator[Window]:
     data, state = session.train_data, session.state
     assert data is not None
     windows = data.windows(state.batches_in_epoch)
-    windows = compared(windows, session.strategy, _first_batch, data.drawn, state.epoch)
+    windows = compare_first_reads(windows, session.strategy, _first_batch, data.drawn, state.epoch)
     if counts_tokens(session):
-        from ..sequences.token_windows import counted, joined
+        from ..sequences.token_windows import count_window_tokens, join_windows
 
-        windows = counted(windows, session.module.tokens_of, session.strategy)
+        windows = count_window_tokens(windows, session.module.tokens_of, session.strategy)
         budget = session.settings.accumulate_tokens
-        windows = windows if budget is None else joined(windows, budget)
+        windows = windows if budget is None else join_windows(windows, budget)
     if state.batches_in_epoch == 0:
         first = next(windows, None)
         if first is None:
@@ -203,7 +203,7 @@ def _windows(session: Session, checks: list[Check]) -> Iterator[Window]:
             check_documents(session, first)
             warn_without_targets(session, first)
     while checks:
-        windows = chain(islice(windows, 1), _checked(checks.pop()), windows)
+        windows = chain(islice(windows, 1), _check_between_windows(checks.pop()), windows)
     return iter(session.profiler.measured("fetch", windows.__next__), None) if session.profiler.is_active else windows
 
 
@@ -214,7 +214,7 @@ def _first_batch(window: Window) -> object:
 def _leave_epoch(session: Session) -> None:
     """Do what is due when training ends inside an epoch."""
     if is_last_validation_due(session):
-        validate(session)
+        validate_in_fit(session)
     session.hooks.call("on_train_last_step")
 
 
@@ -233,7 +233,7 @@ def _end_epoch(session: Session, untrained: Untrained, *, is_partial: bool, vali
     if not is_partial:
         step_schedulers_of_epochs(session)  # of data whose end only reading tells
     if validates and not is_partial and is_validation_due_at_epoch_end(session):
-        validate(session)
+        validate_in_fit(session)
     values = metrics.end_batches()
     session.hooks.call("on_train_epoch_end")
     session.replicas.check()

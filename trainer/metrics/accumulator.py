@@ -90,7 +90,7 @@ class Accumulator:
     def _fold(self) -> None:
         if not self._values:
             return
-        values = _stack(self._values)
+        values = _stack_values(self._values)
         if self.reduce == "mean":
             if not all(self._weights):  # a mean over nothing is not a number, and counts nothing
                 values = torch.where(numbers_on(values.device, self._weights, values.dtype) > 0, values, 0.0)
@@ -111,7 +111,7 @@ class Accumulator:
         return torch.minimum(old, new) if self.reduce == "min" else torch.maximum(old, new)
 
 
-def _stack(values: list[Tensor | float]) -> Tensor:
+def _stack_values(values: list[Tensor | float]) -> Tensor:
     device = next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu"))
     dtype = widest_float(device)
     if not any(isinstance(value, Tensor) for value in values):

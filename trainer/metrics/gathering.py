@@ -125,7 +125,9 @@ def _sync_dist(self: Any, dist_sync_fn: Callable[..., list[Tensor]], process_gro
     lists = {name: value if isinstance(value, list) else [value] for name, value in held.items()}
     described = []
     if lists:
-        described = dist_sync_fn.all_gather_object({name: _described(value) for name, value in lists.items()}, group)
+        described = dist_sync_fn.all_gather_object(
+            {name: _describe_values(value) for name, value in lists.items()}, group
+        )
     for name, reduce in reductions.items():
         if name in lists:
             of_ranks = [of_rank[name] for of_rank in described]
@@ -139,7 +141,7 @@ def _sync_dist(self: Any, dist_sync_fn: Callable[..., list[Tensor]], process_gro
         setattr(self, name, reduce(gathered) if reduce is not None and len(gathered) else gathered)
 
 
-def _described(values: Sequence[object]) -> list[Any]:
+def _describe_values(values: Sequence[object]) -> list[Any]:
     """Return the dtype and shape of each tensor, and other objects as they are."""
     return [(value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else _Whole(value) for value in values]
 

@@ -41,7 +41,7 @@ def objects_state(module: nn.Module | None, strategy: Strategy) -> dict[str, Any
         if all(getattr(each, "__name__", "") in _MERGED for each in reductions.values()):
             counting = GatherOnce(strategy).ranks_that_count(parts[path])
             heard = states if counting is None else [states[rank] for rank in counting]
-            merged[path] = _merge([state for state in heard if state is not None], reductions)
+            merged[path] = _merge_states([state for state in heard if state is not None], reductions)
         else:
             merged[path] = {"of_ranks": states}
     return merged
@@ -65,7 +65,7 @@ def load_objects(state: Mapping[str, Any], module: nn.Module | None, strategy: S
         metric.reset()
         if saved is not None:
             for name, value in saved["states"].items():
-                setattr(metric, name, _moved(value, metric.device))
+                setattr(metric, name, _copy_to_device(value, metric.device))
             set_update_count(metric, saved["count"])
 
 
@@ -118,13 +118,13 @@ def _state_of(metric: Any) -> dict[str, object] | None:
     defaults, count = find_defaults(metric), read_update_count(metric)
     if not defaults or not count or not has_reductions(metric):
         return None
-    states = {name: _moved(getattr(metric, name), torch.device("cpu")) for name in defaults}
+    states = {name: _copy_to_device(getattr(metric, name), torch.device("cpu")) for name in defaults}
     return {"states": states, "count": count} if all(map(_is_plain, states.values())) else None
 
 
-def _moved(value: object, device: torch.device) -> object:
+def _copy_to_device(value: object, device: torch.device) -> object:
     if isinstance(value, list):
-        return [_moved(each, device) for each in value]
+        return [_copy_to_device(each, device) for each in value]
     return value.detach().clone().to(device) if isinstance(value, Tensor) else value
 
 
@@ -132,7 +132,7 @@ def _is_plain(value: object) -> bool:
     return all(map(_is_plain, value)) if isinstance(value, list) else isinstance(value, Tensor)
 
 
-def _merge(states: list[dict[str, Any]], reductions: Mapping[str, Any]) -> dict[str, object]:
+def _merge_states(states: list[dict[str, Any]], reductions: Mapping[str, Any]) -> dict[str, object]:
     merged: dict[str, object] = {}
     for name, reduce in reductions.items():
         values = [state["states"][name] for state in states]

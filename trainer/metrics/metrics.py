@@ -13,7 +13,7 @@ from ...callbacks.run import Stage
 from ...common.errors import ModuleError
 from ...common.internals.metric_states import find_last_value
 from ...strategies import Strategy
-from ...strategies.state.dtensor import gathered
+from ...strategies.state.dtensor import gather_tensor
 from ...strategies.targets.shares import TokenShare
 from .accumulator import to_numbers
 from .entry import Entry, Moment, Scope, two_ways
@@ -107,7 +107,7 @@ class Metrics:
         elif entry.scope != options and entry.scope.differs_from(Scope(*options)):
             raise two_ways(entry, Scope(*options), self.stage)
         if isinstance(value, Tensor):
-            value = gathered(value)
+            value = gather_tensor(value)
             if batch_size is None and entry.epoch is not None:
                 self.means.note(name, value, self.batch_size)
             if value.numel() != 1:

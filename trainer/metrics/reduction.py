@@ -157,7 +157,7 @@ class Reduction:
                     counted.setdefault(row[1], rank)
             if counted:
                 ranks = tuple(counted.values())
-                total = _merged(line, [rows[rank][column] for rank in ranks])
+                total = _merge_totals(line, [rows[rank][column] for rank in ranks])
                 weight = functools.reduce(operator.add, (rows[rank][column + 1] for rank in ranks))
                 partials[key] = Partial(total, weight, ranks)
         return self._with_values(mine, partials)
@@ -263,7 +263,7 @@ class Reduction:
             return computed_value(line.name, metric)
 
 
-def _merged(line: Line, totals: Sequence[float]) -> Tensor:
+def _merge_totals(line: Line, totals: Sequence[float]) -> Tensor:
     if line.reduce_fx in ("min", "max"):
         return getattr(torch.tensor(totals, dtype=torch.float64), line.reduce_fx)()  # type: ignore[no-any-return]
     return torch.tensor(functools.reduce(operator.add, totals), dtype=torch.float64)

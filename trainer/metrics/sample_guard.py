@@ -49,7 +49,7 @@ class SampleDifference(NamedTuple):
     updates: int
 
 
-def difference(tallies: Sequence[Tally]) -> SampleDifference | None:
+def find_fault(tallies: Sequence[Tally]) -> SampleDifference | None:
     """Return how the samples that a metric has seen differ from the loader's, if that points to a fault of the run.
 
     A module may update a metric in some batches only, several times in each, or more often in some than in others.
@@ -151,7 +151,7 @@ class SampleGuard:
     """Compares, at the end of each epoch, what a metric object has seen with what the loader gave.
 
     It reads the metric's own ``update_count``, at the end of each optimizer step and each evaluation batch, and leaves
-    the metric alone; an object without one is not watched. `difference` says what is a fault. The tallies travel with
+    the metric alone; an object without one is not watched. `find_fault` says what is a fault. The tallies travel with
     the values of the epoch, so ranks that log other metrics, or none, call the same collectives.
 
     Args:
@@ -264,7 +264,7 @@ class SampleGuard:
 
     def compare(self, name: str, tallies: Sequence[Tally]) -> None:
         """Warn once about a metric that has seen other samples than the loader gave, on rank 0."""
-        found = None if (self._stage, name) in self._warned else difference(tallies)
+        found = None if (self._stage, name) in self._warned else find_fault(tallies)
         if found is None:
             return
         self._warned.add((self._stage, name))

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from ...callbacks.dispatch import overrides
+from ...callbacks.dispatch import overrides_method
 from ...common.errors import ModuleError
 
 _POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -87,7 +87,7 @@ def check_called_methods(owner: object, base: type) -> None:
         ModuleError: if one does not.
     """
     for name in _CALLED:
-        if not overrides(owner, name, base):
+        if not overrides_method(owner, name, base):
             continue
         signature = inspect.signature(getattr(owner, name))
         names = [

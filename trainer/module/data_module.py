@@ -152,7 +152,9 @@ class DataModule(DataHooks, HyperparametersMixin):
         datasets = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
         for kind, dataset in datasets.items():
             if dataset is not None:
-                setattr(module, f"{kind}_dataloader", partial(_loaders, dataset, make, is_training=kind == "train"))
+                setattr(
+                    module, f"{kind}_dataloader", partial(_make_loaders, dataset, make, is_training=kind == "train")
+                )
         return module
 
     @classmethod
@@ -196,7 +198,7 @@ class DataModule(DataHooks, HyperparametersMixin):
         return " ; ".join(f"{number}. {size}" for number, size in enumerate(sizes, 1)) or "None"
 
 
-def _loaders(datasets: object, make: Callable[..., object], *, is_training: bool) -> object:
+def _make_loaders(datasets: object, make: Callable[..., object], *, is_training: bool) -> object:
     """Return a loader for every data set in a list, tuple or dict."""
 
     def loader(dataset: object) -> Any:

@@ -76,18 +76,18 @@ class Exporting:
                 f"to_onnx needs {' and '.join(missing)}, which is not installed; run: pip install onnx onnxscript."
             )
         module = self._exported()
-        args, named = _arguments(module, "to_onnx", "input_sample", input_sample)
+        args, named = _example_arguments(module, "to_onnx", "input_sample", input_sample)
         options = {"verbose": False, **kwargs, "kwargs": {**named, **(kwargs.get("kwargs") or {})} or None}
         with _in_eval_mode(module):
             if not options.get("dynamo", True):
-                _write(file_path, lambda file: torch.onnx.export(module, args, file, **options))
+                _write_target(file_path, lambda file: torch.onnx.export(module, args, file, **options))
                 return None
             num_bytes = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
             has_data_file = bool(options.pop("external_data", num_bytes > _LARGEST_FILE))
             with _in_short(module):
                 program = torch.onnx.export(module, args, **options)
         assert program is not None
-        _write(file_path, lambda file: program.save(file, external_data=has_data_file))
+        _write_target(file_path, lambda file: program.save(file, external_data=has_data_file))
         return program
 
     def to_exported_program(
@@ -105,10 +105,10 @@ class Exporting:
             RunError: if this rank holds only parts of the parameters.
         """
         module = self._exported()
-        args, named = _arguments(module, "to_exported_program", "input_sample", input_sample)
+        args, named = _example_arguments(module, "to_exported_program", "input_sample", input_sample)
         with _in_eval_mode(module), _in_short(module):
             program = torch.export.export(module, args, named, **kwargs)
-        _write(file_path, lambda file: torch.export.save(program, file))
+        _write_target(file_path, lambda file: torch.export.save(program, file))
         return program
 
     def to_torchscript(
@@ -146,9 +146,9 @@ class Exporting:
             if method == "script":
                 scripted: Any = torch.jit.script(module, **kwargs)
             else:
-                args, named = _arguments(module, "to_torchscript", "example_inputs", example_inputs)
+                args, named = _example_arguments(module, "to_torchscript", "example_inputs", example_inputs)
                 scripted = torch.jit.trace(module, args or None, example_kwarg_inputs=named or None, **kwargs)
-            _write(file_path, lambda file: torch.jit.save(scripted, str(file)))
+            _write_target(file_path, lambda file: torch.jit.save(scripted, str(file)))
         return scripted  # type: ignore[no-any-return]
 
     def _exported(self) -> nn.Module:
@@ -164,7 +164,7 @@ class Exporting:
         return self
 
 
-def _arguments(
+def _example_arguments(
     module: nn.Module, method: str, name: str, sample: Sample
 ) -> tuple[tuple[object, ...], dict[str, object]]:
     """Return the arguments of ``forward``, by position and by name, on the module's device."""
@@ -230,7 +230,7 @@ def _first_of(error: BaseException) -> BaseException:
     return error
 
 
-def _write(target: str | Path | BytesIO | None, write: Callable[[Any], object]) -> None:
+def _write_target(target: str | Path | BytesIO | None, write: Callable[[Any], object]) -> None:
     """Write a file, and any others beside it, atomically; or write to a buffer."""
     if target is None or isinstance(target, BytesIO):
         if target is not None:

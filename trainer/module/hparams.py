@@ -71,16 +71,16 @@ class HyperparametersMixin:
 
             Sized(8).hparams.lr  # 0.1
         """
-        caller = frame or _caller()
+        caller = frame or _frame_of_caller()
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
         names = [arg for arg in args if isinstance(arg, str)]
         objects = [arg for arg in args if not isinstance(arg, str)]
         chosen: dict[str, object] = {}
         arguments = collect_init_args(self, caller)
         if names or not objects:
-            chosen.update(_chosen(arguments, names, type(self).__name__))
+            chosen.update(_choose_arguments(arguments, names, type(self).__name__))
         for given in objects:
-            chosen.update(_items(given))
+            chosen.update(_to_mapping(given))
 
         if len(objects) == 1 and not names and is_omegaconf(objects[0]):
             self._hparams = copy.copy(objects[0])  # as in Lightning, the container replaces what was kept before
@@ -91,7 +91,7 @@ class HyperparametersMixin:
         kept = self.hparams
         for name in ignored & set(kept):
             del kept[name]
-        self._hparams_initial = _copy(kept)
+        self._hparams_initial = _copy_containers(kept)
         self._hparams_argument = _name_of(objects[0], arguments or {}) if len(objects) == 1 and not names else None
         self._hparams_logged = logger
 
@@ -110,7 +110,7 @@ class HyperparametersMixin:
     @property
     def hparams_initial(self) -> Any:
         """A copy of the hyper-parameters as `save_hyperparameters` kept them, without later changes."""
-        return _copy(self.__dict__.get("_hparams_initial", AttributeDict()))
+        return _copy_containers(self.__dict__.get("_hparams_initial", AttributeDict()))
 
     @property
     def hparams_argument(self) -> str | None:
@@ -129,7 +129,7 @@ def saved_hparams(owner: HyperparametersMixin) -> Any:
 
     A value that `set_unsaved` has set, and nobody has changed since, is as it was configured.
     """
-    kept, initial = _copy(owner.hparams), owner.hparams_initial
+    kept, initial = _copy_containers(owner.hparams), owner.hparams_initial
     for name, value in owner.__dict__.get("_hparams_unsaved", {}).items():
         if name in initial and kept.get(name) == value:
             kept[name] = initial[name]
@@ -179,7 +179,7 @@ def init_arguments(
         container: Any = copy.copy(hparams) if is_omegaconf(hparams) else AttributeDict(hparams)
         container.update(items)
         hparams = {argument: container}
-    hints = _hints(cls)
+    hints = _constructor_hints(cls)
     arguments = {**{name: _as_dataclass(value, hints.get(name)) for name, value in hparams.items()}, **given}
     return {name: value for name, value in arguments.items() if takes_any or name in parameters}
 
@@ -191,7 +191,7 @@ def logged_hparams(module: HyperparametersMixin, datamodule: HyperparametersMixi
         ConfigError: if they keep different values under the same name.
     """
     of_module, of_data = (
-        _marked(owner.hparams_initial) if owner is not None and owner.hparams_logged else {}
+        _mark_container(owner.hparams_initial) if owner is not None and owner.hparams_logged else {}
         for owner in (module, datamodule)
     )
     for name in of_module.keys() & of_data.keys():
@@ -211,7 +211,7 @@ def _is_same(value: Any, other: Any) -> bool:
     return type(value) is type(other) and bool(value == other)
 
 
-def _marked(hparams: Any) -> dict[str, object]:
+def _mark_container(hparams: Any) -> dict[str, object]:
     return marked_container(hparams) if is_omegaconf(hparams) else dict(hparams)
 
 
@@ -221,13 +221,13 @@ def is_omegaconf(value: object) -> bool:
     return omegaconf is not None and isinstance(value, omegaconf.DictConfig)
 
 
-def _caller() -> types.FrameType | None:
+def _frame_of_caller() -> types.FrameType | None:
     here = inspect.currentframe()
     method = here.f_back if here else None
     return method.f_back if method else None
 
 
-def _chosen(arguments: Mapping[str, object] | None, names: Sequence[str], owner: str) -> dict[str, Any]:
+def _choose_arguments(arguments: Mapping[str, object] | None, names: Sequence[str], owner: str) -> dict[str, Any]:
     if arguments is None:
         raise ModuleError(
             f"save_hyperparameters({', '.join(map(repr, names))}) was called outside {owner}.__init__, where there are "
@@ -242,7 +242,7 @@ def _chosen(arguments: Mapping[str, object] | None, names: Sequence[str], owner:
     return {name: arguments[name] for name in names} if names else dict(arguments)
 
 
-def _items(given: object) -> Mapping[str, object]:
+def _to_mapping(given: object) -> Mapping[str, object]:
     if isinstance(given, Namespace):
         return vars(given)
     if isinstance(given, Mapping):
@@ -259,16 +259,16 @@ def _name_of(given: object, arguments: Mapping[str, object]) -> str | None:
     return next((name for name, value in arguments.items() if value is given), None)
 
 
-def _copy(value: Any) -> Any:
+def _copy_containers(value: Any) -> Any:
     """Copy the containers and share their contents: a hyper-parameter may be a whole network."""
     if type(value) in (dict, AttributeDict):
-        return type(value)({key: _copy(item) for key, item in value.items()})
+        return type(value)({key: _copy_containers(item) for key, item in value.items()})
     if type(value) in (list, tuple, set):
-        return type(value)(_copy(item) for item in value)
+        return type(value)(_copy_containers(item) for item in value)
     return copy.deepcopy(value) if is_omegaconf(value) else value
 
 
-def _hints(cls: type) -> dict[str, object]:
+def _constructor_hints(cls: type) -> dict[str, object]:
     try:
         return typing.get_type_hints(cls.__init__)  # type: ignore[misc]
     except NameError:  # an annotation imported only for the type checker
@@ -284,5 +284,7 @@ def _as_dataclass(value: object, annotation: object) -> object:
         if type(value) is dict and typing.get_origin(kind) is dict and items:
             return {name: _as_dataclass(item, items[1]) for name, item in value.items()}
         if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
-            return kind(**{name: _as_dataclass(item, _hints(kind).get(name)) for name, item in value.items()})
+            return kind(
+                **{name: _as_dataclass(item, _constructor_hints(kind).get(name)) for name, item in value.items()}
+            )
     return value

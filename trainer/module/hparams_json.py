@@ -16,9 +16,9 @@ import torch
 
 from ...common.errors import CheckpointError
 from ...strategies.state.from_environment import FromEnvironment
-from ...strategies.state.schema import shown
-from ..checkpoint.encoding import encode, is_found
-from ..checkpoint.tags import DTYPES_OF_ITEMS, ArrayItems, ClassName, decode, imported_class, name_of
+from ...strategies.state.schema import format_as_line
+from ..checkpoint.encoding import encode_value, is_found
+from ..checkpoint.tags import DTYPES_OF_ITEMS, ArrayItems, ClassName, decode_value, imported_class, name_of
 from .hparams import AttributeDict, is_omegaconf
 from .unresolved import marked_container
 
@@ -28,7 +28,7 @@ _OF_TORCH: Final = ("torch.nn.", "torch.optim.")
 _BASES_OF_TORCH: Final = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 
 
-def jsonable(hparams: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
+def to_jsonable(hparams: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
     """Return the hyper-parameters as strict JSON values, and the names of those that cannot be converted.
 
     None, bool, numbers, strings, paths, enum members, ``torch.dtype`` and ``torch.device`` are stored, as are dicts,
@@ -41,35 +41,35 @@ def jsonable(hparams: Mapping[str, object]) -> tuple[dict[str, object], list[str
     omitted: list[str] = []
     for name, value in (marked_container(hparams) if is_omegaconf(hparams) else hparams).items():
         try:
-            stored[str(name)], _ = encode(_plain(value), f"hparams[{name!r}]", "")
+            stored[str(name)], _ = encode_value(_to_plain(value), f"hparams[{name!r}]", "")
         except (TypeError, CheckpointError):
             omitted.append(str(name))
     return stored, omitted
 
 
 def from_jsonable(stored: Mapping[str, object], owner: type = object) -> AttributeDict:
-    """Return the hyper-parameters that `jsonable` stored, without importing or calling anything that they name.
+    """Return the hyper-parameters that `to_jsonable` stored, without importing or calling anything that they name.
 
     An enum member whose class is not imported becomes its value, an unknown ``torch.dtype`` its name, a dataclass or
     Namespace an `AttributeDict`.
 
     Args:
-        stored: what `jsonable` returned, by name.
+        stored: what `to_jsonable` returned, by name.
         owner: the class to build with them. They may name a class of its package, of torch's modules and optimizers,
             or of those that ``torch.serialization.add_safe_globals`` was given.
 
     Raises:
-        CheckpointError: for a value that `jsonable` does not write, and a class that they may not name.
+        CheckpointError: for a value that `to_jsonable` does not write, and a class that they may not name.
     """
     readers: dict[str, Any] = {
         "namespace": AttributeDict,
-        "dtype": _dtype,
+        "dtype": _dtype_by_name,
         "class": lambda where: class_named(where, owner),
     }
-    return AttributeDict({name: decode(value, **readers) for name, value in stored.items()})
+    return AttributeDict({name: decode_value(value, **readers) for name, value in stored.items()})
 
 
-def _plain(value: object) -> Any:
+def _to_plain(value: object) -> Any:
     """Return a value as one of the types that a checkpoint stores exactly: a list for any sequence.
 
     Raises:
@@ -80,7 +80,7 @@ def _plain(value: object) -> Any:
     if isinstance(value, type) and imported_class(name_of(value)) is value:
         return ClassName(name_of(value))
     if isinstance(value, Enum):
-        content = _plain(value.value)
+        content = _to_plain(value.value)
         return value if is_found(value) else content
     if isinstance(value, PurePath):
         return Path(value)
@@ -93,21 +93,21 @@ def _plain(value: object) -> Any:
 
 def _plain_container(value: Any) -> object:
     if type(value).__module__.startswith("omegaconf."):
-        return _plain(marked_container(value))
+        return _to_plain(marked_container(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [field.name for field in dataclasses.fields(value) if field.init]
-        return Namespace(**{name: _plain(getattr(value, name)) for name in fields})
+        return Namespace(**{name: _to_plain(getattr(value, name)) for name in fields})
     if isinstance(value, Namespace):
-        return Namespace(**{name: _plain(item) for name, item in vars(value).items()})
+        return Namespace(**{name: _to_plain(item) for name, item in vars(value).items()})
     if (type(value).__module__, type(value).__name__) == ("numpy", "ndarray"):
         return _plain_array(value)
     if isinstance(value, Mapping):
-        return {_plain(key): _plain(item) for key, item in value.items()}
+        return {_to_plain(key): _to_plain(item) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return tuple.__new__(type(value), map(_plain, value))
+        return tuple.__new__(type(value), map(_to_plain, value))
     for kind, plain in ((tuple, tuple), (AbstractSet, set), (Sequence, list)):
         if isinstance(value, kind) and not isinstance(value, bytes | bytearray | memoryview):
-            return plain(_plain(item) for item in value)
+            return plain(_to_plain(item) for item in value)
     raise TypeError(f"{type(value).__name__} is not kept")
 
 
@@ -140,7 +140,7 @@ def class_named(where: str, owner: type) -> type:
     if found is not None and (is_known or found in _declared_safe()):
         return found
     raise CheckpointError(
-        f"A hyper-parameter of {owner.__name__} names the class {shown(where)}, which "
+        f"A hyper-parameter of {owner.__name__} names the class {format_as_line(where)}, which "
         f"{'is not imported' if found is None else 'a checkpoint may not name'}; import it, and if you trust the "
         "checkpoint, call torch.serialization.add_safe_globals([...]) with it, or pass the argument yourself."
     )
@@ -151,6 +151,6 @@ def _declared_safe() -> list[object]:
     return [one[0] if isinstance(one, tuple) else one for one in torch.serialization.get_safe_globals()]
 
 
-def _dtype(name: str) -> object:
+def _dtype_by_name(name: str) -> object:
     dtype = vars(torch).get(name)
     return dtype if isinstance(dtype, torch.dtype) else name

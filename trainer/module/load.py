@@ -19,14 +19,14 @@ from ...common.errors import CheckpointError, ConfigError, ModuleError
 from ...common.storage import AnyPath, any_path, at_hand
 from ...strategies.devices.moves import move_module
 from ...strategies.distributed.collectives import Collectives
-from ...strategies.state.omitted_weights import OMITTED, completed, note_changed
+from ...strategies.state.omitted_weights import OMITTED, complete_state, note_changed
 from ...strategies.state.regular_file import read_regular
-from ...strategies.state.schema import shown
+from ...strategies.state.schema import format_as_line
 from .. import checkpoint
 from ..checkpoint.saved_state import NAMES_FOR_HOOKS, check_saved
 from .hparams import init_arguments
 from .hparams_json import from_jsonable
-from .unresolved import escaped, is_from_environment, with_marks
+from .unresolved import escape_interpolations, is_from_environment, with_marks
 from .yaml_bounds import check_yaml
 
 MapLocation = torch.device | str | Mapping[str, str] | Callable[[Any, str], Any] | None
@@ -87,7 +87,7 @@ def load_module(
         CheckpointError: if the checkpoint is missing or damaged, the module cannot be built, or the weights do not fit.
         ConfigError: if `strict` contradicts the ``strict_loading`` that the module sets.
     """
-    return module_from(cls, as_hooks_see(_load(path)), map_location, hparams_file, strict, given)
+    return module_from(cls, as_hooks_see(_load_state(path)), map_location, hparams_file, strict, given)
 
 
 def module_from(
@@ -110,7 +110,7 @@ def module_from(
         given: arguments that replace hyper-parameters.
         decode: returns the values of the stored hyper-parameters.
     """
-    module = _build(cls, state, "", hparams_file, given, decode)
+    module = _build_from_hparams(cls, state, "", hparams_file, given, decode)
     chosen = getattr(module, "strict_loading", True)  # None is Lightning's word for unset
     own = chosen is None or bool(chosen)
     is_set = not own or vars(module).get("strict_loading") is not None
@@ -121,7 +121,7 @@ def module_from(
     getattr(module, "configure_model", lambda: None)()
     read = set(state["state_dict"])
     if state.get(OMITTED):
-        state["state_dict"] = completed(state["state_dict"], state[OMITTED], module.state_dict(), _ALONE)
+        state["state_dict"] = complete_state(state["state_dict"], state[OMITTED], module.state_dict(), _ALONE)
     getattr(module, "on_load_checkpoint", lambda _: None)(state)
     is_strict = own if strict is None else strict
     weights = _without_compiled(module, state["state_dict"])
@@ -129,7 +129,7 @@ def module_from(
     note_changed(module, read)
     if difference:
         warnings.warn(f"Not all weights of {cls.__name__} were loaded (strict=False).\n{difference}", stacklevel=3)
-    move_module(module, _device(map_location))
+    move_module(module, _target_device(map_location))
     return module
 
 
@@ -141,7 +141,7 @@ def load_datamodule(
     Raises:
         CheckpointError: if the checkpoint is missing or damaged, or the data module cannot be built.
     """
-    state = _load(path)
+    state = _load_state(path)
     return datamodule_from(cls, state, hparams_file, given), state.get("datamodule", {})
 
 
@@ -153,7 +153,7 @@ def datamodule_from(
     decode: Decoder = from_jsonable,
 ) -> M:
     """Build a data module as `load_datamodule` does, from a state that was read before."""
-    return _build(cls, state, "datamodule_", hparams_file, given, decode)
+    return _build_from_hparams(cls, state, "datamodule_", hparams_file, given, decode)
 
 
 def hint_about(state: Mapping[str, object], names: Collection[str]) -> str:
@@ -202,13 +202,13 @@ def _point_out_misspelt(cls: type, given: Mapping[str, object]) -> None:
             )
 
 
-def _load(path: str | AnyPath) -> dict[str, Any]:
+def _load_state(path: str | AnyPath) -> dict[str, Any]:
     if isinstance(path, Mapping):
         raise CheckpointError(
             f"checkpoint_path must be the path of a checkpoint, got a dict with the keys {list(path)!r:.80}; give the "
             "path it was read from, or make the module and call module.load_state_dict with the weights in it."
         )
-    folder = checkpoint.resolve(path)
+    folder = checkpoint.resolve_checkpoint(path)
     if folder is None:
         raise CheckpointError(f"checkpoint_path must be a checkpoint, got {str(path)!r}; give the path of one.")
     state = checkpoint.load(folder, lazy=("model",))
@@ -216,7 +216,7 @@ def _load(path: str | AnyPath) -> dict[str, Any]:
     return state
 
 
-def _build(
+def _build_from_hparams(
     cls: type[M],
     state: Mapping[str, Any],
     prefix: str,
@@ -237,18 +237,18 @@ def _build(
     if state.get(f"{key}_type") == "omegaconf":
         from omegaconf import OmegaConf
 
-        saved = OmegaConf.create(escaped(saved))
+        saved = OmegaConf.create(escape_interpolations(saved))
     elif containers := [name for name in state.get(f"{key}_containers") or () if name in saved]:
         from omegaconf import OmegaConf
 
-        saved.update({name: OmegaConf.create(escaped(saved[name])) for name in containers})
+        saved.update({name: OmegaConf.create(escape_interpolations(saved[name])) for name in containers})
     arguments = init_arguments(cls, saved, state.get(f"{key}_argument"), given)
     _point_out_misspelt(cls, given)
     omitted = [*(state.get(f"omitted_{key}") or ()), *unknown]
     try:
         built = cls(**arguments)
     except TypeError as error:
-        reason = f" {_reason(omitted, unknown)}." if omitted else ""
+        reason = f" {_reason_for(omitted, unknown)}." if omitted else ""
         raise CheckpointError(
             f"{cls.__name__} cannot be built with the arguments {sorted(arguments)}: {error}.{reason} "
             "Pass what is missing to load_from_checkpoint, or call save_hyperparameters() in __init__."
@@ -256,14 +256,14 @@ def _build(
     missing = [name for name in omitted if name not in arguments and name not in given]
     if missing:
         warnings.warn(
-            f"The arguments {missing} of {cls.__name__} have their defaults now: {_reason(missing, unknown)}; pass "
+            f"The arguments {missing} of {cls.__name__} have their defaults now: {_reason_for(missing, unknown)}; pass "
             "them to load_from_checkpoint.",
             stacklevel=5,
         )
     return built
 
 
-def _reason(names: Sequence[str], from_environment: Sequence[str]) -> str:
+def _reason_for(names: Sequence[str], from_environment: Sequence[str]) -> str:
     """Return why hyper-parameters are not in a checkpoint."""
     read = [name for name in names if name in from_environment]
     if not read:
@@ -281,7 +281,7 @@ def _read_hparams(path: AnyPath) -> dict[str, object]:
         text = read_regular(at_hand(path), _LARGEST_HPARAMS).decode("utf-8")
         if path.suffix == ".csv":
             rows = csv.DictReader(io.StringIO(text, newline=""))
-            hparams = {row["key"]: _literal(row["value"]) for row in rows}
+            hparams = {row["key"]: _parse_literal(row["value"]) for row in rows}
         else:
             import yaml
 
@@ -292,18 +292,18 @@ def _read_hparams(path: AnyPath) -> dict[str, object]:
         raise
     except Exception as error:  # noqa: BLE001 - a damaged file can make a reader raise anything
         raise ConfigError(
-            f"hparams_file={str(path)!r} must hold names and values, found {shown(str(error))}; repair it."
+            f"hparams_file={str(path)!r} must hold names and values, found {format_as_line(str(error))}; repair it."
         ) from None
 
 
-def _literal(text: str) -> object:
+def _parse_literal(text: str) -> object:
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return text
 
 
-def _device(map_location: MapLocation) -> torch.device:
+def _target_device(map_location: MapLocation) -> torch.device:
     """Return the device for a module whose weights were read on the CPU."""
     if map_location is None:
         return torch.device("cpu")

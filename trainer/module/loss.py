@@ -50,7 +50,7 @@ class Loss:
     @property
     def mean(self) -> Tensor:
         """The loss per unit of this micro-batch; 0 if it has no units."""
-        return self.total / nonzero(self.count)
+        return self.total / avoid_zero(self.count)
 
     def __add__(self, other: Loss) -> Loss:
         """Return the loss over the units of both."""
@@ -108,7 +108,11 @@ def loss_of(output: Any, *, where: str = "training_step", module: nn.Module | No
 def _point_out_unread(output: Mapping[str, Any], where: str, module: nn.Module | None) -> None:
     """Warn of dicts that Lightning 0.9 logged, unless the module's ``on_train_batch_end`` may read them."""
     unread = [key for key in ("log", "progress_bar") if isinstance(output.get(key), Mapping)]
-    if not unread or module is None or "on_train_batch_end" in {key for cls in _own(module) for key in vars(cls)}:
+    if (
+        not unread
+        or module is None
+        or "on_train_batch_end" in {key for cls in _user_classes(module) for key in vars(cls)}
+    ):
         return
     warnings.warn(
         f"{where} returned {' and '.join(map(repr, unread))} beside the loss, which nothing logs; call "
@@ -118,12 +122,12 @@ def _point_out_unread(output: Mapping[str, Any], where: str, module: nn.Module |
     )
 
 
-def _own(module: nn.Module) -> list[type]:
+def _user_classes(module: nn.Module) -> list[type]:
     """Return the classes of a module that its user has written."""
     return [cls for cls in type(module).__mro__ if not cls.__module__.startswith(("echelon.", "torch."))]
 
 
-def nonzero(count: Tensor | float) -> Tensor | float:
+def avoid_zero(count: Tensor | float) -> Tensor | float:
     """Return a count, or 1 for 0: a sum over nothing is 0, and so is its mean."""
     return count + (count == 0)
 

@@ -77,7 +77,7 @@ def linear_cross_entropy(
     if shift:
         target = nn.functional.pad(target, (0, 1), value=ignore_index)[..., 1:]
     target = target.to(hidden.device).reshape(-1)
-    loss = CrossEntropy(ignore_index, label_smoothing, None, _changes(scale, softcap))
+    loss = CrossEntropy(ignore_index, label_smoothing, None, _logit_changes(scale, softcap))
     if isinstance(head, Tensor):
         check_weight(head)
         _check_features(hidden, head.shape[-1])
@@ -119,7 +119,7 @@ def language_model_loss(model: nn.Module, **batch: object) -> Loss:
     return Loss(*total_of_model(model, batch))
 
 
-def _changes(scale: float, softcap: float | None) -> tuple[Change, ...]:
+def _logit_changes(scale: float, softcap: float | None) -> tuple[Change, ...]:
     changes: list[Callable[[Tensor, slice], Tensor]] = []
     if scale != 1.0:
         changes.append(lambda logits, columns: logits * scale)

@@ -94,8 +94,8 @@ class Optimization:
         if algorithm not in ("norm", "value"):
             raise ModuleError(f"gradient_clip_algorithm must be 'norm' or 'value', got {algorithm!r}; give one.")
         placed = self.trainer.strategy.placed
-        placed.unscale(unwrap(optimizer))
-        placed.clip(unwrap(optimizer), gradient_clip_val, algorithm)  # type: ignore[arg-type]
+        placed.unscale(unwrap_optimizer(optimizer))
+        placed.clip(unwrap_optimizer(optimizer), gradient_clip_val, algorithm)  # type: ignore[arg-type]
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Return the optimizer, or a list of several; their ``step`` applies precision and strategy.
@@ -128,7 +128,7 @@ class Optimization:
                 f"toggle_optimizer was called twice, and {len(self._toggled)} parameters are still switched off; "
                 "call untoggle_optimizer in between."
             )
-        kept = {parameter for group in unwrap(optimizer).param_groups for parameter in group["params"]}
+        kept = {parameter for group in unwrap_optimizer(optimizer).param_groups for parameter in group["params"]}
         groups = [group for other in self._managed_optimizers for group in other.optimizer.param_groups]
         for parameter in (parameter for group in groups for parameter in group["params"]):
             if parameter not in kept and parameter not in self._toggled:
@@ -155,6 +155,6 @@ class Optimization:
         self._managed_optimizers, self._manual_backward = optimizers, backward
 
 
-def unwrap(optimizer: Optimizer | ManagedOptimizer) -> Optimizer:
+def unwrap_optimizer(optimizer: Optimizer | ManagedOptimizer) -> Optimizer:
     """Return the torch optimizer."""
     return optimizer.optimizer if isinstance(optimizer, ManagedOptimizer) else optimizer

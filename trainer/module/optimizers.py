@@ -245,11 +245,11 @@ def parse_optimizers(returned: object) -> Optimizers:
         items = list(returned)
         if len(items) == 2 and isinstance(items[0], list | tuple):
             schedulers = items[1] if isinstance(items[1], list | tuple) else [items[1]]
-            return _checked(Optimizers(list(items[0]), [_scheduler(each) for each in schedulers]))
+            return _check_optimizers(Optimizers(list(items[0]), [_parse_scheduler(each) for each in schedulers]))
         if items and all(isinstance(item, Mapping) for item in items):
             return _parse_dicts(items)
-        return _checked(Optimizers(items))
-    raise _wrong(returned)
+        return _check_optimizers(Optimizers(items))
+    raise _unknown_configuration_error(returned)
 
 
 def _parse_dicts(dicts: Sequence[Mapping[str, Any]]) -> Optimizers:
@@ -263,11 +263,11 @@ def _parse_dicts(dicts: Sequence[Mapping[str, Any]]) -> Optimizers:
         _warn_of_unknown(each, _KEYS, "optimizer configuration")
         parsed.optimizers.append(each["optimizer"])
         if each.get("lr_scheduler") is not None:
-            parsed.schedulers.append(_scheduler(each["lr_scheduler"], each.get("monitor")))
-    return _checked(parsed)
+            parsed.schedulers.append(_parse_scheduler(each["lr_scheduler"], each.get("monitor")))
+    return _check_optimizers(parsed)
 
 
-def _scheduler(given: object, monitor: str | None = None) -> LRSchedulerConfig:
+def _parse_scheduler(given: object, monitor: str | None = None) -> LRSchedulerConfig:
     """Return a scheduler's config; `monitor` is used for a ReduceLROnPlateau given without a config."""
     if not isinstance(given, Mapping):
         return LRSchedulerConfig(given, monitor=monitor if isinstance(given, ReduceLROnPlateau) else None)
@@ -289,10 +289,10 @@ def _warn_of_unknown(given: Mapping[str, object], known: Sequence[str], what: st
         )
 
 
-def _checked(parsed: Optimizers) -> Optimizers:
+def _check_optimizers(parsed: Optimizers) -> Optimizers:
     for optimizer in parsed.optimizers:
         if not isinstance(optimizer, Optimizer):
-            raise _wrong(optimizer)
+            raise _unknown_configuration_error(optimizer)
     for config in parsed.schedulers:
         owner = getattr(config.scheduler, "optimizer", None)
         if owner is not None and owner not in parsed.optimizers:
@@ -303,7 +303,7 @@ def _checked(parsed: Optimizers) -> Optimizers:
     return parsed
 
 
-def _wrong(value: object) -> ModuleError:
+def _unknown_configuration_error(value: object) -> ModuleError:
     if isinstance(value, type):
         return ModuleError(
             f"configure_optimizers returned the class {value.__name__}; return {value.__name__}(self.parameters())."

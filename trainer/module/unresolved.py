@@ -11,12 +11,12 @@ from ...strategies.state.from_environment import FromEnvironment
 _RESOLVER: Final = re.compile(r"\$\{[^{}]*:")
 
 
-def unresolved(raw: object, value: object) -> Any:
+def keep_interpolations(raw: object, value: object) -> Any:
     """Return a resolved value in which the interpolations that used a resolver are kept.
 
     A plain reference copies the value that it refers to, so values that contain a secret are found by their text.
     """
-    return _merged(raw, value, {"${", *_results_of_resolvers(raw, value)})
+    return _merge_interpolations(raw, value, {"${", *_results_of_resolvers(raw, value)})
 
 
 def without_environment(value: Any) -> object:
@@ -36,7 +36,7 @@ def marked_container(container: object) -> Any:
     from omegaconf import OmegaConf
 
     raw, value = (OmegaConf.to_container(container, resolve=resolve) for resolve in (False, True))
-    return FromEnvironment.mark(value, unresolved(raw, value))
+    return FromEnvironment.mark(value, keep_interpolations(raw, value))
 
 
 def containers_in(hparams: Mapping[str, object]) -> list[str]:
@@ -64,24 +64,24 @@ def with_marks(value: object) -> object:
     return FromEnvironment(value, value) if isinstance(value, str) and _RESOLVER.search(value) else value
 
 
-def escaped(value: object) -> Any:
+def escape_interpolations(value: object) -> Any:
     """Return loaded values with interpolations escaped for OmegaConf: a file may not call resolvers."""
     if isinstance(value, Mapping):
-        return {name: escaped(item) for name, item in value.items()}
+        return {name: escape_interpolations(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [escaped(item) for item in value]
+        return [escape_interpolations(item) for item in value]
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
-def _merged(raw: object, value: Any, kept: Set[str]) -> object:
+def _merge_interpolations(raw: object, value: Any, kept: Set[str]) -> object:
     """Return a resolved value in which the interpolations whose result contains a string of `kept` are kept."""
     if isinstance(raw, dict):
-        return {str(key): _merged(item, value[key], kept) for key, item in raw.items()}
+        return {str(key): _merge_interpolations(item, value[key], kept) for key, item in raw.items()}
     if isinstance(raw, list):
-        return [_merged(*items, kept) for items in zip(raw, value, strict=True)]
+        return [_merge_interpolations(*items, kept) for items in zip(raw, value, strict=True)]
     if not isinstance(raw, str) or "${" not in raw:
         return value
-    return raw if any(text in leaf for leaf in _texts(value) for text in kept) else value
+    return raw if any(text in leaf for leaf in _leaf_texts(value) for text in kept) else value
 
 
 def _results_of_resolvers(raw: object, value: Any) -> Iterator[str]:
@@ -93,12 +93,12 @@ def _results_of_resolvers(raw: object, value: Any) -> Iterator[str]:
         for items in zip(raw, value, strict=True):
             yield from _results_of_resolvers(*items)
     elif isinstance(raw, str) and _RESOLVER.search(raw):
-        yield from filter(None, _texts(value))
+        yield from filter(None, _leaf_texts(value))
 
 
-def _texts(value: object) -> Iterator[str]:
+def _leaf_texts(value: object) -> Iterator[str]:
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
     if items is None:
         yield str(value)
     for item in items or ():
-        yield from _texts(item)
+        yield from _leaf_texts(item)

@@ -37,7 +37,7 @@ def check_yaml(text: str, place: str, most_values: int = 10_000) -> None:
         if isinstance(token, yaml.ScalarToken) and token.plain and SIXTIES.fullmatch(token.value):
             line = token.start_mark.line + 1
             raise ConfigError(f'{place}, line {line}: YAML reads {token.value} as a number; write "{token.value}".')
-    size, levels = _extent(yaml.compose(text, Loader=loader), {})
+    size, levels = _measure_extent(yaml.compose(text, Loader=loader), {})
     if size > most_values:
         found = "a recursive alias" if math.isinf(size) else f"{size} values with its aliases written out"
         raise ValueError(f"{found}, where {most_values} values are allowed")
@@ -45,12 +45,12 @@ def check_yaml(text: str, place: str, most_values: int = 10_000) -> None:
         raise RecursionError(f"more than {_DEEPEST} levels with its aliases written out")
 
 
-def _extent(node: Any, known: dict[int, tuple[float, float]]) -> tuple[float, float]:
+def _measure_extent(node: Any, known: dict[int, tuple[float, float]]) -> tuple[float, float]:
     """Return the numbers of values and of levels below a node; infinity for a node that contains itself."""
     if id(node) not in known:
         known[id(node)] = math.inf, math.inf  # until it is counted
         items = node.value if isinstance(getattr(node, "value", None), list) else []
         children = [child for item in items for child in (item if isinstance(item, tuple) else (item,))]
-        extents = [_extent(child, known) for child in children]
+        extents = [_measure_extent(child, known) for child in children]
         known[id(node)] = 1 + sum(size for size, _ in extents), max((1 + levels for _, levels in extents), default=0)
     return known[id(node)]

@@ -14,7 +14,7 @@ from ...strategies import ActivationCheckpointing, FSDPStrategy, Hardware, Paral
 from ...strategies.launch.launcher import launch_all
 from ..module.train_module import TrainModule
 from ..session.settings import Settings
-from .layouts import RunLayout, replicas
+from .layouts import RunLayout, replica_layouts
 from .machine import Machine, lift_limits, this_machine
 from .plan import PlannedLayout, Profiles, Recomputed, choose_micro_batch
 from .profiles import FitOnce, take_profiles
@@ -54,7 +54,7 @@ class Choice:
         return replace(settings, **changed)
 
 
-def choose(
+def choose_layout(
     make_trainer: Callable[..., object],
     settings: Settings,
     hardware: Hardware,
@@ -75,14 +75,14 @@ def choose(
     if 0 < held < _LITTLE * machine.memory:
         return None
     place = hardware if machine.is_cpu else machine
-    climb = partial(_climb, make_trainer, _kept(settings), place, module, loaders, datamodule)
+    climb = partial(_climb_in_process, make_trainer, _kept_settings(settings), place, module, loaders, datamodule)
     answer: Choice | str | None = launch_all(climb, num_processes=1, timeout=_SECONDS)[0]
     if isinstance(answer, str):
         raise ConfigError(f"{answer}. Use more devices, or a smaller batch in the DataLoader.")
     return answer
 
 
-def _kept(settings: Settings) -> dict[str, object]:
+def _kept_settings(settings: Settings) -> dict[str, object]:
     names = ("precision", "gradient_clip_val", "gradient_clip_algorithm", "max_steps", "max_epochs")
     return {
         **{name: getattr(settings, name) for name in names},
@@ -90,7 +90,7 @@ def _kept(settings: Settings) -> dict[str, object]:
     }
 
 
-def _climb(
+def _climb_in_process(
     make_trainer: Callable[..., Any],
     kept: Mapping[str, Any],
     place: Hardware | Machine,
@@ -121,12 +121,12 @@ def _climb(
         trainer.fit(module, train_dataloaders=loaders, datamodule=datamodule)
 
     try:
-        return climb(fit, module, machine, given=given)
+        return climb_ladder(fit, module, machine, given=given)
     except _FAILURES:
         return None
 
 
-def climb(
+def climb_ladder(
     fit: FitOnce, module: TrainModule, machine: Machine, *, given: ActivationCheckpointing | None = None
 ) -> Choice | str:
     """Return the first rung that fits, or a text that says which layout is nearest and what would fit."""
@@ -134,7 +134,7 @@ def climb(
     batch = profiles.batch_size
     tried: list[PlannedLayout] = []
     at: int | None = None
-    for layout, recomputes in _ladder(machine, profiles, must=given is not None):
+    for layout, recomputes in _make_ladder(machine, profiles, must=given is not None):
         # the user's micro-batch; an error of the profile is none of the layout
         whole = {recomputes: profiles.whole[recomputes]}
         fixed = Profiles(whole=whole, halved={}, can_accumulate=profiles.can_accumulate)
@@ -152,16 +152,16 @@ def climb(
             return _nothing_fits(tried, profiles, machine)
         at = tried.index(min(tight, key=lambda planned: planned.missing))
     planned = tried[at]
-    return Choice(planned.layout, planned.recomputes, planned.num_micro_batches, _reason(tried, at, machine))
+    return Choice(planned.layout, planned.recomputes, planned.num_micro_batches, _explain_choice(tried, at, machine))
 
 
-def _ladder(machine: Machine, profiles: Profiles, *, must: bool) -> list[tuple[RunLayout, Recomputed]]:
+def _make_ladder(machine: Machine, profiles: Profiles, *, must: bool) -> list[tuple[RunLayout, Recomputed]]:
     """Return the rungs, from the simplest to the one that needs the least memory."""
     number, modes = machine.num_devices, [mode for mode in profiles.whole if mode]
     most: Recomputed = modes[-1] if modes else ""
     given: Recomputed = most if must else ""
     fsdp = RunLayout("fsdp", FSDPStrategy, "fsdp", number)
-    rungs = [(layout, given) for layout in (*replicas(number, profiles.whole[""]), fsdp)]
+    rungs = [(layout, given) for layout in (*replica_layouts(number, profiles.whole[""]), fsdp)]
     if most and not must:
         rungs.append((fsdp, most))
     tp = next((degree for degree in range(2, number + 1) if number % degree == 0), number)
@@ -173,19 +173,22 @@ def _ladder(machine: Machine, profiles: Profiles, *, must: bool) -> list[tuple[R
     return [rung for rung in rungs if number % rung[0].num_readers == 0]
 
 
-def _reason(tried: list[PlannedLayout], at: int, machine: Machine) -> str:
+def _explain_choice(tried: list[PlannedLayout], at: int, machine: Machine) -> str:
     planned = tried[at]
     text = (
-        f"strategy='auto' takes {_name(planned)}: {in_units(planned.estimate.total)} of "
+        f"strategy='auto' takes {_name_layout(planned)}: {in_units(planned.estimate.total)} of "
         f"{in_units(machine.memory)} on each of {machine.num_devices} devices"
     )
     if not planned.fits:
         text += f", of which less than {machine.margin:.0%} stay free"
     if at:
         before = tried[at - 1]
-        text += f", where {_name(before)} needs {in_units(before.estimate.total)} and may take {in_units(before.limit)}"
+        text += (
+            f", where {_name_layout(before)} needs {in_units(before.estimate.total)} and may take "
+            f"{in_units(before.limit)}"
+        )
     if at + 1 < len(tried):
-        text += f"; {_name(tried[at + 1])} would take {in_units(tried[at + 1].estimate.total)}"
+        text += f"; {_name_layout(tried[at + 1])} would take {in_units(tried[at + 1].estimate.total)}"
     return text
 
 
@@ -193,7 +196,7 @@ def _nothing_fits(tried: list[PlannedLayout], profiles: Profiles, machine: Machi
     nearest = min(tried, key=lambda planned: planned.missing)
     text = (
         f"strategy='auto' finds no layout for {machine}, of which {machine.margin:.0%} stay free: the closest, "
-        f"{_name(nearest)}, needs {in_units(nearest.estimate.total)}, {in_units(nearest.missing)} too much"
+        f"{_name_layout(nearest)}, needs {in_units(nearest.estimate.total)}, {in_units(nearest.missing)} too much"
     )
     batch = profiles.batch_size * machine.num_devices
     smaller = choose_micro_batch(profiles, machine, nearest.layout, batch, recomputes=nearest.recomputes)
@@ -205,5 +208,5 @@ def _nothing_fits(tried: list[PlannedLayout], profiles: Profiles, machine: Machi
     )
 
 
-def _name(planned: PlannedLayout) -> str:
+def _name_layout(planned: PlannedLayout) -> str:
     return planned.layout.name + planned.again

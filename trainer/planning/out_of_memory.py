@@ -22,7 +22,7 @@ def comment_on_memory(session: Session, error: BaseException) -> None:
         f"{in_units(held.gradients)} of gradients and {in_units(held.optimizer)} of optimizer state; activations, and "
         "temporary memory of operations, took the rest."
     )
-    cuts = _cuts(session, progress.micro_batch.size, state)
+    cuts = _suggest_cuts(session, progress.micro_batch.size, state)
     if cuts:
         error.add_note(
             f"With the same global batch, and so the same steps, these need less: {', or '.join(cuts)}; `echelon plan` "
@@ -30,7 +30,7 @@ def comment_on_memory(session: Session, error: BaseException) -> None:
         )
 
 
-def _cuts(session: Session, num_samples: int, state: float) -> list[str]:
+def _suggest_cuts(session: Session, num_samples: int, state: float) -> list[str]:
     settings, strategy = session.settings, session.strategy
     cuts = []
     if num_samples > 1 and session.module.automatic_optimization:

@@ -171,7 +171,7 @@ def make_plan(
     if not planned:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
         raise ConfigError(f"No layout is possible for {machine} ({reasons:.400}); choose another number of devices.")
-    return Plan(machine, global_batch_size, profiles.batch_size, sorted(planned, key=_order), refused)
+    return Plan(machine, global_batch_size, profiles.batch_size, sorted(planned, key=_sort_key), refused)
 
 
 def choose_micro_batch(
@@ -184,15 +184,17 @@ def choose_micro_batch(
     """
     strategy = layout.make()
     planned = None
-    for num_samples in _sizes(profiles, layout, global_batch_size):
-        planned = _planned(profiles, machine, layout, strategy, (num_samples, global_batch_size), recomputes=recomputes)
+    for num_samples in _micro_batch_sizes(profiles, layout, global_batch_size):
+        planned = _plan_layout(
+            profiles, machine, layout, strategy, (num_samples, global_batch_size), recomputes=recomputes
+        )
         if planned.fits:
             break
     assert planned is not None
     return planned
 
 
-def _sizes(profiles: Profiles, layout: RunLayout, global_batch_size: int) -> Iterator[int]:
+def _micro_batch_sizes(profiles: Profiles, layout: RunLayout, global_batch_size: int) -> Iterator[int]:
     """Yield sizes of micro-batches that divide a reader's share of the global batch, the largest first."""
     share = global_batch_size // layout.num_readers
     if share < 1 or global_batch_size % layout.num_readers:
@@ -214,7 +216,7 @@ def _sizes(profiles: Profiles, layout: RunLayout, global_batch_size: int) -> Ite
     yield from divisors if profiles.halved else divisors[:1]
 
 
-def _planned(
+def _plan_layout(
     profiles: Profiles,
     machine: Machine,
     layout: RunLayout,
@@ -240,11 +242,13 @@ def _planned(
         flops=flops,
         available=available,
         limit=available * (1 - machine.margin),
-        time=_time(machine, strategy, profile, estimate, layout.num_readers / machine.num_devices),
+        time=_estimate_time(machine, strategy, profile, estimate, layout.num_readers / machine.num_devices),
     )
 
 
-def _time(machine: Machine, strategy: Strategy, profile: Profile, estimate: Estimate, share: float) -> StepTime | None:
+def _estimate_time(
+    machine: Machine, strategy: Strategy, profile: Profile, estimate: Estimate, share: float
+) -> StepTime | None:
     """Return the time of a step in which each device computes this share of a reader's micro-batches."""
     if machine.speed is None:
         return None
@@ -258,7 +262,7 @@ def _time(machine: Machine, strategy: Strategy, profile: Profile, estimate: Esti
     return step_time(machine.speed, machine.links, work, update, traffic, degrees, idle=estimate.idle)
 
 
-def _order(planned: PlannedLayout) -> tuple[object, ...]:
+def _sort_key(planned: PlannedLayout) -> tuple[object, ...]:
     if not planned.fits:
         return True, False, planned.missing, 0.0, 0.0, 0
     estimate, last = planned.estimate, (planned.flops, planned.num_micro_batches)

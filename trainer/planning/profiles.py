@@ -73,7 +73,7 @@ def take_profiles(
     if not measures:
         mode = strategy.mode
     first = take_profile(lambda strategy, callback: fit(strategy, callback, None), module, strategy)
-    settings = _settings(given, module)
+    settings = _possible_settings(given, module)
 
     def take(num_samples: int | None, recomputes: Recomputed) -> Profile:
         if num_samples is None and not recomputes:
@@ -100,7 +100,7 @@ def take_profiles(
     )
 
 
-def _settings(
+def _possible_settings(
     given: ActivationCheckpointing | None, module: TrainModule
 ) -> dict[Recomputed, ActivationCheckpointing | None]:
     """Return the settings to choose from, those that compute the least again first."""

@@ -26,7 +26,7 @@ from ...strategies.estimate.profile import Profile, StateBytes
 from ...strategies.experts.without_values import even_experts
 from ...strategies.launch.signal_handlers import end_handling
 from ...strategies.module.deferred_init import without_trunc_normal
-from ...strategies.parallel.batch_split import split
+from ...strategies.parallel.batch_split import split_batch
 from ...strategies.placed.placed import ClipAlgorithm, Placed, Site
 from ...strategies.torch_internals.fake_tensors import find_value_errors, is_without_memory, make_fake_mode
 from ...strategies.torch_internals.modules import find_buffer_dict, find_parameter_dict
@@ -80,7 +80,7 @@ class ProfilingStrategy(Strategy):
         super().validate(replace(hardware, num_nodes=1, environment=detect_environment({})), precision)
 
     def init_context(self) -> AbstractContextManager[object]:
-        return nullcontext() if self.mode is None else building(self.mode)
+        return nullcontext() if self.mode is None else build_without_memory(self.mode)
 
     def make_placed(self, module: nn.Module, *, is_manual: bool = False) -> Placed:
         if self.mode is None:
@@ -184,13 +184,13 @@ class ProfiledModule(Placed):
     @contextmanager
     def _watched(self) -> Iterator[LiveMemory]:
         without_values = nullcontext() if self._mode is None else even_experts(self.module)
-        with _values(self._mode), without_values, self._memory.watching(), self._memory:
+        with _tensor_context(self._mode), without_values, self._memory.watching(), self._memory:
             yield self._memory
 
     def _cut(self, batch: object) -> object:
         size = next((len(tensor) for tensor in iterate_tensors(batch) if tensor.dim()), 1)
         if self._num_samples is not None and self._num_samples < size:
-            slices, sizes = split(batch, -(-size // self._num_samples))
+            slices, sizes = split_batch(batch, -(-size // self._num_samples))
             batch, size = slices[0], sizes[0]
         self._size = size
         return batch
@@ -304,7 +304,7 @@ def needs_values(
 
 
 @contextmanager
-def building(mode: FakeTensorMode) -> Iterator[None]:
+def build_without_memory(mode: FakeTensorMode) -> Iterator[None]:
     """Build modules inside without memory; ``nn.init.trunc_normal_``, which draws until values fit, is left out."""
     with mode, without_trunc_normal():
         yield
@@ -344,7 +344,7 @@ def without_memory(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype |
             held.update({name: replacement(tensor) for name, tensor in held.items() if tensor is not None})
 
 
-def _values(mode: FakeTensorMode | None) -> AbstractContextManager[object]:
+def _tensor_context(mode: FakeTensorMode | None) -> AbstractContextManager[object]:
     """Return the context in which tensors have no memory; empty if they are real."""
     return nullcontext() if mode is None else mode
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ...common.errors import ConfigError
 from ...strategies import Strategy
-from ...strategies.cluster.environment import overridden
+from ...strategies.cluster.environment import overriding_variables
 from ...strategies.distributed.nested import map_tensors
 from ...strategies.elastic import ForwardingStrategy, forward_members
 from ...strategies.estimate.counted_traffic import CountedTraffic
@@ -134,7 +134,7 @@ class RehearsedPlaced(Placed):
             self.inner.backward(loss, *args, **kwargs)
 
 
-def _rehearsed(name: str) -> Callable[..., object]:
+def _rehearse_method(name: str) -> Callable[..., object]:
     def method(self: RehearsedPlaced, *args: object, **kwargs: object) -> object:
         with self._rehearsal.rehearsing(name):
             return getattr(self.inner, name)(*args, **kwargs)
@@ -147,7 +147,7 @@ for _name in (
     *("take_optimizers", "run_window", "stand_by", "end_backward", "scale_gradients", "clip", "sync_replicas"),
     *("model_state", "optimizer_state"),
 ):
-    setattr(RehearsedPlaced, _name, _rehearsed(_name))
+    setattr(RehearsedPlaced, _name, _rehearse_method(_name))
 forward_members(RehearsedPlaced, Placed)
 
 
@@ -177,7 +177,7 @@ def as_rank(rank: int, world_size: int, local_world_size: int) -> Iterator[FakeT
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": 29500,
     }
-    with overridden({name: str(value) for name, value in variables.items()}):
+    with overriding_variables({name: str(value) for name, value in variables.items()}):
         join_fake_group(rank, world_size)
         try:
             yield make_fake_mode_beside_real()

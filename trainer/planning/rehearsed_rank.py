@@ -108,7 +108,7 @@ class TakeNotes(Callback):
         noted.warnings += far_axes(noted.axes, strategy.environment.local_world_size)
         self._note_parameters(module)
         self._note_samples(trainer)
-        own = set(here(module.parameters()))
+        own = set(held_parameters(module.parameters()))
         noted.groups = [
             Group(
                 type(optimizer).__name__,
@@ -140,7 +140,7 @@ class TakeNotes(Callback):
 
     def _note_parameters(self, module: nn.Module) -> None:
         noted = self._noted
-        own = set(here(module.parameters()))
+        own = set(held_parameters(module.parameters()))
         for name, parameter in module.named_parameters():
             number = _elements_here(parameter) if parameter in own else 0
             noted.num_elements += parameter.numel()
@@ -181,11 +181,11 @@ class TakeNotes(Callback):
     def _note_memory(self, trainer: Run, module: nn.Module) -> None:
         memory = self._strategy.memory
         assert memory is not None
-        own = [*here(module.parameters()), *module.buffers()]
+        own = [*held_parameters(module.parameters()), *module.buffers()]
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
         states = [values for optimizer in trainer.optimizers for values in optimizer.state.values()]
         self._noted.memory = {
-            "parameters": storages_bytes(here(module.parameters())),
+            "parameters": storages_bytes(held_parameters(module.parameters())),
             "gradients": storages_bytes(gradients),
             "optimizer": storages_bytes(iterate_tensors(states)),
             "peak": storages_bytes(own) + memory.most,
@@ -201,7 +201,7 @@ class TakeNotes(Callback):
         self._noted.seconds["save_checkpoint"] = time.perf_counter() - began
 
 
-def here(parameters: Any) -> Iterator[Tensor]:
+def held_parameters(parameters: Any) -> Iterator[Tensor]:
     """Yield the parameters that this rank really holds: if any are sharded, those and plain numbers."""
     own = list(parameters)
     is_sharded = any(is_dtensor(parameter) for parameter in own)

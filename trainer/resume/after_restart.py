@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from ...common.errors import CheckpointError
 from ...common.storage import AnyPath, as_path
-from ...strategies.state.schema import COUNT, check
+from ...strategies.state.schema import COUNT, check_schema
 from .. import checkpoint
 from ..checkpoint.on_nodes.on_disk import is_part
 from ..loggers.base import continue_loggers
@@ -56,16 +56,16 @@ def go_on(session: Session) -> None:
     if supervisor is None:
         return
     recovery = session.recovery = RestartableFit(next(_FITS), checkpoint.MemoryWriter(supervisor.snapshots))
-    in_memory = supervisor.snapshots.agree(strategy.ranks.all.on_first_rank(partial(_returns, supervisor)))
+    in_memory = supervisor.snapshots.agree(strategy.ranks.all.on_first_rank(partial(_read_returns, supervisor)))
     least = -1 if in_memory is None else in_memory.step
-    known = strategy.ranks.all.on_first_rank(partial(_known, supervisor, recovery.fit))
+    known = strategy.ranks.all.on_first_rank(partial(_begun_checkpoints, supervisor, recovery.fit))
     if known and strategy.ranks.all.spans_nodes:
         from ..checkpoint.on_nodes.gathering import newest_complete
 
         newest = newest_complete(known, strategy.ranks.all, may_start=least >= 0)
         known = [] if newest is None else known[known.index(newest) :]
     verify = partial(checkpoint.check_complete, takes_part=strategy.ranks.all.spans_nodes)
-    notes = strategy.ranks.all.on_first_rank(partial(_recall, supervisor, recovery.fit, least, known, verify))
+    notes = strategy.ranks.all.on_first_rank(partial(_recall_notes, supervisor, recovery.fit, least, known, verify))
     if notes is None:
         supervisor.snapshots.clear()
         return
@@ -116,7 +116,7 @@ def note_checkpoint(session: Session, path: AnyPath) -> None:
         supervisor.notices.post(name, [*known, str(path.absolute())][-_KEPT:])
 
 
-def _returns(supervisor: Supervisor) -> list[tuple[int, int]]:
+def _read_returns(supervisor: Supervisor) -> list[tuple[int, int]]:
     """Return the rounds of the fit that was running, and the step that each resumed from."""
     fit = supervisor.notices.read("fit")
     return [(number, step) for number, step in supervisor.notices.read(f"returns/{fit}") or []]
@@ -132,12 +132,12 @@ def _note_return(supervisor: Supervisor, fit: int, step: int) -> None:
     supervisor.notices.post(name, [*known, (supervisor.round.number, step)])
 
 
-def _known(supervisor: Supervisor, fit: int) -> list[AnyPath]:
+def _begun_checkpoints(supervisor: Supervisor, fit: int) -> list[AnyPath]:
     """Return the checkpoints that a fit has begun to write, from the newest on."""
     return [as_path(name) for name in reversed(supervisor.notices.read(f"checkpoints/{fit}") or [])]
 
 
-def _recall(
+def _recall_notes(
     supervisor: Supervisor, fit: int, in_memory: int, paths: Sequence[AnyPath], verify: Callable[[AnyPath], None]
 ) -> _Notes | None:
     """Return the notes of earlier rounds about a fit, given the step of the snapshots in memory; None if none."""
@@ -145,11 +145,13 @@ def _recall(
     if known is None:
         return None
     owns_snapshots = supervisor.notices.read("fit") == fit
-    step, path = _newest(paths, in_memory if owns_snapshots else -1, verify)
+    step, path = _newest_valid(paths, in_memory if owns_snapshots else -1, verify)
     return _Notes(known["seed"], known["data_size"], known["versions"], owns_snapshots, step, path)
 
 
-def _newest(paths: Sequence[AnyPath], least: int, verify: Callable[[AnyPath], None]) -> tuple[int, AnyPath | None]:
+def _newest_valid(
+    paths: Sequence[AnyPath], least: int, verify: Callable[[AnyPath], None]
+) -> tuple[int, AnyPath | None]:
     """Return the newest one of these checkpoints that is valid, as `verify` says, and its step; (-1, None) for none.
 
     A checkpoint of a step before `least` is not read in full to verify it, since there is a better state.
@@ -161,7 +163,7 @@ def _newest(paths: Sequence[AnyPath], least: int, verify: Callable[[AnyPath], No
     for path in paths:
         try:
             loop = checkpoint.load(path, parts=("loop",))["loop"]
-            check(loop, {"global_step": COUNT}, f"The training state in {path}")
+            check_schema(loop, {"global_step": COUNT}, f"The training state in {path}")
             step = int(loop["global_step"])
             if step > least:
                 verify(path)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ...common.errors import CheckpointError
 from ...strategies.state.optimizer_groups import Sources
-from ...strategies.state.schema import NUMBER, check, shown
+from ...strategies.state.schema import NUMBER, check_schema, format_as_line
 from .schedules import holds_schedules, load_schedule, schedule_state
 
 Winner = Literal["saved", "configured"]
@@ -72,7 +72,7 @@ def load_scheduler(scheduler: Any, saved: Mapping[str, Any], winner: Winner, sou
     state = {key: Counter(value) if isinstance(before.get(key), Counter) else value for key, value in saved.items()}
     for key, value in before.items():
         if key in state and isinstance(value, int | float) and not isinstance(value, bool):
-            check(state[key], (NUMBER, Tensor), f"{key} of {type(scheduler).__name__} in the checkpoint")
+            check_schema(state[key], (NUMBER, Tensor), f"{key} of {type(scheduler).__name__} in the checkpoint")
     differences = []
     for key, value in before.items():
         if key in _MOVING or key not in state or state[key] == value or holds_schedules(live[key]):
@@ -121,7 +121,7 @@ def _by_group(saved: Mapping[str, Any], before: Mapping[str, object], sources: S
         else:
             raise CheckpointError(
                 f"The optimizer's groups are not in the order in which they were saved, and {key} of {name}, with "
-                f"{number} items, got {shown(value)}, may belong to them; configure the groups as they were saved, or "
-                "load the weights only (echelon.load_weights)."
+                f"{number} items, got {format_as_line(value)}, may belong to them; configure the groups as they were "
+                "saved, or load the weights only (echelon.load_weights)."
             )
     return state

@@ -15,7 +15,7 @@ from ...common.errors import CheckpointError, ConfigError, EchelonError
 from ...common.storage import AnyPath, StorePath, as_path, check_store, home_of, is_url
 from ...strategies import Strategy
 from .. import checkpoint
-from ..checkpoint.files import explain
+from ..checkpoint.files import explain_os_error
 from ..checkpoint.in_store.links import link_target
 from ..checkpoint.on_nodes.parts import READ_IN_PART
 from ..checkpoint.saved_state import check_saved
@@ -49,13 +49,15 @@ def find_checkpoint(
         check_store(StorePath.parse(str(ckpt_path)), "ckpt_path", writes=False)
     best = next((callback.best_model_path for callback in callbacks), "") if ckpt_path == "best" else ""
     if best:
-        return checkpoint.resolve(best)
+        return checkpoint.resolve_checkpoint(best)
     if ckpt_path == "best" and has_fitted:
         raise _no_best([])
     folders = folders_of_runs(loggers, callbacks, root_dir)
     if ckpt_path == "best":
         return _best_of_last_run(folders, takes_parts=takes_parts)
-    return checkpoint.resolve(ckpt_path, *folders, part="loop" if to_resume else None, takes_parts=takes_parts)
+    return checkpoint.resolve_checkpoint(
+        ckpt_path, *folders, part="loop" if to_resume else None, takes_parts=takes_parts
+    )
 
 
 def folders_of_runs(loggers: Sequence[Logger], callbacks: Sequence[ModelCheckpoint], root_dir: str | Path) -> list[str]:
@@ -72,15 +74,15 @@ def _folders_of_runs(parent: AnyPath) -> list[str]:
     """Return the checkpoint folders of all runs below `parent` that this user may read."""
     try:
         found = list(map(str, parent.glob("*/checkpoints")))
-        return found if isinstance(parent, Path) else [*found, *_unlisted(parent, found)]
+        return found if isinstance(parent, Path) else [*found, *_unlisted_folders(parent, found)]
     except OSError as error:
         raise CheckpointError(
-            f"The runs in {parent} cannot be searched for the last checkpoint: {explain(error)}; or give its path as "
-            "ckpt_path."
+            f"The runs in {parent} cannot be searched for the last checkpoint: {explain_os_error(error)}; or give "
+            "its path as ckpt_path."
         ) from error
 
 
-def _unlisted(parent: StorePath, found: Sequence[str]) -> Iterator[str]:
+def _unlisted_folders(parent: StorePath, found: Sequence[str]) -> Iterator[str]:
     """Yield the checkpoint folders of runs that the store does not list yet, by their numbers, which have no gaps."""
     numbers = [re.search(r"version_(\d+)/checkpoints$", path) for path in found]
     number = max((int(match[1]) for match in numbers if match), default=-1) + 1
@@ -103,7 +105,7 @@ def _best_of_last_run(folders: Sequence[str], *, takes_parts: bool) -> AnyPath:
             continue
         here = last.parent / Path(name).name  # the folder may have been moved since
         best = here if here.exists() else as_path(str(state.get("dirpath"))) / Path(name).name
-        return checkpoint.resolve(best) or best
+        return checkpoint.resolve_checkpoint(best) or best
     raise _no_best(folders)
 
 
@@ -141,15 +143,15 @@ def read_checkpoint(
     """
     share = strategy.local_rank, strategy.environment.local_world_size
     lazy = large if strategy.world_size > 1 else ()
-    target = _follow(path, strategy)
+    target = _follow_link(path, strategy)
     while True:
         try:
-            with _readable(target or path, strategy, lazy) as place, strategy.ranks.all.fail_together():
+            with _make_readable(target or path, strategy, lazy) as place, strategy.ranks.all.fail_together():
                 is_whole = verify or place != (target or path)  # what other nodes have was not looked at
                 state = checkpoint.load(place, parts=parts, lazy=lazy, verify=is_whole, share=share, wrapped="stored")
                 checked(state, str(path))
         except EchelonError:  # on every rank
-            before, target = target, _follow(path, strategy)
+            before, target = target, _follow_link(path, strategy)
             if target == before:
                 raise
         else:
@@ -157,7 +159,7 @@ def read_checkpoint(
 
 
 @contextmanager
-def _readable(path: AnyPath, strategy: Strategy, lazy: Collection[str]) -> Iterator[AnyPath]:
+def _make_readable(path: AnyPath, strategy: Strategy, lazy: Collection[str]) -> Iterator[AnyPath]:
     """Yield where a checkpoint can be read on this node; see `SpreadCheckpoint.readable`. Collective."""
     supervisor = strategy.launcher.supervisor
     is_in_memory = supervisor is not None and path.parent == supervisor.snapshots.folder  # each node has what it needs
@@ -215,6 +217,6 @@ def last_across_nodes(
     return found if newest is None or str(newest) == chosen else newest
 
 
-def _follow(path: AnyPath, strategy: Strategy) -> AnyPath | None:
+def _follow_link(path: AnyPath, strategy: Strategy) -> AnyPath | None:
     """Return the checkpoint to which a link points on rank 0; None if it is none. Collective: every rank calls it."""
     return strategy.ranks.all.on_first_rank(lambda: link_target(path))

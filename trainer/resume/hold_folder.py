@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial
 
 from ...callbacks.helpers.folder_lock import LOCK, FolderLock
-from ...callbacks.helpers.loggers import tell
+from ...callbacks.helpers.loggers import tell_loggers
 from ...callbacks.model_checkpoint import ModelCheckpoint
 from ...common.errors import CheckpointError
 from ...common.storage import AnyPath, StorePath, as_path, home_of
@@ -45,7 +45,7 @@ def hold_and_choose(session: Session, ckpt_path: str | AnyPath | None, *, is_lin
     if is_link and session.task == "fit" and not session.is_restarted:
         session.resumed_from = session.strategy.ranks.all.on_first_rank(partial(_hold_and_choose, session))
     if ckpt_path == "last" and not session.is_restarted:
-        where = session.loggers, _savers(session)[0], session.run.default_root_dir
+        where = session.loggers, _find_savers(session)[0], session.run.default_root_dir
         session.resumed_from = last_across_nodes(
             *(session.resumed_from, session.strategy, partial(folders_of_runs, *where)),
             part="loop" if session.task == "fit" else None,
@@ -53,7 +53,7 @@ def hold_and_choose(session: Session, ckpt_path: str | AnyPath | None, *, is_lin
 
 
 def _hold_and_choose(session: Session) -> AnyPath | None:
-    all_savers, savers = _savers(session)
+    all_savers, savers = _find_savers(session)
     where = session.loggers, all_savers, session.run.default_root_dir
     found, held = session.resumed_from, set[AnyPath]()
     link = found if found is not None and link_target(found) is not None else None
@@ -65,7 +65,7 @@ def _hold_and_choose(session: Session) -> AnyPath | None:
         places = {as_path(one.dirpath) for one in savers if one.is_dirpath_given}
         if found is not None and not all(one.is_dirpath_given for one in savers):
             places.add(found.parent)  # the folders of that run are those of this one
-        _hold(session, places - held)
+        _hold_folders(session, places - held)
         held |= places
         if link is None and found is not None and _is_newest(found, folders_of_runs(*where)):
             break
@@ -85,7 +85,7 @@ def open_loggers(session: Session) -> list[int | str | None]:
     """
     loggers, resumed_from = session.loggers, None if session.is_restarted else session.resumed_from
     if resumed_from is not None:
-        tell(loggers, "continue_run", resumed_from)
+        tell_loggers(loggers, "continue_run", resumed_from)
         has_tracker = any(hasattr(logger, "continue_saved") for logger in loggers)
         if (has_tracker or len(loggers) > 1) and "loggers" in read_manifest(resumed_from).parts:
             runs = load(resumed_from, parts=("loggers",))["loggers"]
@@ -93,27 +93,29 @@ def open_loggers(session: Session) -> list[int | str | None]:
             continue_in_folders(loggers, runs)
     session.held.callback(_drop_empty_folders, session)  # once all that is held has left them
     trackers = [logger for logger in loggers if hasattr(logger, "continue_saved")]
-    tell([logger for logger in loggers if logger not in trackers], "open")  # creates folders, and only that
+    tell_loggers([logger for logger in loggers if logger not in trackers], "open")  # creates folders, and only that
     if not loggers or loggers[0].version is not None:  # a tracker gives a new run its id when it opens
         default = home_of(session.run.log_dir) / "checkpoints"
-        _hold(session, {as_path(one.dirpath) if one.is_dirpath_given else default for one in _savers(session)[1]})
-    tell(trackers, "open")
+        _hold_folders(
+            session, {as_path(one.dirpath) if one.is_dirpath_given else default for one in _find_savers(session)[1]}
+        )
+    tell_loggers(trackers, "open")
     return [logger.version for logger in loggers]
 
 
 def _drop_empty_folders(session: Session) -> None:
     """Remove the folders of a run that has failed before it wrote into them."""
     if session.has_failed:
-        tell(session.loggers, "drop_empty_folder")
+        tell_loggers(session.loggers, "drop_empty_folder")
 
 
-def _savers(session: Session) -> tuple[list[ModelCheckpoint], list[ModelCheckpoint]]:
+def _find_savers(session: Session) -> tuple[list[ModelCheckpoint], list[ModelCheckpoint]]:
     """Return every `ModelCheckpoint` of a run, and those that save."""
     every = [one for one in session.callbacks if isinstance(one, ModelCheckpoint)]
     return every, [one for one in every if one.save_top_k or one.save_last or one.save_on_exception]
 
 
-def _hold(session: Session, folders: Iterable[AnyPath]) -> None:
+def _hold_folders(session: Session, folders: Iterable[AnyPath]) -> None:
     """Hold folders until the run ends."""
     for folder in folders:
         lock = FolderLock()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...callbacks.dispatch import load_callback_states
-from ...callbacks.helpers.loggers import tell
+from ...callbacks.helpers.loggers import tell_loggers
 from ...common.errors import RunError
 from ...common.storage import AnyPath
 from ..loop.schedule import plan_epoch
@@ -56,4 +56,4 @@ def roll_back(session: Session, path: AnyPath) -> None:
     load_callback_states(session.callbacks, saved["callbacks"])
     plan_epoch(session)
     if session.strategy.rank == 0:
-        tell(session.loggers, "resume_at", state.global_step)
+        tell_loggers(session.loggers, "resume_at", state.global_step)

@@ -15,17 +15,17 @@ from torch.optim import Optimizer
 from ...callbacks.dispatch import Hooks, callback_states, load_callback_states
 from ...common.errors import CheckpointError, EchelonError
 from ...strategies import Strategy
-from ...strategies.state.omitted_weights import OMITTED, completed, note_changed
+from ...strategies.state.omitted_weights import OMITTED, complete_state, note_changed
 from ...strategies.state.optimizer_groups import Sources
 from ...strategies.state.optimizer_state import group_sources, match_optimizers
-from ..checkpoint.saved_state import FORGED, NAMES_FOR_HOOKS, reading, unfit
-from ..data.seed import derive, restore_rng, seed_devices, seed_generators
+from ..checkpoint.saved_state import FORGED, NAMES_FOR_HOOKS, explain_bad_part, unfit_part_error
+from ..data.seed import derive_seed, restore_rng, seed_devices, seed_generators
 from ..loggers.base import folder_runs
 from ..loggers.tracker import tracker_runs
 from ..loop.schedule import num_steps
 from ..module.data_module import DataModule
 from ..module.hparams import is_omegaconf, saved_hparams
-from ..module.hparams_json import jsonable
+from ..module.hparams_json import to_jsonable
 from ..module.load import as_hooks_see
 from ..module.optimizers import LRSchedulerConfig
 from ..module.train_module import TrainModule
@@ -60,7 +60,7 @@ def take_state(session: Session, *, weights_only: bool) -> dict[str, object]:
 
 def module_state(module: TrainModule, weights: dict[str, object]) -> dict[str, object]:
     """Return what is needed to build a module again: its weights and hyper-parameters."""
-    hyper_parameters, omitted = jsonable(saved_hparams(module))
+    hyper_parameters, omitted = to_jsonable(saved_hparams(module))
     return {
         "state_dict": weights,
         "hyper_parameters": hyper_parameters,
@@ -75,7 +75,7 @@ def _arguments_of(datamodule: DataModule | None) -> dict[str, Any]:
     """Return what is needed to build a data module again, if there is one."""
     hparams = {} if datamodule is None else datamodule.hparams
     return {
-        "datamodule_hyper_parameters": {} if datamodule is None else jsonable(saved_hparams(datamodule))[0],
+        "datamodule_hyper_parameters": {} if datamodule is None else to_jsonable(saved_hparams(datamodule))[0],
         "datamodule_hyper_parameters_argument": None if datamodule is None else datamodule.hparams_argument,
         "datamodule_hyper_parameters_type": "omegaconf" if is_omegaconf(hparams) else None,
         "datamodule_hyper_parameters_containers": containers_in(hparams),
@@ -148,18 +148,18 @@ def load_weights(session: Session, saved: Mapping[str, object]) -> None:
     if state.get(OMITTED):
         collectives, own = session.strategy.ranks.all, session.placed.model_state()
         with collectives.fail_together():
-            state["state_dict"] = completed(state["state_dict"], state[OMITTED], own, collectives)
+            state["state_dict"] = complete_state(state["state_dict"], state[OMITTED], own, collectives)
     session.hooks.call("on_load_checkpoint", state)
     try:
         session.placed.load_model_state(state["state_dict"], strict=session.module.strict_loading)
     except RuntimeError as error:
         where = "the checkpoint" if session.resumed_from is None else session.resumed_from
-        from ..checkpoint import difference
+        from ..checkpoint import compare_weights
 
         raise CheckpointError(
             f"The weights in {where} do not fit {type(session.module).__name__}; build the module as it was, or set "
             "strict_loading = False on it; if they are another program's, give this one its own default_root_dir.\n"
-            f"{difference(session.module, state['state_dict']) or error}"
+            f"{compare_weights(session.module, state['state_dict']) or error}"
         ) from error
     note_changed(session.module, read)
     note_dequantized(session, "model", state["state_dict"])
@@ -196,11 +196,11 @@ def load_training(session: Session, state: Mapping[str, Any], winner: Winner = "
     _check_number("schedulers", len(session.schedulers), len(state["lr_schedulers"]))
     _load_optimizers(session, state, winner)
     if state["precision"]:
-        with reading("precision"):
+        with explain_bad_part("precision"):
             session.placed.scaling.scaler.load_state_dict(state["precision"])
     loop, data = session.state, of_this_rank(session.strategy, state["data"])
     if loop.loaded_in.get("train", 0) <= loop.epoch:  # otherwise the loaders are those of the next epoch
-        with reading("data"):
+        with explain_bad_part("data"):
             loop.batches_in_epoch = session.train_data.resume_epoch(
                 loop.epoch, data, loop.batches_in_epoch, state["data"]
             )
@@ -229,7 +229,7 @@ def load_generators(session: Session, state: Mapping[str, Any]) -> None:
     with session.streams:
         put_generators_back(strategy, saved, session.state.seed, session.state.global_step)
     if session.streams.is_parted:
-        with reading("rng"):
+        with explain_bad_part("rng"):
             session.streams.load_common(common)
 
 
@@ -237,12 +237,12 @@ def put_generators_back(strategy: Strategy, saved: Sequence[Mapping[str, object]
     """Restore the generators of this data rank, or seed them from `seed` and `step` if they were not saved."""
     rank = strategy.data_rank
     # -1 takes the place of the epoch in the keys of a run's other streams
-    seed_devices(strategy.devices, derive(seed, -1, step), rank)
+    seed_devices(strategy.devices, derive_seed(seed, -1, step), rank)
     if rank < len(saved):
-        with reading("rng"):
+        with explain_bad_part("rng"):
             restore_rng(saved[rank], strategy.devices)
     else:
-        seed_generators(derive(seed, -1, rank, step))
+        seed_generators(derive_seed(seed, -1, rank, step))
 
 
 def _check_number(what: str, here: int, saved: int) -> None:
@@ -256,7 +256,7 @@ def _load_optimizers(session: Session, state: Mapping[str, Any], winner: Winner)
     scheduled = [config.scheduler.optimizer for config in session.schedulers if hasattr(config.scheduler, "optimizer")]
     differences = []
     module, steps = session.placed.module, session.state.optimizer_steps
-    with reading("optimizers"):
+    with explain_bad_part("optimizers"):
         order = match_optimizers(session.optimizers, module, state["optimizers"])
         if len(steps) == len(order):
             session.state.optimizer_steps = [steps[saved] for saved in order]
@@ -268,7 +268,7 @@ def _load_optimizers(session: Session, state: Mapping[str, Any], winner: Winner)
             sources[optimizer] = changed_order(group_sources(optimizer, module, saved), len(saved["param_groups"]))
     note_dequantized(session, "optimizers", state["optimizers"])
     configured = [getattr(config.scheduler, "total_steps", None) for config in session.schedulers]
-    with reading("lr_schedulers"):
+    with explain_bad_part("lr_schedulers"):
         for config, index in zip(session.schedulers, match_schedulers(session, state, order), strict=True):
             groups = sources.get(getattr(config.scheduler, "optimizer", None), ())
             differences += load_scheduler(config.scheduler, state["lr_schedulers"][index], winner, groups)
@@ -328,4 +328,4 @@ def first_step_of(counters: TrainState) -> Iterator[None]:
         is_of_optimizer = any(isinstance(frame.f_locals.get("self"), Optimizer) for frame in frames)
         if isinstance(error, EchelonError) or counters.global_step != began_at or not is_of_optimizer:
             raise
-        raise unfit("optimizers", error) from error
+        raise unfit_part_error("optimizers", error) from error

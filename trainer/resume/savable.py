@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...callbacks.callback import Callback
-from ...callbacks.dispatch import callback_states, overrides
+from ...callbacks.dispatch import callback_states, overrides_method
 from ...callbacks.model_checkpoint import ModelCheckpoint
 from ...callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from ...common.errors import CheckpointError, EchelonError
-from ...strategies.state.dtensor import check_whole, is_wrapper, unfit
+from ...strategies.state.dtensor import check_whole, describe_if_unfit, is_wrapper
 from ...strategies.state.optimizer_state import needs_closure, optimizer_parameters, parameter_names
 from ..checkpoint.encoding import Encoder
 from ..data.seed import isolated_rng
@@ -35,19 +35,19 @@ def check_savable(session: Session) -> None:
     if session.strategy.launcher.starts_processes:
         with session.strategy.ranks.all.fail_together():
             check_whole(dict(session.module.named_parameters()))
-    saves_training = _saves(session, weights_only=False)
-    if not (saves_training or _saves(session, weights_only=True)):
+    saves_training = _saves_checkpoints(session, weights_only=False)
+    if not (saves_training or _saves_checkpoints(session, weights_only=True)):
         return
     if session.strategy.has_stages:
         _check_stages(session)
     weights = session.placed.model_state()
     optimizers = [session.placed.optimizer_state(each) for each in session.optimizers] if saves_training else []
     collectives = session.strategy.ranks.all
-    unfit = _fault({"model": dict(weights), "optimizers": optimizers})
+    unfit = _find_fault({"model": dict(weights), "optimizers": optimizers})
     asks_hooks = collectives.all_reduce(float(unfit is not None), "max") and _has_hooks(session)
     if asks_hooks:
         state = take_state(session, weights_only=not saves_training)
-        unfit = _fault({name: state.get(name) for name in ("model", "optimizers")})
+        unfit = _find_fault({name: state.get(name) for name in ("model", "optimizers")})
     with collectives.fail_together(), isolated_rng():
         if unfit is not None:
             raise unfit
@@ -95,12 +95,12 @@ def _check_stages(session: Session) -> None:
     for name, parameter in session.module.named_parameters():
         if is_wrapper(parameter):
             raise CheckpointError(
-                f"state['model'][{name!r}] is {unfit(parameter)}, which no checkpoint of pipeline stages can hold; use "
-                "dp_shard or tp instead of pp, or a dense weight."
+                f"state['model'][{name!r}] is {describe_if_unfit(parameter)}, which no checkpoint of pipeline stages "
+                "can hold; use dp_shard or tp instead of pp, or a dense weight."
             )
 
 
-def _fault(parts: dict[str, object]) -> CheckpointError | None:
+def _find_fault(parts: dict[str, object]) -> CheckpointError | None:
     try:
         for part, value in parts.items():
             Encoder().encode(value, f"state[{part!r}]", part)
@@ -109,7 +109,7 @@ def _fault(parts: dict[str, object]) -> CheckpointError | None:
     return None
 
 
-def _saves(session: Session, *, weights_only: bool) -> bool:
+def _saves_checkpoints(session: Session, *, weights_only: bool) -> bool:
     savers = [each for each in session.callbacks if isinstance(each, ModelCheckpoint)]
     writes = any(each.save_weights_only is weights_only and (each.save_top_k or each.save_last) for each in savers)
     saves_errors = any(isinstance(each, OnExceptionCheckpoint) for each in session.callbacks)
@@ -118,6 +118,6 @@ def _saves(session: Session, *, weights_only: bool) -> bool:
 
 def _has_hooks(session: Session) -> bool:
     hooks = [(each, Callback) for each in session.callbacks]
-    return overrides(session.module, "on_save_checkpoint", TrainModule) or any(
-        overrides(owner, "on_save_checkpoint", base) for owner, base in hooks
+    return overrides_method(session.module, "on_save_checkpoint", TrainModule) or any(
+        overrides_method(owner, "on_save_checkpoint", base) for owner, base in hooks
     )

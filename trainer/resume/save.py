@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ...callbacks.helpers.loggers import tell
+from ...callbacks.helpers.loggers import tell_loggers
 from ...common.errors import CheckpointError, RunError
 from ...common.storage import AnyPath, as_path
 from ..checkpoint import list_checkpoints
@@ -52,7 +52,7 @@ def save_checkpoint(
         origin = origin_of(session, path.parent)
         state = take_state(session, weights_only=weights_only or session.task != "fit")
         if session.strategy.rank == 0:
-            tell(session.loggers, "save")
+            tell_loggers(session.loggers, "save")
         session.held.wake_mirrors()
         mesh, still = session.strategy.mesh_axes, still_parts(session)
         session.writer.save(path, state, mesh=mesh, still=still, origin=origin, single_file=single_file)

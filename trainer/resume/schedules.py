@@ -7,7 +7,7 @@ from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Final
 
 from ...common.errors import CheckpointError
-from ...strategies.state.schema import shown
+from ...strategies.state.schema import format_as_line
 
 _CODE: Final = (FunctionType, BuiltinFunctionType, MethodType)
 
@@ -19,15 +19,15 @@ def schedule_state(scheduler: Any) -> dict[str, object]:
     built with, as torch's LambdaLR does.
     """
     state: dict[str, object] = scheduler.state_dict()
-    return {key: _saved(value) for key, value in state.items() if not isinstance(value, _CODE)}
+    return {key: _nested_state(value) for key, value in state.items() if not isinstance(value, _CODE)}
 
 
-def _saved(value: Any) -> object:
+def _nested_state(value: Any) -> object:
     if _is_schedule(value):
         return schedule_state(value)
     if type(value) in (list, tuple):
-        return type(value)(_saved(item) for item in value)
-    return {key: _saved(item) for key, item in value.items()} if type(value) is dict else value
+        return type(value)(_nested_state(item) for item in value)
+    return {key: _nested_state(item) for key, item in value.items()} if type(value) is dict else value
 
 
 def load_schedule(scheduler: Any, state: Mapping[str, object]) -> None:
@@ -48,8 +48,8 @@ def _put_back(saved: Any, live: Any, place: str) -> object:
     if _is_schedule(live):
         if not isinstance(saved, Mapping) or not saved.keys() & live.state_dict().keys():
             raise CheckpointError(
-                f"{place} is a {type(live).__name__}, the saved one was {shown(saved)}; configure the schedule as it "
-                "was saved."
+                f"{place} is a {type(live).__name__}, the saved one was {format_as_line(saved)}; configure the "
+                "schedule as it was saved."
             )
         load_schedule(live, saved)
         return live
@@ -57,8 +57,8 @@ def _put_back(saved: Any, live: Any, place: str) -> object:
         return saved
     if type(saved) is not type(live) or len(saved) != len(live):
         raise CheckpointError(
-            f"{place} holds schedules, {shown(live)}, the saved one had {shown(saved)}; configure the schedule as it "
-            "was saved."
+            f"{place} holds schedules, {format_as_line(live)}, the saved one had {format_as_line(saved)}; configure "
+            "the schedule as it was saved."
         )
     if type(live) is dict:
         return {key: _put_back(value, live.get(key), f"{place}[{key!r}]") for key, value in saved.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from ...callbacks.helpers.loggers import tell
+from ...callbacks.helpers.loggers import tell_loggers
 from ..session.session import Session
 from .run_state import still_parts, take_state
 from .save import origin_of
@@ -22,7 +22,7 @@ def take_snapshot(session: Session) -> None:
         began = time.monotonic()
         # data that loggers buffer would be lost with this process, and the resumed run does not log it again
         if session.strategy.rank == 0:
-            tell(session.loggers, "save")
+            tell_loggers(session.loggers, "save")
         with session.saves.taking_snapshot():
             origin = origin_of(session)
             state = take_state(session, weights_only=False)

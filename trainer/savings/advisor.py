@@ -161,7 +161,9 @@ class TimeAdvisor(Callback):
     def _advise(self, trainer: Run) -> None:
         """Say which saving is the largest, to the user and to the ledger of a GoodputMonitor."""
         loader = cast(Watched, trainer).train_dataloader
-        times = _typical(self._steps, trainer.strategy.device, has_workers=bool(getattr(loader, "num_workers", 0)))
+        times = _summarize_steps(
+            self._steps, trainer.strategy.device, has_workers=bool(getattr(loader, "num_workers", 0))
+        )
         found = [] if times is None else [saving for watch in self._watches for saving in _savings_of(watch, times)]
         self._stop()
         worth = (one for one in found if one.share >= _LEAST)
@@ -194,7 +196,7 @@ class _Step(NamedTuple):
     interruptions: int
 
 
-def _typical(steps: Sequence[_Step], device: torch.device, *, has_workers: bool) -> TypicalStep | None:
+def _summarize_steps(steps: Sequence[_Step], device: torch.device, *, has_workers: bool) -> TypicalStep | None:
     """Return what is typical of the steps in which no other program took the processor.
 
     If nearly all were interrupted, as on a machine with more programs than processors, the time of the processor stands

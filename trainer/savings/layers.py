@@ -84,7 +84,7 @@ class Layers(SavingWatch):
         """Return the seconds of each product, with operands that are cast from the dtype of the first."""
         device, dtype = self.subject.device, products[0].dtype
         with torch.no_grad():
-            return times_of([_multiplied(one, dtype, device) for one in products], device)
+            return times_of([_make_product_function(one, dtype, device) for one in products], device)
 
     def _of_precision(self, times: TypicalStep) -> Iterator[Saving]:
         if not self.subject.run.strategy.precision.is_plain:
@@ -96,7 +96,7 @@ class Layers(SavingWatch):
             now, then = now + number * seconds[0], then + number * seconds[1]
         if then >= now:
             return
-        share = _share(now, then, times)
+        share = _share_saved(now, then, times)
         yield Saving(
             "precision",
             share,
@@ -121,7 +121,7 @@ class Layers(SavingWatch):
             now, then = now + count * seconds[0], then + count / 2 * seconds[1]
         if then >= now:
             return
-        share = _share(now, then, times)
+        share = _share_saved(now, then, times)
         yield Saving(
             "micro-batches",
             share,
@@ -139,7 +139,7 @@ class Layers(SavingWatch):
         return free > (held if self.subject.device.type == CPU else 1.2 * held)
 
 
-def _multiplied(product: Product, held_in: torch.dtype, device: torch.device) -> Callable[[], object]:
+def _make_product_function(product: Product, held_in: torch.dtype, device: torch.device) -> Callable[[], object]:
     """Return a function that computes a layer's products of a step, whose operands and gradients are of a dtype."""
     given = torch.full((product.rows, product.inputs), 0.5, dtype=held_in, device=device)
     weight = torch.full((product.outputs, product.inputs), 0.5, dtype=held_in, device=device)
@@ -154,7 +154,7 @@ def _multiplied(product: Product, held_in: torch.dtype, device: torch.device) ->
     return compute
 
 
-def _share(now: float, then: float, times: TypicalStep) -> float:
+def _share_saved(now: float, then: float, times: TypicalStep) -> float:
     """Return the share of a step that is saved if its products take less; they take no more than its whole work."""
     work = min(now, times.step - times.wait)
     return work * (1 - then / now) / times.step

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from ...callbacks.callback import Callback
-from ...callbacks.dispatch import overrides
+from ...callbacks.dispatch import overrides_method
 from ...strategies.cluster.environment import num_cores
 from ...strategies.devices.kinds import CPU
 from ..module.data_module import DataHooks
@@ -61,13 +61,13 @@ class Loading(SavingWatch):
         """Return whether hooks of the user's do work between the steps, where the wait was measured."""
         module, datamodule = self.subject.module, self.subject.run.datamodule
         owners = [module] if datamodule is None else [module, datamodule]
-        if any(overrides(owner, name, DataHooks) for owner in owners for name in _TRANSFERS):
+        if any(overrides_method(owner, name, DataHooks) for owner in owners for name in _TRANSFERS):
             return True
-        if overrides(module, "on_train_step_end", ModuleHooks):
+        if overrides_method(module, "on_train_step_end", ModuleHooks):
             return True
         own = __name__.partition(".")[0]
         others = [one for one in self.subject.run.callbacks if type(one).__module__.partition(".")[0] != own]
-        return any(overrides(one, name, Callback) for one in others for name in _BETWEEN)
+        return any(overrides_method(one, name, Callback) for one in others for name in _BETWEEN)
 
     def _costs(self, more: int) -> float:
         """Return the seconds that more workers cost a step: batches are sent, and each epoch starts processes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from ...strategies.devices.queries import synchronize
+from ...strategies.devices.queries import synchronize_device
 from ...strategies.devices.streams import has_events, recorded_event
 from .watch import Saving, SavingWatch, Subject, TypicalStep
 
@@ -43,7 +43,7 @@ class Logs(SavingWatch):
     def savings(self, times: TypicalStep) -> Iterator[Saving]:
         if not self._gaps:
             return
-        synchronize(self.subject.device)
+        synchronize_device(self.subject.device)
         gap = sum(begin.elapsed_time(end) for begin, end in self._gaps) / 1000 / len(self._gaps)
         every = self.subject.run.log_every_n_steps
         # what the wait for data would leave of it anyway

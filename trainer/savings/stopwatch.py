@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from ...strategies.devices.kinds import CPU
-from ...strategies.devices.queries import synchronize
+from ...strategies.devices.queries import synchronize_device
 from ...strategies.devices.streams import has_events, recorded_event
 
 try:
@@ -30,10 +30,10 @@ def times_of(functions: Sequence[Callable[[], object]], device: torch.device) ->
     shortest = [float("inf")] * len(functions)
     for turn in range(_TURNS):
         for index, function in enumerate(functions):
-            synchronize(device)
+            synchronize_device(device)
             began = clock()
             function()
-            synchronize(device)
+            synchronize_device(device)
             taken = clock() - began
             if turn and taken < shortest[index]:  # the first call allocates and chooses kernels
                 shortest[index] = taken
@@ -81,7 +81,7 @@ class Stopwatch:
     def typical(self) -> float:
         """Return the median of the times, in seconds; waits for the device."""
         if self._events:
-            synchronize(self._device)
+            synchronize_device(self._device)
         self._seconds += [began.elapsed_time(end) / 1000 for began, end in self._events]
         self._events = []
         return median(self._seconds)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from typing import Final, NamedTuple
 
-from ..data.seed import derive, mix
+from ..data.seed import derive_seed, mix_seed
 
 SCALE: Final = 1 << 40
 """The sum of the weights of a phase, as integers: proportions are exact to one draw in so many."""
@@ -64,7 +64,7 @@ class Interleaving:
 
     def _add(self, start: int, weights: Sequence[float]) -> None:
         before = self._expected(start) if self._phases else [0] * len(self._keys)
-        self._phases.append(_Phase(start, _scaled(weights), before))
+        self._phases.append(_Phase(start, _scale_weights(weights), before))
 
     def _phase(self, position: int) -> int:
         """Return the number of the phase that holds a position."""
@@ -86,7 +86,7 @@ class Interleaving:
         counts = []
         for key, expected in zip(self._keys, self._expected(time), strict=True):
             whole, rest = divmod(expected, SCALE)
-            counts.append(whole + (rest > 0 and _place(key, whole) < rest))
+            counts.append(whole + (rest > 0 and _place_in_interval(key, whole) < rest))
         return counts
 
     def _span(self, time: int) -> tuple[int, int]:
@@ -109,7 +109,7 @@ class Interleaving:
             for source, expected in enumerate(self._expected(start)):
                 key, weight = self._keys[source], phase.weights[source]
                 timed += [
-                    ((number * SCALE + _place(key, number) - expected) / weight, source, number)
+                    ((number * SCALE + _place_in_interval(key, number) - expected) / weight, source, number)
                     for number in range(before[source], after[source])
                 ]
             timed.sort()
@@ -170,12 +170,12 @@ class Interleaving:
         return first + draws.index((source, number)) + 1
 
 
-def _place(key: int, number: int) -> int:
+def _place_in_interval(key: int, number: int) -> int:
     """Return where in its interval a draw falls, below `SCALE`."""
-    return mix(key, number) >> _BITS
+    return mix_seed(key, number) >> _BITS
 
 
-def _scaled(weights: Sequence[float]) -> list[int]:
+def _scale_weights(weights: Sequence[float]) -> list[int]:
     """Return integers in the proportions of the weights, whose sum is `SCALE`; a weight above 0 stays above."""
     total = math.fsum(weights)
     scaled = [max(int(weight / total * SCALE), 1) if weight > 0 else 0 for weight in weights]
@@ -186,4 +186,4 @@ def _scaled(weights: Sequence[float]) -> list[int]:
 def keys_of(names: Sequence[str], seed: int) -> list[int]:
     """Return a key for each source that depends on its name, and not on the other sources."""
     hashes = (blake2b(name.encode(), digest_size=8).digest() for name in names)
-    return [derive(seed, int.from_bytes(hashed, "little")) for hashed in hashes]
+    return [derive_seed(seed, int.from_bytes(hashed, "little")) for hashed in hashes]

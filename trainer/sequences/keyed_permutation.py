@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...common.errors import ConfigError
-from ..data.seed import derive, finalized
+from ..data.seed import derive_seed, mix_bits
 
 _NUM_ROUNDS: Final = 10
 """As in NIST's FF1; four suffice in theory (Luby and Rackoff 1988) for large halves, but not for halves of few bits."""
@@ -50,8 +50,8 @@ class KeyedPermutation:
         self._size = size
         # halves of two bits are too regular: the chi-square of the orders of 5 elements was 8 deviations from its mean
         self._half_bits = max(3, -(-max(0, size - 1).bit_length() // 2))
-        seed = derive(0, *key)
-        self._round_keys = [_signed(derive(seed, number)) for number in range(_NUM_ROUNDS)]
+        seed = derive_seed(0, *key)
+        self._round_keys = [_to_signed(derive_seed(seed, number)) for number in range(_NUM_ROUNDS)]
 
     def __len__(self) -> int:
         return self._size
@@ -103,7 +103,7 @@ class KeyedPermutation:
         while True:
             left, right = value >> bits, value & mask
             for key in self._round_keys:
-                left, right = right, finalized(right + key) & mask ^ left
+                left, right = right, mix_bits(right + key) & mask ^ left
             value = left << bits | right
             if value < self._size:
                 return value
@@ -113,30 +113,30 @@ class KeyedPermutation:
         bits, mask = self._half_bits, (1 << self._half_bits) - 1
         left, right = values >> bits, values & mask
         for key in self._round_keys:
-            left, right = right, _hashed(right, key).bitwise_and_(mask).bitwise_xor_(left)
+            left, right = right, _hash_with_key(right, key).bitwise_and_(mask).bitwise_xor_(left)
         return (left << bits).bitwise_or_(right)
 
 
-def _hashed(values: Tensor, key: int) -> Tensor:
-    """Return `finalized` of each number with the key; arithmetic in 64 bits wraps around."""
+def _hash_with_key(values: Tensor, key: int) -> Tensor:
+    """Return `mix_bits` of each number with the key; arithmetic in 64 bits wraps around."""
     mixed = values + key
-    mixed ^= _shifted(mixed, 30)
+    mixed ^= _shift_right(mixed, 30)
     mixed *= _FIRST
-    mixed ^= _shifted(mixed, 27)
+    mixed ^= _shift_right(mixed, 27)
     mixed *= _SECOND
-    mixed ^= _shifted(mixed, 31)
+    mixed ^= _shift_right(mixed, 31)
     return mixed
 
 
-def _shifted(values: Tensor, bits: int) -> Tensor:
+def _shift_right(values: Tensor, bits: int) -> Tensor:
     """Return numbers shifted to the right, with zeros in place of the sign that torch would repeat."""
     return (values >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
-def _signed(number: int) -> int:
+def _to_signed(number: int) -> int:
     """Return the number of 64 bits with a sign that has the same bits."""
     return number - (1 << 64) if number >> 63 else number
 
 
-_FIRST: Final = _signed(0xBF58476D1CE4E5B9)
-_SECOND: Final = _signed(0x94D049BB133111EB)
+_FIRST: Final = _to_signed(0xBF58476D1CE4E5B9)
+_SECOND: Final = _to_signed(0x94D049BB133111EB)

@@ -33,7 +33,7 @@ class MixedSource:
         self.key, self._shuffle = key, shuffle
         self.is_stream = is_stream(dataset)
         size = length_of(dataset)
-        _check(name, dataset, size, is_stream=self.is_stream)
+        _check_source(name, dataset, size, is_stream=self.is_stream)
         self.size = size
         self.lengths: Tensor | float | None = None
         """The tokens of each sample, or of all, if they are known."""
@@ -84,7 +84,7 @@ class MixedSource:
                     f"The lengths of {self.name!r} are needed (by='tokens'), and cannot be counted in a stream, got "
                     f"{type(self.dataset).__name__}; give lengths={{{self.name!r}: its mean length}}."
                 )
-            given = lengths_of(self.dataset, _length)
+            given = lengths_of(self.dataset, _length_of_sample)
         if given is None or isinstance(given, int | float):
             self.lengths = given
             is_right = given is None or 0 < given < float("inf")
@@ -124,7 +124,7 @@ def is_stream(dataset: Any) -> bool:
     return isinstance(dataset, IterableDataset) or (is_iterable and not isinstance(dataset, DataLoader))
 
 
-def _check(name: str, dataset: Any, size: int | None, *, is_stream: bool) -> None:
+def _check_source(name: str, dataset: Any, size: int | None, *, is_stream: bool) -> None:
     remedy = "give a data set with indices, or an iterable one"
     if isinstance(dataset, DataLoader):
         raise DataError(
@@ -146,5 +146,5 @@ def _check(name: str, dataset: Any, size: int | None, *, is_stream: bool) -> Non
         raise DataError(f"The source {name!r} has no samples, got {dataset!r:.60}; leave it out, or check its filter.")
 
 
-def _length(sample: Any) -> int:
+def _length_of_sample(sample: Any) -> int:
     return len(sample["input_ids"] if isinstance(sample, Mapping) else sample)

@@ -10,9 +10,9 @@ from typing import Any, Final, Literal, NamedTuple
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from ...common.errors import ConfigError
-from ..data.seed import derive, mix, seed_generators
+from ..data.seed import derive_seed, mix_seed, seed_generators
 from ..streams.probe import NUM_PROBED
-from ..streams.stated import saves
+from ..streams.stated import saves_state
 from .interleaving import Interleaving, keys_of
 from .mixed_source import MixedSource, Place, is_stream
 from .mixture_weights import Phases, phases_of, weights_of
@@ -87,11 +87,11 @@ class Mixture(Dataset[Any]):
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
-        _check(sources, stop, by)
+        _check_sources(sources, stop, by)
         names = list(sources)
         keys = keys_of(names, seed)
         self._sources: list[MixedSource] = [
-            MixedSource(name, _dataset(given), key, shuffle=shuffle)
+            MixedSource(name, _dataset_of(given), key, shuffle=shuffle)
             for (name, given), key in zip(sources.items(), keys, strict=True)
         ]
         self._take_lengths(lengths or {}, by)
@@ -220,7 +220,7 @@ class StreamedMixture(Mixture, IterableDataset[Any]):
 
     def samples_from(self, start: int, wanted: Callable[[int], bool], block: int) -> Iterator[tuple[int, object]]:
         """Yield those samples of the epoch, with their positions, from one position on, that are wanted."""
-        base, key = self.epoch * len(self), derive(self.seed, self.epoch)
+        base, key = self.epoch * len(self), derive_seed(self.seed, self.epoch)
         lanes = self._lanes_at(base + start, block)
         for position in range(start, len(self)):
             number, place = self._placed(base + position)
@@ -228,7 +228,7 @@ class StreamedMixture(Mixture, IterableDataset[Any]):
             if source.is_stream:
                 sample = lanes[source.name].draw(position // block, is_wanted=is_wanted)
             elif is_wanted:
-                seed_generators(mix(key, position))
+                seed_generators(mix_seed(key, position))
                 sample = source.read(*place)
             self._position = base + position + 1
             if is_wanted:
@@ -263,7 +263,7 @@ class StreamedMixture(Mixture, IterableDataset[Any]):
     def look(self) -> list[object]:
         """Return the first samples of the streams, which are left as they were."""
         streams = [source.dataset for source in self._sources if source.is_stream]
-        states = [dataset.state_dict() if saves(dataset) else None for dataset in streams]
+        states = [dataset.state_dict() if saves_state(dataset) else None for dataset in streams]
         first = [sample for dataset in streams for sample in islice(iter(dataset), NUM_PROBED)]
         for dataset, state in zip(streams, states, strict=True):
             if state is not None:
@@ -283,14 +283,14 @@ class StreamedMixture(Mixture, IterableDataset[Any]):
 def _has_stream(sources: object) -> bool:
     """Return whether one of a mixture's sources is a stream, as far as they can be read."""
     given = sources.values() if isinstance(sources, Mapping) else ()
-    return any(is_stream(_dataset(each)) for each in given)
+    return any(is_stream(_dataset_of(each)) for each in given)
 
 
-def _dataset(given: object) -> object:
+def _dataset_of(given: object) -> object:
     return given[0] if isinstance(given, tuple) and given else given
 
 
-def _check(sources: object, stop: Any, by: object) -> None:
+def _check_sources(sources: object, stop: Any, by: object) -> None:
     if not isinstance(sources, Mapping) or not sources:
         raise ConfigError(
             f"Mixture takes {{name: (data set, weight)}} with at least one source, got {sources!r:.80}; name them."

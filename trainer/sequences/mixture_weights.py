@@ -41,7 +41,7 @@ def weights_of(
             raise ConfigError(f"The stream {unknown[0]!r} has no size to weigh it by; give all sources weights.")
         weights = [(source.size or 0) * source.mean_length for source in read]
     else:
-        weights = [_checked(name, value[1]) for name, value in sources.items()]
+        weights = [_check_weight(name, value[1]) for name, value in sources.items()]
         for name, weight in zip(sources, weights, strict=True):
             if weight == 0:
                 raise ConfigError(f"The weight of {name!r} must be above 0, got {weight}; leave the source out.")
@@ -64,7 +64,7 @@ def phases_of(
     """
     if schedule is None:
         assert weights is not None
-        return [(0, _shares(weights, means))], None
+        return [(0, _divide_by_means(weights, means))], None
     if callable(schedule):
         weigh = ScheduledWeights(schedule, names, means)
         return [(0, weigh(0))], weigh
@@ -85,7 +85,7 @@ def phases_of(
                 f"schedule[{number}] must begin {'at 0' if not phases else f'after {phases[-1][0]}'}, got {start}; "
                 "sort the phases, the first from sample 0 on."
             )
-        phases.append((start, _shares(_named(named, names, f"schedule[{number}]"), means)))
+        phases.append((start, _divide_by_means(_weights_by_name(named, names, f"schedule[{number}]"), means)))
     return phases, None
 
 
@@ -96,10 +96,12 @@ class ScheduledWeights:
         self._schedule, self._names, self._means = schedule, names, means
 
     def __call__(self, position: int) -> list[float]:
-        return _shares(_named(self._schedule(position), self._names, f"schedule({position})"), self._means)
+        return _divide_by_means(
+            _weights_by_name(self._schedule(position), self._names, f"schedule({position})"), self._means
+        )
 
 
-def _named(named: object, names: Sequence[str], what: str) -> list[float]:
+def _weights_by_name(named: object, names: Sequence[str], what: str) -> list[float]:
     if not isinstance(named, Mapping):
         raise ConfigError(f"{what} must be {{name: weight}}, got {named!r:.60}; name each source.")
     for name in named:
@@ -110,17 +112,17 @@ def _named(named: object, names: Sequence[str], what: str) -> list[float]:
     missing = [name for name in names if name not in named]
     if missing:
         raise ConfigError(f"{what} has no weight for {', '.join(missing)}, got {dict(named)!r:.60}; 0 leaves one out.")
-    weights = [_checked(name, named[name]) for name in names]
+    weights = [_check_weight(name, named[name]) for name in names]
     if not any(weights):
         raise ConfigError(f"{what} must have a weight above 0, got {dict(named)!r:.60}; give one.")
     return weights
 
 
-def _checked(name: str, weight: object) -> float:
+def _check_weight(name: str, weight: object) -> float:
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
         raise ConfigError(f"The weight of {name!r} must be a number from 0 on, got {weight!r}; give its share.")
     return float(weight)
 
 
-def _shares(weights: Sequence[float], means: Sequence[float]) -> list[float]:
+def _divide_by_means(weights: Sequence[float], means: Sequence[float]) -> list[float]:
     return [weight / mean for weight, mean in zip(weights, means, strict=True)]

@@ -89,8 +89,8 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         self.seq_len, self.pad_id = seq_len, pad_id
         if lengths is None:
             known = getattr(documents, "lengths", None)  # of a TokenFile
-            lengths = known if isinstance(known, Tensor) else lengths_of(documents, _length)
-        num_tokens = _checked(lengths, len(documents))
+            lengths = known if isinstance(known, Tensor) else lengths_of(documents, _count_tokens)
+        num_tokens = _check_lengths(lengths, len(documents))
         order = KeyedSampler(len(num_tokens), seed=seed).entries_from(0, 0) if shuffle else range(len(num_tokens))
         self._lengths = torch.tensor(num_tokens, dtype=torch.int64)
         self._plan = plan_packs(num_tokens, order, seq_len, method, buffer)
@@ -175,7 +175,7 @@ def _check_settings(documents: object, seq_len: int, method: str, buffer: int) -
 
 
 def _tokens_and_labels(sample: object) -> tuple[Tensor, Tensor]:
-    tokens = torch.as_tensor(_tokens(sample))
+    tokens = torch.as_tensor(_tokens_of(sample))
     labels = torch.as_tensor(sample["labels"]) if isinstance(sample, Mapping) and "labels" in sample else tokens
     if tokens.numel() and (tokens.is_floating_point() or labels.is_floating_point()):
         raise DataError(
@@ -185,15 +185,15 @@ def _tokens_and_labels(sample: object) -> tuple[Tensor, Tensor]:
     return tokens, labels
 
 
-def _tokens(sample: object) -> Any:
+def _tokens_of(sample: object) -> Any:
     return sample["input_ids"] if isinstance(sample, Mapping) else sample
 
 
-def _length(sample: object) -> int:
-    return len(_tokens(sample))
+def _count_tokens(sample: object) -> int:
+    return len(_tokens_of(sample))
 
 
-def _checked(lengths: Lengths, num_documents: int) -> list[int]:
+def _check_lengths(lengths: Lengths, num_documents: int) -> list[int]:
     given: list[int] = torch.as_tensor(lengths).tolist()
     if len(given) != num_documents:
         raise DataError(f"lengths must have one number for each of {num_documents} documents, got {len(given)}.")

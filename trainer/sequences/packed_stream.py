@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from ...common.errors import DataError
-from ..streams.stated import saves
+from ..streams.stated import saves_state
 from .packing import PACKERS, Method, Span
 
 Document = tuple[Tensor, Tensor]
@@ -57,7 +57,7 @@ class PackedStream(IterableDataset[dict[str, Tensor]]):
         if name == "documents" or name.startswith("__"):
             raise AttributeError(name)
         documents = self.documents
-        if name in _OF_STATE and saves(documents):
+        if name in _OF_STATE and saves_state(documents):
             return getattr(self, f"_{name}")
         if name in _OF_SHARDS and all(hasattr(documents, each) for each in _OF_SHARDS):
             return documents.num_shards if name == "num_shards" else self._shard
@@ -70,7 +70,7 @@ class PackedStream(IterableDataset[dict[str, Tensor]]):
         stream, number = iter(documents), 0
         self._num_skipped = 0
         while True:
-            self._group, self._num_packs = documents.state_dict() if saves(documents) else None, 0
+            self._group, self._num_packs = documents.state_dict() if saves_state(documents) else None, 0
             group = [self._checked(document, number + place) for place, document in self._next(stream)]
             if not group:
                 return

@@ -51,7 +51,9 @@ def plan_packs(lengths: Sequence[int], order: Iterable[int], seq_len: int, metho
     return PackPlan(torch.tensor(rows, dtype=torch.int64).view(-1, 3), torch.tensor(starts, dtype=torch.int64))
 
 
-def _concatenated(lengths: Sequence[int], order: Iterable[int], seq_len: int, buffer: int) -> Iterator[list[Span]]:
+def _concatenate_documents(
+    lengths: Sequence[int], order: Iterable[int], seq_len: int, buffer: int
+) -> Iterator[list[Span]]:
     pack: list[Span] = []
     room = seq_len
     for document in order:
@@ -68,7 +70,7 @@ def _concatenated(lengths: Sequence[int], order: Iterable[int], seq_len: int, bu
         yield pack
 
 
-def _parts(lengths: Sequence[int], order: Iterable[int], seq_len: int) -> Iterator[Span]:
+def _split_long_documents(lengths: Sequence[int], order: Iterable[int], seq_len: int) -> Iterator[Span]:
     """Yield documents whole, and those that fit into no pack in parts."""
     for document in order:
         for start in range(0, lengths[document], seq_len):
@@ -77,7 +79,7 @@ def _parts(lengths: Sequence[int], order: Iterable[int], seq_len: int) -> Iterat
 
 def _first_fit(lengths: Sequence[int], order: Iterable[int], seq_len: int, buffer: int) -> Iterator[list[Span]]:
     opened: list[tuple[list[int], list[Span]]] = []  # the room of each, oldest first
-    for span in _parts(lengths, order, seq_len):
+    for span in _split_long_documents(lengths, order, seq_len):
         size = span[2] - span[1]
         place = next((place for place, (room, _) in enumerate(opened) if room[0] >= size), len(opened))
         if place == len(opened):
@@ -94,7 +96,7 @@ def _first_fit(lengths: Sequence[int], order: Iterable[int], seq_len: int, buffe
 
 
 def _best_fit(lengths: Sequence[int], order: Iterable[int], seq_len: int, buffer: int) -> Iterator[list[Span]]:
-    parts = _parts(lengths, order, seq_len)
+    parts = _split_long_documents(lengths, order, seq_len)
     while chunk := list(islice(parts, buffer)):
         chunk.sort(key=lambda span: span[1] - span[2])  # stable: equal ones stay in order
         packs: list[list[Span]] = []
@@ -113,7 +115,7 @@ def _best_fit(lengths: Sequence[int], order: Iterable[int], seq_len: int, buffer
 
 
 PACKERS: Final[dict[Method, Callable[[Sequence[int], Iterable[int], int, int], Iterator[list[Span]]]]] = {
-    "concatenate": _concatenated,
+    "concatenate": _concatenate_documents,
     "first-fit": _first_fit,
     "best-fit-decreasing": _best_fit,
 }

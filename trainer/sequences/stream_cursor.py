@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from ...common.errors import DataError
-from ..data.seed import RngStream, derive
+from ..data.seed import RngStream, derive_seed
 from ..streams.shards import InShards
-from ..streams.stated import saves
+from ..streams.stated import saves_state
 from .mixed_source import MixedSource
 
 MOST_LANES: Final = 192
@@ -52,7 +52,7 @@ class StreamLanes:
             source, saved = self._source, self._saved.pop(lane, None)
             dataset, key = source.dataset, source.key
             if self.size > 1:
-                dataset, key = dataset.shard(num_shards=self.size, index=lane), derive(key, lane)
+                dataset, key = dataset.shard(num_shards=self.size, index=lane), derive_seed(key, lane)
             cursor = self._cursors[lane] = StreamCursor(source.name, dataset, key)
             if saved is not None and saved["taken"] <= before:
                 cursor.load_state_dict(saved)
@@ -127,7 +127,7 @@ class StreamCursor:
 
     def _begin(self) -> None:
         dataset, skipped = self._dataset, self._in_pass
-        self._numbers = RngStream(derive(self._key, self._pass))
+        self._numbers = RngStream(derive_seed(self._key, self._pass))
         tell = getattr(dataset, "set_epoch", None)
         if callable(tell):
             tell(self._pass)
@@ -151,7 +151,7 @@ class StreamCursor:
         state: dict[str, object] = {"taken": self.taken, "pass": self._pass, "in_pass": self._in_pass}
         if self._iterator is None and self._state is not None:
             state["state"] = self._state
-        elif self._iterator is not None and self._in_pass and saves(self._dataset):
+        elif self._iterator is not None and self._in_pass and saves_state(self._dataset):
             state["state"] = self._dataset.state_dict()
         self._kept = state
         return state

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from ...common.errors import ConfigError, DataError
-from ..data.seed import derive
+from ..data.seed import derive_seed
 from .keyed_permutation import KeyedPermutation
 
 Lengths = Sequence[int] | Tensor
@@ -66,9 +66,9 @@ class TokenBatchSampler(Sampler[list[int]]):
                 raise ConfigError(f"{name} must be at least 1, got {name}={value}; give a positive number.")
         self.max_tokens, self.shuffle, self.seed, self.drop_last = max_tokens, shuffle, seed, drop_last
         self.epoch = 0
-        tokens = _checked(lengths, max_tokens)
+        tokens = _check_lengths(lengths, max_tokens)
         self._sorted = torch.argsort(tokens, stable=True)
-        self._buckets = _cut(tokens[self._sorted], max_tokens, buckets)
+        self._buckets = _cut_buckets(tokens[self._sorted], max_tokens, buckets)
         self._num_batches = [
             bucket.num_samples // bucket.largest if drop_last else -(-bucket.num_samples // bucket.largest)
             for bucket in self._buckets
@@ -99,7 +99,7 @@ class TokenBatchSampler(Sampler[list[int]]):
     def entries_from(self, epoch: int, start: int, seed: int | None = None) -> Iterator[list[int]]:
         """Yield the batches of an epoch from a position on; `seed` is used if the sampler has none."""
         own = self.seed if self.seed is not None else seed
-        key = derive(torch.initial_seed() if own is None else own, epoch)
+        key = derive_seed(torch.initial_seed() if own is None else own, epoch)
         total = sum(self._num_batches)
         order = KeyedPermutation(total, key)
         samples = [KeyedPermutation(each.num_samples, key, number) for number, each in enumerate(self._buckets, 1)]
@@ -134,7 +134,7 @@ class _Bucket:
         self.start, self.num_samples, self.largest = start, num_samples, largest
 
 
-def _checked(lengths: Lengths, max_tokens: int) -> Tensor:
+def _check_lengths(lengths: Lengths, max_tokens: int) -> Tensor:
     tokens = torch.as_tensor(lengths)
     if tokens.ndim != 1 or tokens.is_floating_point() or tokens.is_complex():
         raise DataError(
@@ -151,7 +151,7 @@ def _checked(lengths: Lengths, max_tokens: int) -> Tensor:
     return tokens.to(torch.int64)
 
 
-def _cut(tokens: Tensor, max_tokens: int, buckets: int) -> list[_Bucket]:
+def _cut_buckets(tokens: Tensor, max_tokens: int, buckets: int) -> list[_Bucket]:
     """Return buckets of samples, given their lengths in ascending order."""
     found: list[_Bucket] = []
     size, start = len(tokens), 0

@@ -102,7 +102,7 @@ def index_of(path: Path, dtype: str | None) -> TokenIndex | None:
     if path.suffix not in (".bin", ".idx") or not place.exists():
         return None
     index = TokenIndex(place)
-    if dtype is not None and index.dtype != _checked(dtype):
+    if dtype is not None and index.dtype != _parse_dtype(dtype):
         raise ConfigError(
             f"dtype must be that of the index {place.name}, {index.dtype.name}, got {dtype!r}; leave it out."
         )
@@ -130,7 +130,7 @@ def tokens_in(path: Path, dtype: str | None, index: TokenIndex | None) -> object
             f"dtype must be given for {path.name}, whose bytes do not tell it, got None; give that of its tokens, such "
             "as 'uint16'."
         )
-    kind = index.dtype if index is not None else _checked(dtype)
+    kind = index.dtype if index is not None else _parse_dtype(dtype)
     size = place.stat().st_size
     if size == 0 or size % kind.itemsize:
         raise DataError(
@@ -157,12 +157,12 @@ def _array_in(path: Path, dtype: str | None) -> object:
             f"{path} must be one row of integers, got {tokens.dtype} of shape {list(tokens.shape)}; write it with "
             "numpy.save(path, tokens)."
         )
-    if dtype is not None and tokens.dtype != _checked(dtype):
+    if dtype is not None and tokens.dtype != _parse_dtype(dtype):
         raise ConfigError(f"dtype must be that of {path.name}, {tokens.dtype}, got {dtype!r}; leave it out.")
     return tokens
 
 
-def _checked(dtype: str | None) -> Any:
+def _parse_dtype(dtype: str | None) -> Any:
     import numpy as np
 
     name = str(dtype).removeprefix("torch.") if not isinstance(dtype, type) else dtype.__name__

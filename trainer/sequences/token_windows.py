@@ -9,7 +9,9 @@ from ..data.micro_batch import Window
 from ..data.sample_checks import gather_numbers
 
 
-def counted(windows: Iterable[Window], tokens_of: Callable[[object], int], strategy: Strategy) -> Iterator[Window]:
+def count_window_tokens(
+    windows: Iterable[Window], tokens_of: Callable[[object], int], strategy: Strategy
+) -> Iterator[Window]:
     """Yield windows with the tokens of all ranks. Collective with several data ranks: every rank calls it."""
     for window in windows:
         tokens = sum(tokens_of(micro_batch.batch) for micro_batch in window)
@@ -19,7 +21,7 @@ def counted(windows: Iterable[Window], tokens_of: Callable[[object], int], strat
         yield window
 
 
-def joined(windows: Iterable[Window], budget: int) -> Iterator[Window]:
+def join_windows(windows: Iterable[Window], budget: int) -> Iterator[Window]:
     """Yield windows of as many micro-batches as reach `budget` tokens, the same number on all ranks.
 
     The last one of an epoch may have fewer. Where one ends depends on what was read since the one before alone, so that

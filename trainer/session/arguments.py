@@ -13,12 +13,12 @@ from ...callbacks.callback import Callback
 from ...callbacks.run import Logger
 from ...strategies import ActivationCheckpointing, Strategy
 from .profiler import Profiler
-from .settings import Settings, checked
+from .settings import Settings, make_settings
 
 P = ParamSpec("P")
 
 
-def _accepting(
+def _accept_settings(
     described: Callable[Concatenate[TrainerArguments, P], None],
 ) -> Callable[Concatenate[TrainerArguments, P], None]:
     """Have a constructor, whose signature and docstring are for readers, check what it is given, and begin with it.
@@ -28,7 +28,7 @@ def _accepting(
 
     @functools.wraps(described)
     def __init__(self: TrainerArguments, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        self._begin(checked(args, dict(kwargs)))
+        self._begin(make_settings(args, dict(kwargs)))
 
     signature = inspect.signature(Settings)
     myself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -42,7 +42,7 @@ class TrainerArguments:
     def _begin(self, settings: Settings) -> None:
         """Begin with checked settings; the Trainer overrides it."""
 
-    @_accepting
+    @_accept_settings
     def __init__(
         self,
         *,

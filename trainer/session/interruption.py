@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from ...common.storage import AnyPath
-from ...strategies.launch.signal_handlers import handling
+from ...strategies.launch.signal_handlers import handling_signals
 
 _log = logging.getLogger(__name__)
 
@@ -69,9 +69,9 @@ class Interruption:
         return self.agreed() >= self._seconds
 
     def listening(self, newest: Callable[[], AnyPath | None]) -> AbstractContextManager[None]:
-        """Return the context in which this handles signals, as `handling` does; `newest` returns a checkpoint."""
+        """Return a context in which this handles signals, as in `handling_signals`; `newest` returns a checkpoint."""
         self._newest = newest
-        return handling(self._handle)
+        return handling_signals(self._handle)
 
     def _handle(self, number: int) -> None:
         if self.received is not None:

@@ -195,17 +195,17 @@ class SimpleProfiler(Profiler):
     def summary(self) -> str:
         """Return the table, the costliest action first; an action inside another counts in both."""
         elapsed = perf_counter() - self._started
-        rows = [_row(self.extended, "action", "calls", "mean (ms)", "total (s)", "%")]
+        rows = [_format_row(self.extended, "action", "calls", "mean (ms)", "total (s)", "%")]
         rows.append("-" * len(rows[0]))
         for action, timer in sorted(self._timers.items(), key=lambda item: -item[1].total):
             mean, percentage = 1000 * timer.total / max(timer.calls, 1), 100 * timer.total / elapsed
             numbers = f"{timer.calls}", f"{mean:.4f}", f"{timer.total:.3f}", f"{percentage:.1f}"
-            rows.append(_row(self.extended, action, *numbers))
-        rows.append(_row(self.extended, "the whole run", "", "", f"{elapsed:.3f}", "100.0"))
+            rows.append(_format_row(self.extended, action, *numbers))
+        rows.append(_format_row(self.extended, "the whole run", "", "", f"{elapsed:.3f}", "100.0"))
         return "\n".join(rows)
 
 
-def _row(extended: bool, action: str, calls: str, mean: str, total: str, percentage: str) -> str:
+def _format_row(extended: bool, action: str, calls: str, mean: str, total: str, percentage: str) -> str:
     if not extended:
         return f"{action:<28}{mean:>14}{total:>14}"
     return f"{action:<28}{calls:>10}{mean:>14}{total:>14}{percentage:>8}"

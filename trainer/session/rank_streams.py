@@ -13,7 +13,7 @@ from ...strategies import Strategy
 from ...strategies.devices.generators import DeviceGenerator, device_generators
 from ...strategies.module.random_streams import RandomStreams
 from ..data.generators import GENERATORS
-from ..data.seed import capture_rng, derive, part_ranks, restore_rng, seed_devices, seed_generators
+from ..data.seed import capture_rng, derive_seed, part_ranks, restore_rng, seed_devices, seed_generators
 
 T = TypeVar("T")
 
@@ -114,7 +114,7 @@ class RankStreams:
         """Begin the common stream again for a place in the run, as after hooks that ran less often on some ranks."""
         if self.is_parted:
             self._look()
-            seed = derive(self._seed, _OF_HOOKS, *place)
+            seed = derive_seed(self._seed, _OF_HOOKS, *place)
             seed_generators(seed)
             seed_devices(self._devices, seed, 0)
             self._set_mark(self._seed)
@@ -130,7 +130,9 @@ class RankStreams:
 
         It differs between ranks so that a rank can see that its generator was set to the state of another's.
         """
-        self._mark = of_first if self._data_rank == 0 else derive(self._seed, _OF_HOOKS, self._data_rank) & _LARGEST
+        self._mark = (
+            of_first if self._data_rank == 0 else derive_seed(self._seed, _OF_HOOKS, self._data_rank) & _LARGEST
+        )
         state = torch.get_rng_state()
         state[:8].view(torch.int64)[0] = self._mark if self._mark <= _LARGEST else self._mark - 2**64
         torch.set_rng_state(state)

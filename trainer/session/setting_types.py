@@ -30,13 +30,13 @@ class Defaulted(Generic[T]):
         vars(instance)[self._name] = self._default if value is None else value
 
 
-def fits(value: object, annotation: Any) -> bool:
+def fits_annotation(value: object, annotation: Any) -> bool:
     """Return whether a value has an annotated type, as far as can be seen from outside; a bool is not a number."""
     origin = get_origin(annotation)
     if origin in (Union, types.UnionType):
-        return any(fits(value, part) for part in get_args(annotation))
+        return any(fits_annotation(value, part) for part in get_args(annotation))
     if origin is Defaulted:
-        return value is None or fits(value, get_args(annotation)[0])
+        return value is None or fits_annotation(value, get_args(annotation)[0])
     if origin is Literal:
         return any(value == choice and type(value) is type(choice) for choice in get_args(annotation))
     if annotation is Any:
@@ -48,12 +48,12 @@ def fits(value: object, annotation: Any) -> bool:
     return isinstance(value, type(None) if annotation is None else (origin or annotation))
 
 
-def describe(annotation: Any) -> str:
+def name_type(annotation: Any) -> str:
     """Return an annotation in the words of an error message."""
     if get_origin(annotation) in (Union, types.UnionType):
-        return " or ".join(describe(part) for part in get_args(annotation))
+        return " or ".join(name_type(part) for part in get_args(annotation))
     if get_origin(annotation) is Defaulted:
-        return f"{describe(get_args(annotation)[0])} or None"
+        return f"{name_type(get_args(annotation)[0])} or None"
     if get_origin(annotation) is Literal:
         return " or ".join(repr(choice) for choice in get_args(annotation))
     return "None" if annotation is type(None) else getattr(annotation, "__name__", str(annotation))

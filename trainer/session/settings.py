@@ -20,7 +20,7 @@ from ...strategies import ActivationCheckpointing, Precision, Strategy, check_st
 from ..loggers import DummyLogger, check_name
 from .detailed_profilers import profiler_by_name
 from .profiler import Profiler
-from .setting_types import Defaulted, describe, fits
+from .setting_types import Defaulted, fits_annotation, name_type
 
 _LIMITS: Final = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
 _AMOUNTS: Final = (*_LIMITS, "overfit_batches", "val_check_interval")
@@ -201,7 +201,7 @@ class Settings:
         }
 
 
-def checked(args: Sequence[object], given: dict[str, Any]) -> Settings:
+def make_settings(args: Sequence[object], given: dict[str, Any]) -> Settings:
     """Return the settings of a Trainer's arguments; point out one that is misspelled, or Lightning's alone.
 
     Raises:
@@ -225,7 +225,7 @@ def checked(args: Sequence[object], given: dict[str, Any]) -> Settings:
 
 
 @functools.cache  # to find them takes as long as a short fit
-def _annotations() -> dict[str, object]:
+def _setting_types() -> dict[str, object]:
     return get_type_hints(Settings)
 
 
@@ -245,11 +245,11 @@ def _check_types(settings: Settings) -> None:
             f"callbacks must be a list of callbacks, got a dict with the keys {list(settings.callbacks)!r:.80}; pass "
             "callbacks=list(callbacks.values())."
         )
-    for name, annotation in _annotations().items():
+    for name, annotation in _setting_types().items():
         value = getattr(settings, name)
-        if not fits(value, annotation):
+        if not fits_annotation(value, annotation):
             raise ConfigError(
-                f"{name}={value!r} has the wrong type {type(value).__name__}; it must be {describe(annotation)}."
+                f"{name}={value!r} has the wrong type {type(value).__name__}; it must be {name_type(annotation)}."
             )
 
 

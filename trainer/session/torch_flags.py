@@ -11,7 +11,7 @@ from .settings import Settings
 
 
 @contextmanager
-def numerics(settings: Settings) -> Iterator[None]:
+def set_torch_flags(settings: Settings) -> Iterator[None]:
     """Set torch's flags from the settings, and restore them afterwards."""
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     only_warned = torch.is_deterministic_algorithms_warn_only_enabled()

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 from ...callbacks.run import Stage
 from ...common.errors import CheckpointError
-from ...strategies.state.schema import COUNT, INTEGER, SECONDS, TEXT, check, shown
+from ...strategies.state.schema import COUNT, INTEGER, SECONDS, TEXT, check_schema, format_as_line
 
 Status = Literal["initializing", "running", "finished", "interrupted"]
 _UNSAVED: Final = "is_epoch_over"
@@ -121,13 +121,13 @@ class TrainState:
         Raises:
             CheckpointError: if they are not those of a TrainState.
         """
-        check(state_dict, dict, "The saved training state")
+        check_schema(state_dict, dict, "The saved training state")
         if state_dict.keys() | _OPTIONAL != _SCHEMA.keys():
             raise CheckpointError(
-                f"The saved training state holds {shown(sorted(map(str, state_dict)))}, not {sorted(_SCHEMA)}; "
-                "it is of another version of echelon: load the weights only (echelon.load_weights)."
+                f"The saved training state holds {format_as_line(sorted(map(str, state_dict)))}, not "
+                f"{sorted(_SCHEMA)}; it is of another version of echelon: load the weights only (echelon.load_weights)."
             )
-        check(state_dict, {name: _SCHEMA[name] for name in state_dict}, "The saved training state")
+        check_schema(state_dict, {name: _SCHEMA[name] for name in state_dict}, "The saved training state")
         for name, value in {"scheduled_epochs": 0, "tokens_seen": 0, **state_dict}.items():
             setattr(self, name, value)
         self.is_epoch_over = self.is_epoch_done

@@ -12,9 +12,9 @@ from ...common.errors import DataError
 from ...common.internals.hugging_face import is_split_by_node
 from ...strategies.torch_internals.utils import drop_iterator
 from .numbers import Numbers
-from .probe import Division, division_of, fingerprint, fingerprints_of_workers
+from .probe import Division, division_of, fingerprint_samples, fingerprints_of_workers
 from .shards import InShards, Progress, ShardDataset
-from .stated import Stated, WorkerBeginning, saves, with_dataset
+from .stated import Stated, WorkerBeginning, saves_state, with_dataset
 from .turns import Skipping, TurnDataset, with_lanes
 
 Gather = Callable[[list[float]], Sequence[Sequence[float]]]
@@ -92,7 +92,7 @@ class DealtLoader:
         assert self._gather is not None, "several data ranks need a way to agree"
         with self._numbers.stream(seed):
             first = dataset.look()
-        rows = [int(row[0]) for row in self._gather([float(fingerprint(first))])]
+        rows = [int(row[0]) for row in self._gather([float(fingerprint_samples(first))])]
         other = next((rank for rank, row in enumerate(rows) if row != rows[0]), None)
         if other is not None:
             raise DataError(
@@ -237,7 +237,7 @@ class DealtLoader:
         return {"shards": shards, "shares": self._shares, **place}
 
 
-def joined(state: Mapping[str, Any], of_all: Sequence[Mapping[str, Any]]) -> dict[str, object]:
+def join_states(state: Mapping[str, Any], of_all: Sequence[Mapping[str, Any]]) -> dict[str, object]:
     """Return a rank's state with how far all ranks have read their shards or lanes, for another number of ranks."""
     shards: dict[str, Any] = {}
     for each in of_all:
@@ -260,4 +260,4 @@ def can_deal(loader: Any, num_ranks: int) -> bool:
     if type(loader).__iter__ is not DataLoader.__iter__:
         return False
     dataset = loader.dataset
-    return num_ranks > 1 or loader.num_workers > 1 or isinstance(dataset, Skipping | InShards) or saves(dataset)
+    return num_ranks > 1 or loader.num_workers > 1 or isinstance(dataset, Skipping | InShards) or saves_state(dataset)

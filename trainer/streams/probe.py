@@ -28,9 +28,9 @@ class Division(NamedTuple):
     workers: bool
 
 
-def fingerprint(samples: Sequence[object]) -> int:
+def fingerprint_samples(samples: Sequence[object]) -> int:
     """Return a hash of samples; 0 if they are all the same, and 1 if there are none."""
-    hashes = [_hash(sample) for sample in samples]
+    hashes = [_hash_sample(sample) for sample in samples]
     if not hashes:
         return 1
     if len(set(hashes)) == 1:
@@ -38,7 +38,7 @@ def fingerprint(samples: Sequence[object]) -> int:
     return 2 + zlib.crc32(repr(hashes).encode())
 
 
-def _hash(sample: object) -> int:
+def _hash_sample(sample: object) -> int:
     hashed = 0
     for name, leaf in named_leaves(sample):
         if isinstance(leaf, Tensor):
@@ -47,12 +47,12 @@ def _hash(sample: object) -> int:
         elif isinstance(leaf, str | int | float | bytes | None):
             content = repr(leaf).encode()
         else:
-            content = _content(leaf)
+            content = _content_bytes(leaf)
         hashed = zlib.crc32(name.encode() + content, hashed)
     return hashed
 
 
-def _content(value: Any) -> bytes:
+def _content_bytes(value: Any) -> bytes:
     """Return the content of an array or image; of other objects only the type, which tells nothing."""
     read = getattr(value, "tobytes", None)
     return bytes(read()) if callable(read) else type(value).__name__.encode()
@@ -67,7 +67,7 @@ class ProbeDataset(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         with self._numbers.stream(self._seed):
             first = list(islice(iter(self.dataset), NUM_PROBED))
-        yield fingerprint(first)
+        yield fingerprint_samples(first)
 
 
 def fingerprints_of_workers(
@@ -79,7 +79,7 @@ def fingerprints_of_workers(
         ProbeDataset(dataset, numbers, seed),
         batch_size=None,
         num_workers=loader.num_workers,
-        collate_fn=_unchanged,
+        collate_fn=_keep_sample,
         worker_init_fn=begin_worker,
         multiprocessing_context=loader.multiprocessing_context,
         timeout=loader.timeout,
@@ -103,5 +103,5 @@ def division_of(rows: Sequence[Sequence[int]]) -> Division:
     return Division(ranks=ranks_are_equal and len(rows) > 1, workers=workers_are_equal and len(rows[0]) > 1)
 
 
-def _unchanged(sample: object) -> object:
+def _keep_sample(sample: object) -> object:
     return sample

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from ...common.internals.hugging_face import is_shuffled
 from ...strategies.torch_internals.utils import hide_worker_info
 from .numbers import Numbers
-from .stated import saves
+from .stated import saves_state
 
 _MASK: Final = 0x7FFF_FFFF_FFFF_FFFF
 
@@ -111,7 +111,7 @@ class ShardDataset(IterableDataset[Any]):
         if callable(tell):
             tell(epoch)
         skipped = progress["samples"]
-        if "stream" in progress and saves(stream):
+        if "stream" in progress and saves_state(stream):
             stream.load_state_dict(progress["stream"])
             skipped = 0
         self._now = shard, stream
@@ -131,7 +131,7 @@ class ShardDataset(IterableDataset[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far this reader's shards have been read."""
-        if self._now is not None and saves(self._now[1]):
+        if self._now is not None and saves_state(self._now[1]):
             shard, stream = self._now
             self._progress[shard]["stream"] = stream.state_dict()
         return {str(shard): dict(progress) for shard, progress in self._progress.items() if progress["samples"]}

@@ -73,6 +73,6 @@ def with_dataset(loader: DataLoader[object], dataset: Any) -> DataLoader[object]
     return clone
 
 
-def saves(dataset: Dataset[Any]) -> bool:
+def saves_state(dataset: Dataset[Any]) -> bool:
     """Return whether a data set has a state that can be restored."""
     return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")

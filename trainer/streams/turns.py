@@ -12,8 +12,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from ...strategies.torch_internals.utils import hide_worker_info
 from .numbers import Numbers
-from .probe import NUM_PROBED, Division, fingerprint
-from .stated import saves
+from .probe import NUM_PROBED, Division, fingerprint_samples
+from .stated import saves_state
 
 _MASK: Final = 0x7FFF_FFFF_FFFF_FFFF
 
@@ -103,13 +103,13 @@ class TurnDataset(IterableDataset[Any]):
     def look_ahead(self, epoch: int, seed: int) -> int:
         """Return the fingerprint of an epoch's first samples here; a next iteration of it yields them, too."""
         context = self._numbers.stream(seed & _MASK)
-        before = self.dataset.state_dict() if saves(self.dataset) else None
+        before = self.dataset.state_dict() if saves_state(self.dataset) else None
         self._tell(epoch)
         with context:
             iterator = iter(self.dataset)
             first = list(islice(iterator, NUM_PROBED))
         self._begun = _Begun((epoch, seed & _MASK), context, chain(first, iterator), before)
-        return fingerprint(first)
+        return fingerprint_samples(first)
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -193,7 +193,7 @@ class TurnDataset(IterableDataset[Any]):
         state: dict[str, object] = {"samples": self._read}
         if self._is_over:  # by then most streams are where they began, as they can be read again
             return {**state, "is_over": True}
-        if self.division.workers and self._read >= self._num_ahead and saves(self.dataset):
+        if self.division.workers and self._read >= self._num_ahead and saves_state(self.dataset):
             state["stream"] = self.dataset.state_dict()
         return state
 
@@ -207,11 +207,11 @@ def with_lanes(state: Mapping[str, object], of_all: Iterable[Mapping[str, Any]])
     named = {}
     for name, each in own["lanes"].items():
         found = [stream[name]["lanes"] for stream in streams if name in stream]
-        named[name] = {**each, "lanes": _furthest([each["lanes"], *found])}
+        named[name] = {**each, "lanes": _furthest_lanes([each["lanes"], *found])}
     return {**state, "stream": {**own, "lanes": named}}
 
 
-def _furthest(of_all: Iterable[Mapping[str, Any]]) -> dict[str, object]:
+def _furthest_lanes(of_all: Iterable[Mapping[str, Any]]) -> dict[str, object]:
     """Return, for each lane, the state of the reader that has taken the most from it."""
     furthest: dict[str, Any] = {}
     for lanes in of_all:

@@ -12,12 +12,12 @@ Owner = HyperparametersMixin | None
 
 def find_attribute(owners: Sequence[Owner], names: Sequence[str]) -> str | None:
     """Return the first of these names that an owner, or its ``hparams``, has as an attribute; None if none does."""
-    return next((name for name in names if any(True for _ in _holders(owners, name))), None)
+    return next((name for name in names if any(True for _ in _find_holders(owners, name))), None)
 
 
 def set_attribute(owners: Sequence[Owner], name: str, value: object, *, is_saved: bool = True) -> None:
     """Set an attribute of owners and their ``hparams``; with `is_saved`, also in the ``hparams`` of checkpoints."""
-    for owner, is_hparams in list(_holders(owners, name)):
+    for owner, is_hparams in list(_find_holders(owners, name)):
         if is_hparams:
             _set_item(owner, name, value, is_saved=is_saved)
         else:
@@ -34,7 +34,7 @@ def _set_item(owner: HyperparametersMixin, name: str, value: object, *, is_saved
         saved[name] = value
 
 
-def _holders(owners: Sequence[Owner], name: str) -> Iterator[tuple[Any, bool]]:
+def _find_holders(owners: Sequence[Owner], name: str) -> Iterator[tuple[Any, bool]]:
     """Yield each object that has an attribute, and whether it is the ``hparams`` of an owner."""
     for owner in owners:
         if owner is None:

@@ -11,7 +11,7 @@ from ...strategies.torch_internals.optimizers import list_inner_schedulers
 from ..data.seed import isolated_rng
 from ..module.optimizers import Optimizers, parse_optimizers
 from ..session.session import Session
-from .kept import kept
+from .kept import restore_on_exit
 
 _OF_OPTIMIZERS: Final = ("optimizer", "_schedulers")
 """Attributes of schedulers that are not settings."""
@@ -26,7 +26,10 @@ def configure_again(session: Session) -> None:
         ModuleError: if different optimizers, groups or schedulers are returned than before.
     """
     module = session.module
-    with isolated_rng(session.strategy.devices), kept([module], []):  # the module may keep its optimizers as attributes
+    with (
+        isolated_rng(session.strategy.devices),
+        restore_on_exit([module], []),
+    ):  # the module may keep its optimizers as attributes
         configured = parse_optimizers(module.configure_optimizers())
     _check_alike(session, configured)
     for optimizer, new in zip(session.optimizers, configured.optimizers, strict=True):
@@ -38,7 +41,10 @@ def configure_again(session: Session) -> None:
 
 def _check_alike(session: Session, configured: Optimizers) -> None:
     def shape(optimizers: Any, schedulers: Any) -> list[Any]:
-        return [[_shape(each) for each in optimizers], [type(config.scheduler).__name__ for config in schedulers]]
+        return [
+            [_shape_of_optimizer(each) for each in optimizers],
+            [type(config.scheduler).__name__ for config in schedulers],
+        ]
 
     before, now = shape(session.optimizers, session.schedulers), shape(configured.optimizers, configured.schedulers)
     if before != now:
@@ -48,7 +54,7 @@ def _check_alike(session: Session, configured: Optimizers) -> None:
         )
 
 
-def _shape(optimizer: Optimizer) -> tuple[str, int]:
+def _shape_of_optimizer(optimizer: Optimizer) -> tuple[str, int]:
     return type(optimizer).__name__, len(optimizer.param_groups)
 
 

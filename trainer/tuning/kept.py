@@ -12,7 +12,7 @@ from ...strategies.module.traces import KeptObjects
 
 
 @contextmanager
-def kept(
+def restore_on_exit(
     objects: Iterable[object], parameters: Iterable[nn.Parameter], functions: Iterable[object] = ()
 ) -> Iterator[None]:
     """Restore, on exit, the current attributes of these objects and gradients of these parameters.

@@ -18,7 +18,7 @@ from ..module.hooks import ModuleHooks
 from ..session.interruption import Interruption
 from ..session.profiler import PassThroughProfiler
 from ..session.session import Session, take_placed
-from .kept import kept
+from .kept import restore_on_exit
 
 Enter = Callable[[Session], AbstractContextManager[None]]
 """Makes a session the trainer's current one while a context lasts."""
@@ -44,7 +44,7 @@ def try_steps(
         DataError: for data that can be read only once, or that has no batch.
         RunError: anywhere except in a fit, between two optimizer steps.
     """
-    _check(session)
+    _check_can_try(session)
     data = session.train_data
     assert data is not None
     with _put_back(session, data):
@@ -58,7 +58,7 @@ def try_steps(
             train(trial, make_step(trial))
 
 
-def _check(session: Session) -> None:
+def _check_can_try(session: Session) -> None:
     data = session.train_data
     if session.task != "fit" or data is None or not session.is_built or session.progress.is_in_step:
         raise RunError(
@@ -84,7 +84,10 @@ def _put_back(session: Session, data: TrainData) -> Iterator[None]:
     rng = session.streams.state_dict(strategy.devices)
     objects = [*module.modules(), *session.optimizers, session.placed.scaling.scaler]
     try:
-        with kept(objects, list(module.parameters()), _called_in(module)), data.kept_place(session.state.epoch):
+        with (
+            restore_on_exit(objects, list(module.parameters()), _called_in(module)),
+            data.kept_place(session.state.epoch),
+        ):
             yield
     finally:
         session.streams.load_state_dict(rng, strategy.devices)

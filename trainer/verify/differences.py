@@ -31,23 +31,23 @@ class Deviation:
     """The multiple of the other tensor that is closest to it."""
 
 
-def whole(tensor: Tensor) -> Tensor:
+def whole_in_float64(tensor: Tensor) -> Tensor:
     """Return a whole, detached copy of a tensor, on the CPU in float64. Collective for a sharded tensor."""
     tensor = whole_tensor(tensor) if is_dtensor(tensor) else tensor
     return tensor.detach().to("cpu", torch.float64, copy=True)
 
 
-def doubled(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_float64(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors in float64."""
     return {name: tensor.double() for name, tensor in tensors.items()}
 
 
-def largest(tensors: Mapping[str, Tensor]) -> float:
+def largest_value(tensors: Mapping[str, Tensor]) -> float:
     """Return the largest absolute value of all tensors."""
     return max((float(tensor.abs().max()) for tensor in tensors.values() if tensor.numel()), default=0.0)
 
 
-def difference(found: Tensor, expected: Tensor, scale: float) -> Deviation:
+def measure_deviation(found: Tensor, expected: Tensor, scale: float) -> Deviation:
     """Return how far a tensor is from the expected one, where `scale` is the largest value of its kind."""
     if found.shape != expected.shape:
         return Deviation(math.inf, math.nan)
@@ -60,22 +60,22 @@ def difference(found: Tensor, expected: Tensor, scale: float) -> Deviation:
     return Deviation(most / unit if unit and not math.isnan(most) else (math.inf if most else 0.0), ratio)
 
 
-def differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Deviation]:
+def measure_deviations(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Deviation]:
     """Return the difference of every tensor by name; a name that only one side has differs infinitely."""
-    scale = largest(expected)
+    scale = largest_value(expected)
     missing = Deviation(math.inf, math.nan)
     return {
-        name: difference(found[name], expected[name], scale) if name in found and name in expected else missing
+        name: measure_deviation(found[name], expected[name], scale) if name in found and name in expected else missing
         for name in {**expected, **found}
     }
 
 
-def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def write_reference(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write the tensors of one process into a file that the layouts read."""
     write_tensors(path, {name: Block.whole(tensor.contiguous()) for name, tensor in tensors.items()})
 
 
-def read(path: Path) -> dict[str, Tensor]:
+def read_reference(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a file, memory-mapped."""
     blocks, _ = read_tensors(MappedFile(path))
     return {name: block.tensor for name, block in blocks.items()}

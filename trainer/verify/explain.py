@@ -40,7 +40,7 @@ class Scene:
     tolerance: float
 
 
-def explain(first: First, scene: Scene) -> Divergence:
+def explain_difference(first: First, scene: Scene) -> Divergence:
     """Return the finding for the first difference of a layout."""
     output = None if first.is_after_checkpoint else _first_output(scene)
     if output is not None:
@@ -77,17 +77,19 @@ def _first_output(scene: Scene) -> tuple[str, float, tuple[int, ...]] | None:
 
 
 def _of_output(first: First, scene: Scene, name: str, size: float, ranks: tuple[int, ...]) -> Divergence:
-    begin = f"{_opening(first)} "
+    begin = f"{_describe_first(first)} "
     if name == BATCH:
-        text = f"{begin}The batch itself differs, by {size:.1g}{_on(ranks)}: the step has other samples."
+        text = f"{begin}The batch itself differs, by {size:.1g}{_on_ranks(ranks)}: the step has other samples."
         causes = (
             "a random transform outside the dataset: in collate_fn, or in a batch transfer hook",
             "a dataset whose samples depend on the order in which they are read",
         )
         return Divergence(first.step, first.kind, first.size, "", "", ranks, text, causes)
-    text = f"{begin}The first module in call order whose output differs is {_called(scene, name)}, by {size:.1g}"
+    text = (
+        f"{begin}The first module in call order whose output differs is {_describe_module(scene, name)}, by {size:.1g}"
+    )
     parameter = first_in_backward(scene) if scene.gradients else ""
-    text += f"{_on(ranks)}." + (f" The first parameter by gradient is {parameter!r}." if parameter else "")
+    text += f"{_on_ranks(ranks)}." + (f" The first parameter by gradient is {parameter!r}." if parameter else "")
     return Divergence(first.step, first.kind, first.size, parameter, name, ranks, text, _causes_of_output(scene, name))
 
 
@@ -95,7 +97,7 @@ def _causes_of_output(scene: Scene, name: str) -> tuple[str, ...]:
     part = dict(scene.module.named_modules()).get(name)
     causes = []
     if scene.reference.random is not None:
-        causes.append(_random(scene))
+        causes.append(_describe_randomness(scene))
     if isinstance(part, BatchNorm):
         causes.append(
             "batch statistics: each rank normalizes by its own part of the batch. On GPUs, sync_batchnorm=True shares "
@@ -128,11 +130,12 @@ def _of_gradient(first: First, scene: Scene) -> Divergence:
     num_ranks = max(len(scene.sizes), 1)
     is_of_all = some == scene.num_parameters and len(ranks) == num_ranks and first.kind == "loss"
     module = "" if is_of_all else name.rpartition(".")[0]
-    text = f"{_opening(first)} " + ("No module's output differs in the forward pass. " if scene.traced else "")
+    text = f"{_describe_first(first)} " + ("No module's output differs in the forward pass. " if scene.traced else "")
     how = "are" if some > 1 else "is"
     text += (
         f"{some} of {scene.num_parameters} gradients {how} wrong; the first parameter by gradient is {name!r} of "
-        f"{_called(scene, name.rpartition('.')[0])}: {_ratio(ranks[rank], size)}{_on(tuple(ranks), num_ranks)}."
+        f"{_describe_module(scene, name.rpartition('.')[0])}: {_describe_ratio(ranks[rank], size)}"
+        f"{_on_ranks(tuple(ranks), num_ranks)}."
     )
     if is_of_all:
         text += " All gradients are wrong, and so is the loss: look at training_step itself."
@@ -144,11 +147,11 @@ def _causes_of_gradient(scene: Scene, ranks: dict[int, Deviation], *, is_of_all:
     one = next(iter(ranks.values()))
     causes = []
     if scene.reference.random is not None:
-        causes.append(_random(scene))
+        causes.append(_describe_randomness(scene))
     others = {round(other.ratio, 6) for other in ranks.values()}
     if len(ranks) < len(scene.sizes) or len(others) > 1:
         causes.append("ranks that disagree: this gradient is changed after the ranks have averaged it")
-    if _multiple(one.ratio) is not None:
+    if _whole_factor(one.ratio) is not None:
         causes.append("a sum counted twice: gradients or losses are summed over ranks in addition to being averaged")
     if math.isnan(one.ratio) or abs(one.ratio) < _CLOSE:
         causes.append("a parameter that is left out of the optimizer, of the graph, or of what ranks synchronize")
@@ -166,7 +169,7 @@ def _of_number(first: First, scene: Scene) -> Divergence:
     ranks = tuple(first.names.get(name, {}))
     pair = f": {first.numbers[0]:.10g}, but {first.numbers[1]:.10g} on one process" if first.numbers else ""
     module = name.rpartition(".")[0] if first.kind in ("parameters", "buffers", "gradients") else None
-    opening = _opening(first)
+    opening = _describe_first(first)
     causes: tuple[str, ...] = ("an update outside the optimizer, or one that depends on the rank", _CAUSE_OF_NOTHING)
     if first.kind == "metrics":
         text = f"{opening} The metric {name!r} differs{pair}."
@@ -179,7 +182,7 @@ def _of_number(first: First, scene: Scene) -> Divergence:
         text = f"{opening} The learning rate differs{pair}; gradients are the same."
         causes = ("a scheduler that is stepped twice, or by the module and the trainer", _CAUSE_OF_NOTHING)
     elif first.kind == "buffers":
-        text = f"{opening} The buffer {name!r} of {_called(scene, module or '')} differs{_on(ranks)}."
+        text = f"{opening} The buffer {name!r} of {_describe_module(scene, module or '')} differs{_on_ranks(ranks)}."
         causes = (
             "a buffer that is not shared: each rank updates it from its own part of the batch",
             "batch statistics: running averages of each rank's part",
@@ -188,36 +191,36 @@ def _of_number(first: First, scene: Scene) -> Divergence:
         text, causes = f"{opening} A rank took a different number of steps.", (_CAUSE_OF_NOTHING,)
     else:
         names = ", ".join(repr(one) for one in list(first.names)[:3])
-        text = f"{opening} {names} differ{'' if len(first.names) > 1 else 's'}{pair}{_on(ranks)}."
+        text = f"{opening} {names} differ{'' if len(first.names) > 1 else 's'}{pair}{_on_ranks(ranks)}."
     if first.is_after_checkpoint:
         causes = ("state that the checkpoint does not hold: save it in state_dict or on_save_checkpoint", *causes)
     return Divergence(first.step, first.kind, first.size, name, module, ranks, text, causes)
 
 
-def _opening(first: First) -> str:
+def _describe_first(first: First) -> str:
     where = f"step {first.step}" + (", after the checkpoint," if first.is_after_checkpoint else "")
     size = f", by {first.size:.1g}" if math.isfinite(first.size) else ""
     return f"the first difference is in {where} in the {first.kind}{size}."
 
 
-def _random(scene: Scene) -> str:
-    where = _called(scene, scene.reference.random or "")
+def _describe_randomness(scene: Scene) -> str:
+    where = _describe_module(scene, scene.reference.random or "")
     return f"randomness: {where} draws random numbers, and each rank draws its own"
 
 
-def _called(scene: Scene, name: str) -> str:
+def _describe_module(scene: Scene, name: str) -> str:
     part = dict(scene.module.named_modules()).get(name)
     kind = type(part).__name__ if part is not None else ""
     return f"{name!r} ({kind})" if name else f"{kind}'s own step"
 
 
-def _on(ranks: Sequence[int], num_ranks: int = 0) -> str:
+def _on_ranks(ranks: Sequence[int], num_ranks: int = 0) -> str:
     if not ranks or len(ranks) == num_ranks:
         return ""
     return f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _multiple(ratio: float) -> int | None:
+def _whole_factor(ratio: float) -> int | None:
     """Return the factor by which a gradient is multiplied, or minus its divisor; None if neither is a whole number."""
     for sign, number in ((1, ratio), (-1, 1 / ratio if ratio else math.inf)):
         if math.isfinite(number) and round(number) >= 2 and abs(number - round(number)) < _CLOSE:
@@ -225,8 +228,8 @@ def _multiple(ratio: float) -> int | None:
     return None
 
 
-def _ratio(one: Deviation, size: float) -> str:
-    multiple = _multiple(one.ratio)
+def _describe_ratio(one: Deviation, size: float) -> str:
+    multiple = _whole_factor(one.ratio)
     if multiple is not None:
         return f"{multiple} times that of one process" if multiple > 0 else f"1/{-multiple} of that of one process"
     if abs(one.ratio) < _CLOSE:

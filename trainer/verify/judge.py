@@ -49,7 +49,7 @@ class Judgement:
             self.first = first
 
 
-def judge(ranks: Sequence[Observation], expected: Observation, tolerance: float) -> Judgement:
+def judge_ranks(ranks: Sequence[Observation], expected: Observation, tolerance: float) -> Judgement:
     """Compare what the ranks of a layout saw with what one process did.
 
     Args:
@@ -89,16 +89,18 @@ def _compare_step(judgement: Judgement, own: Sequence[StepNotes], expected: Step
         return
     if expected.losses:
         pair = loss_of_step(own), loss_of_step([expected])
-        judgement.see("loss", First(number, "loss", relative(*pair), {"loss": {}}, pair))
-    norm = max((step.norm for step in own), key=lambda norm: relative(norm, expected.norm))
+        judgement.see("loss", First(number, "loss", relative_difference(*pair), {"loss": {}}, pair))
+    norm = max((step.norm for step in own), key=lambda norm: relative_difference(norm, expected.norm))
     gradients = _by_name([step.gradients for step in own], judgement.tolerance)
     size = max((one.size for step in own for one in step.gradients.values()), default=0.0)
     judgement.see("gradients", First(number, "gradients", size, gradients))
     pair = norm, expected.norm
-    judgement.see("gradient norm", First(number, "gradient norm", relative(*pair), {"gradient norm": {}}, pair))
+    judgement.see(
+        "gradient norm", First(number, "gradient norm", relative_difference(*pair), {"gradient norm": {}}, pair)
+    )
     for step in own:
         rates = list(zip(step.learning_rates, expected.learning_rates, strict=False))
-        pair = next(((a, b) for a, b in rates if relative(a, b) > 1e-12), (0.0, 0.0))
+        pair = next(((a, b) for a, b in rates if relative_difference(a, b) > 1e-12), (0.0, 0.0))
         if len(step.learning_rates) != len(expected.learning_rates) or pair != (0.0, 0.0):
             judgement.see("parameters", First(number, "learning rate", math.inf, {"learning rate": {}}, pair))
     size = max((one.size for step in own for one in step.parameters.values()), default=0.0)
@@ -129,14 +131,14 @@ def _compare_rows(
     worst: First | None = None
     for name in {**expected, **found}:
         pair = found.get(name, math.nan), expected.get(name, math.nan)
-        size = relative(*pair)
+        size = relative_difference(*pair)
         if worst is None or size > worst.size:
             worst = First(step, "metrics", size, {name: {}}, pair)
     if worst is not None:
         judgement.see("metrics", worst, max(judgement.tolerance, _OF_METRICS))
 
 
-def relative(found: float, expected: float) -> float:
+def relative_difference(found: float, expected: float) -> float:
     """Return how far a number is from the expected one, relative to the latter."""
     if found == expected or (math.isnan(found) and math.isnan(expected)):
         return 0.0

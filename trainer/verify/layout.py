@@ -46,7 +46,7 @@ class Layout:
             object.__setattr__(self, "ranks", 1)
         if not self.name:
             object.__setattr__(
-                self, "name", _title(self.strategy if isinstance(self.strategy, str) else made, self.ranks)
+                self, "name", _make_title(self.strategy if isinstance(self.strategy, str) else made, self.ranks)
             )
         object.__setattr__(self, "_uses_processes", made.uses_processes)
 
@@ -56,7 +56,7 @@ class Layout:
         return self.ranks if vars(self)["_uses_processes"] else 1
 
 
-def _title(strategy: str | Strategy, ranks: int) -> str:
+def _make_title(strategy: str | Strategy, ranks: int) -> str:
     """Return the name of a strategy, or what it says of its degrees, and the number of ranks."""
     text = str(strategy)
     if not isinstance(strategy, str) and not text.startswith("<"):  # it says something of itself
@@ -76,7 +76,7 @@ def layouts_of(given: Sequence[str | Strategy | Layout] | str, ranks: int) -> li
         ConfigError: for a layout that is not possible, and if there is none.
     """
     words = [word for word in given.split(",") if word.strip()] if isinstance(given, str) else list(given)
-    layouts = [_layout(word, ranks) for word in words]
+    layouts = [_parse_layout(word, ranks) for word in words]
     if not layouts:
         raise ConfigError(f"strategies must name at least one, got {given!r}; give strategies such as 'ddp,fsdp'.")
     names = [layout.name for layout in layouts]
@@ -86,7 +86,7 @@ def layouts_of(given: Sequence[str | Strategy | Layout] | str, ranks: int) -> li
     return layouts
 
 
-def _layout(given: str | Strategy | Layout, ranks: int) -> Layout:
+def _parse_layout(given: str | Strategy | Layout, ranks: int) -> Layout:
     if isinstance(given, Layout):
         return given
     if not isinstance(given, str):

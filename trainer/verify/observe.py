@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from ...callbacks.callback import Callback
-from ...callbacks.dispatch import overrides
+from ...callbacks.dispatch import overrides_method
 from ...callbacks.run import Run
 from ...common.errors import ConfigError
 from ..data.seed import seed_everything
@@ -79,7 +79,7 @@ class Observation:
     seconds: float = 0.0
 
 
-def observe(task: RankTask) -> Observation:
+def observe_layout(task: RankTask) -> Observation:
     """Train as the task says, on this rank, and return what was seen."""
     begin = time.perf_counter()
     size = task.global_batch_size or _global_batch_size(task)
@@ -87,18 +87,18 @@ def observe(task: RankTask) -> Observation:
     checkpoint = task.folder / f"{task.layout.name.replace('/', '_')}.ckpt"
     if task.traces is not None:
         recorder = Recorder(task.folder, is_reference=task.is_reference, traces=task.traces)
-        _fit(task, recorder, size)
+        _fit_copy(task, recorder, size)
         seen.traced = recorder.trace.traced if recorder.trace is not None else Traced()
         return seen
     if task.starts:
         rows = RowsLogger()
         recorder = Recorder(task.folder, is_reference=task.is_reference, saves=(task.steps, checkpoint))
-        trainer, module = _fit(task, recorder, size, logger=rows)
+        trainer, module = _fit_copy(task, recorder, size, logger=rows)
         seen.notes, seen.rows = recorder.notes, rows.rows
         if isinstance(recorder.without_dropout, NotesRounding):
             seen.rounds_at = recorder.without_dropout.line
         seen.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        if _validates(task):
+        if _has_validation(task):
             results = trainer.validate(module, verbose=False, datamodule=SeededData(task.data, module))
             seen.metrics |= {f"{name} of validation": value for found in results for name, value in found.items()}
         strategy = trainer.strategy
@@ -106,7 +106,7 @@ def observe(task: RankTask) -> Observation:
         seen.cuts_sequences = strategy.ranks.loss.world_size > strategy.data_size
     if task.loads is not None:
         recorder = Recorder(task.folder, is_reference=False)
-        _fit(task, recorder, size, ckpt_path=task.loads)
+        _fit_copy(task, recorder, size, ckpt_path=task.loads)
         seen.resumed = recorder.notes
     seen.seconds = time.perf_counter() - begin
     return seen
@@ -120,7 +120,7 @@ def _global_batch_size(task: RankTask) -> int:
     """
     look = _LookAtData()
     with contextlib.suppress(_HasLookedError):
-        _fit(task, look, None)
+        _fit_copy(task, look, None)
     size = look.global_batch_size
     if size is None:
         raise ConfigError(
@@ -149,13 +149,13 @@ class _LookAtData(Callback):
         raise _HasLookedError
 
 
-def _validates(task: RankTask) -> bool:
-    if not overrides(task.module, "validation_step", TrainModule):
+def _has_validation(task: RankTask) -> bool:
+    if not overrides_method(task.module, "validation_step", TrainModule):
         return False
     return SeededData(task.data, task.module).has_validation_data
 
 
-def _fit(
+def _fit_copy(
     task: RankTask,
     watcher: Recorder | _LookAtData,
     global_batch_size: int | None,
@@ -176,7 +176,7 @@ def _fit(
     changed_size, num_pieces = (None if module.automatic_optimization else global_batch_size), 1
     if global_batch_size is not None and changed_size is None:
         settings |= {"global_batch_size": global_batch_size, "accumulate_grad_batches": 1}
-    trainer = _trainer(task, settings, callbacks, logger)
+    trainer = _make_trainer(task, settings, callbacks, logger)
     if trainer.strategy.has_stages and global_batch_size is not None:
         # as many as any schedule asks for
         changed_size, num_pieces = global_batch_size, 2 * trainer.strategy.mesh_axes["pp"]
@@ -190,7 +190,7 @@ def _fit(
     return trainer, module
 
 
-def _trainer(
+def _make_trainer(
     task: RankTask, settings: Mapping[str, Any], callbacks: Sequence[Callback], logger: RowsLogger | None
 ) -> Trainer:
     layout = task.layout

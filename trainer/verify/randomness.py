@@ -16,12 +16,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
-from ...callbacks.dispatch import overrides
+from ...callbacks.dispatch import overrides_method
 from ...common.internals.stack_frames import find_frame
 from ...strategies.torch_internals.modules import BatchNorm, Dropout
 from ..data.generators import Generators
 from ..data.loader_kinds import is_indexed
-from ..data.seed import derive
+from ..data.seed import derive_seed
 from ..module.data_module import DataHooks, DataModule
 
 _DROPOUTS: Final = (
@@ -47,9 +47,9 @@ class NoDropout(TorchFunctionMode):
         given = dict(kwargs or {})
         if func in _DROPOUTS:
             name, place = ("train", 2) if func in _IN_C else ("training", 4 if func is F.rrelu else 2)
-            args, given = _replaced(args, given, name, place, value=False)
+            args, given = _replace_argument(args, given, name, place, value=False)
         elif func is F.scaled_dot_product_attention:
-            args, given = _replaced(args, given, "dropout_p", _SIGNATURES[func], value=0.0)
+            args, given = _replace_argument(args, given, "dropout_p", _SIGNATURES[func], value=0.0)
         elif func is F.multi_head_attention_forward:
             call = _OF_ATTENTION.bind(*args, **given)
             call.arguments["dropout_p"] = 0.0
@@ -80,7 +80,7 @@ class NotesRounding(NoDropout):
         return output
 
 
-def _replaced(
+def _replace_argument(
     args: tuple[object, ...], kwargs: dict[str, object], name: str, place: int, *, value: object
 ) -> tuple[tuple[object, ...], dict[str, object]]:
     if len(args) > place:
@@ -100,7 +100,7 @@ def switch_off(module: nn.Module, *, freezes_batchnorm: bool) -> None:
             layer.training = False
 
 
-def told(module: nn.Module, *, freezes_batchnorm: bool) -> list[str]:
+def describe_switched_off(module: nn.Module, *, freezes_batchnorm: bool) -> list[str]:
     """Return a line for each kind of randomness that is switched off in a module."""
     kinds: dict[str, list[str]] = {"dropout": [], "batch statistics": []}
     for name, layer in module.named_modules():
@@ -149,7 +149,7 @@ class Seeded:
     def _streams_of(self, index: object) -> Iterator[None]:
         generators = self._generators
         before = generators.new_state()
-        generators.seed(derive(7, index if isinstance(index, int) else hash(repr(index))))
+        generators.seed(derive_seed(7, index if isinstance(index, int) else hash(repr(index))))
         try:
             yield
         finally:
@@ -175,7 +175,7 @@ class SeededData(DataModule):
         pair = data if isinstance(data, tuple) else (data, None)
         self._given = (None, None) if data is None or isinstance(data, DataModule) else pair
         is_given = self._given[0] is not None
-        owns = overrides(self._owner, "val_dataloader", DataHooks)
+        owns = overrides_method(self._owner, "val_dataloader", DataHooks)
         self.has_validation_data = self._given[1] is not None if is_given else owns
         """Whether there is validation data."""
         if not self.has_validation_data:
@@ -199,7 +199,7 @@ class SeededData(DataModule):
             self._owner.teardown(stage)
 
     def train_dataloader(self) -> Any:
-        loader = _seeded(self._given[0] if self._given[0] is not None else self._owner.train_dataloader())
+        loader = _with_seeded_dataset(self._given[0] if self._given[0] is not None else self._owner.train_dataloader())
         if self._global_batch_size is None or self.trainer is None:
             return loader
         session = self.trainer.session  # type: ignore[attr-defined]  # the trainer has more than `Run`
@@ -210,7 +210,7 @@ class SeededData(DataModule):
         return _with_batches_of(loader, math.ceil(self._global_batch_size / (ranks * self._num_pieces)))
 
     def val_dataloader(self) -> object:
-        return _seeded(self._given[1] if self._given[0] is not None else self._owner.val_dataloader())
+        return _with_seeded_dataset(self._given[1] if self._given[0] is not None else self._owner.val_dataloader())
 
 
 def _with_batches_of(loader: DataLoader[object], size: int) -> DataLoader[object]:
@@ -226,7 +226,7 @@ def _with_batches_of(loader: DataLoader[object], size: int) -> DataLoader[object
     )
 
 
-def _seeded(loader: Any) -> Any:
+def _with_seeded_dataset(loader: Any) -> Any:
     if is_indexed(loader) and not isinstance(loader.dataset, Seeded):
         vars(loader)["dataset"] = Seeded(loader.dataset)  # the loader forbids plain assignment once it is created
     return loader

@@ -19,7 +19,7 @@ from ..loggers.dummy import DummyLogger
 from ..module.loss import Loss, loss_of
 from ..module.train_module import TrainModule
 from . import differences
-from .differences import Deviation, doubled, whole
+from .differences import Deviation, to_float64, whole_in_float64
 from .randomness import NoDropout, NotesRounding
 from .trace import Trace
 
@@ -92,7 +92,7 @@ class Recorder(Callback):
         self._is_real = False
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         named = {name: parameter for name, parameter in module.named_parameters() if id(parameter) in own}
-        self._gradients |= doubled(trainer.strategy.whole_tensors(named, gradients=True))
+        self._gradients |= to_float64(trainer.strategy.whole_tensors(named, gradients=True))
         self._current.learning_rates += [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
@@ -104,11 +104,11 @@ class Recorder(Callback):
         notes.step = step
         found = {f"gradient {name}": gradient for name, gradient in self._gradients.items()}
         notes.norm = float(torch.stack([g.square().sum() for g in found.values()]).sum().sqrt()) if found else 0.0
-        parameters = doubled(trainer.strategy.whole_tensors(dict(module.named_parameters())))
+        parameters = to_float64(trainer.strategy.whole_tensors(dict(module.named_parameters())))
         buffers = {}
         if self._saves is not None and step == self._saves[0]:
             trainer.save_checkpoint(self._saves[1])
-            buffers = {name: whole(buffer) for name, buffer in module.named_buffers()}
+            buffers = {name: whole_in_float64(buffer) for name, buffer in module.named_buffers()}
         self._settle(step, found, parameters, buffers)
         self.notes.append(notes)
         self._current, self._gradients = StepNotes(step + 1), {}
@@ -121,13 +121,13 @@ class Recorder(Callback):
         after = {f"after {name}": value for name, value in parameters.items()}
         kept = {f"buffer {name}": value for name, value in buffers.items()}
         if self._is_reference:
-            differences.write(path, {**gradients, **after, **kept})
+            differences.write_reference(path, {**gradients, **after, **kept})
             return
-        expected = differences.read(path)
+        expected = differences.read_reference(path)
 
         def compared(found: dict[str, Tensor], kind: str) -> dict[str, Deviation]:
             ours = {name: value for name, value in expected.items() if name.startswith(kind)}
-            named = differences.differences(found, ours)
+            named = differences.measure_deviations(found, ours)
             return {name.removeprefix(kind): value for name, value in named.items()}
 
         self._current.gradients = compared(gradients, "gradient ")

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from ...common.table import fitted
+from ...common.table import render_fitted_table
 
 KINDS: Final = ("loss", "gradient norm", "gradients", "parameters", "metrics", "checkpoint")
 """The columns of the table."""
@@ -73,7 +73,7 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as JSON values; an infinite difference is null."""
-        return {"is_same": self.is_same, **_finite(asdict(self))}
+        return {"is_same": self.is_same, **_replace_not_finite(asdict(self))}
 
     def __str__(self) -> str:
         return self.as_text()
@@ -82,7 +82,7 @@ class Report:
         """Return the report as text, its table in `width` characters."""
         head = ["Layout", *(kind.capitalize() for kind in KINDS), ""]
         rows = [
-            [one.layout, *(_cell(one.largest.get(kind)) for kind in KINDS), "same" if one.is_same else "DIFFERS"]
+            [one.layout, *(_format_cell(one.largest.get(kind)) for kind in KINDS), "same" if one.is_same else "DIFFERS"]
             for one in self.comparisons
         ]
         number = f"{self.steps} step{'s' if self.steps > 1 else ''}"
@@ -90,7 +90,7 @@ class Report:
         lines = [
             begin + "the largest differences from one process, relative to the largest value.",
             *(f"- {note}" for note in self.notes),
-            fitted(head, rows, "<" + ">" * len(KINDS) + "<", width),
+            render_fitted_table(head, rows, "<" + ">" * len(KINDS) + "<", width),
         ]
         for one in self.comparisons:
             if one.finding is not None:
@@ -98,15 +98,15 @@ class Report:
         return "\n".join(lines)
 
 
-def _cell(value: float | None) -> str:
+def _format_cell(value: float | None) -> str:
     if value is None:
         return "-"
     return "no bound" if not math.isfinite(value) else f"{value:.0e}".replace("0e+00", "0")
 
 
-def _finite(value: object) -> Any:
+def _replace_not_finite(value: object) -> Any:
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _replace_not_finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [_replace_not_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -57,7 +57,7 @@ class Trace:
         self.traced = Traced()
         self._names = {id(part): name for name, part in module.named_modules()}
         self._module, self._file = module, file
-        self._expected = None if ids is None else differences.read(file)
+        self._expected = None if ids is None else differences.read_reference(file)
         self._rows = {} if ids is None else {one: row for row, one in enumerate(ids)}
         self._kept: dict[str, list[Tensor]] = {}
         self._calls: Counter[str] = Counter()
@@ -90,7 +90,7 @@ class Trace:
     def write(self) -> None:
         """Write the outputs of one process."""
         if self._expected is None:
-            differences.write(self._file, {name: torch.cat(parts) for name, parts in self._kept.items()})
+            differences.write_reference(self._file, {name: torch.cat(parts) for name, parts in self._kept.items()})
 
     def _begin(self, part: nn.Module, args: object) -> None:
         self._random.append(torch.get_rng_state())
@@ -113,7 +113,7 @@ class Trace:
                 continue
             if name != BATCH and tensor.is_floating_point() and tensor.dtype != torch.float64:
                 self.traced.lowest = self.traced.lowest or name
-            rows = _rows(tensor.detach(), len(self._ids))
+            rows = _rows_of_samples(tensor.detach(), len(self._ids))
             if rows is not None:
                 self._take(name, f"{name}|{number}|{leaf}", rows)
 
@@ -131,7 +131,7 @@ class Trace:
         if expected is None or expected.shape != rows.shape:
             return
         self.traced.compared += 1
-        found = differences.difference(rows, expected, 0.0)
+        found = differences.measure_deviation(rows, expected, 0.0)
         known = self.traced.different.get(name)
         if found.size and (known is None or known.size < found.size):
             self.traced.different[name] = found
@@ -150,7 +150,7 @@ class Trace:
         return own
 
 
-def _rows(tensor: Tensor, size: int) -> Tensor | None:
+def _rows_of_samples(tensor: Tensor, size: int) -> Tensor | None:
     """Return a tensor with a row for each of `size` samples; None if neither of its first two dimensions holds them."""
     if tensor.dim() and tensor.shape[0] == size:
         return tensor

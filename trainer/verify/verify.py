@@ -24,11 +24,11 @@ from ...strategies.launch.launcher import launch_all
 from ..checks import check_module
 from ..module.data_module import DataModule
 from ..module.train_module import TrainModule
-from .explain import Scene, explain
-from .judge import FORWARD_OR_BACKWARD, First, Judgement, judge
+from .explain import Scene, explain_difference
+from .judge import FORWARD_OR_BACKWARD, First, Judgement, judge_ranks
 from .layout import Layout, check_devices, layouts_of
-from .observe import Observation, RankTask, observe
-from .randomness import told
+from .observe import Observation, RankTask, observe_layout
+from .randomness import describe_switched_off
 from .report import Comparison, Divergence, Report
 from .trace import Traced
 
@@ -92,17 +92,17 @@ def verify(
         ConfigError: for what is not possible, before any process starts.
         EchelonError: if one process cannot train the module.
     """
-    given = _checked(module, data, settings, steps, tolerance)
+    given = _check_arguments(module, data, settings, steps, tolerance)
     layouts = layouts_of(strategies, ranks)
     warning = check_devices(layouts, devices)
-    notes = told(module, freezes_batchnorm=freeze_batchnorm)
+    notes = describe_switched_off(module, freezes_batchnorm=freeze_batchnorm)
     with tempfile.TemporaryDirectory(prefix="echelon-verify-") as folder:
         single = Layout("single", 1, "one process")
         task = RankTask(
             *(module, data, single, given, devices, steps, Path(folder)), freezes_batchnorm=freeze_batchnorm
         )
         task = replace(task, multiple=math.lcm(*(layout.ranks for layout in layouts)))
-        bench = _Bench(task, TOLERANCE if tolerance is None else tolerance, timeout, notify or _nothing)
+        bench = _Bench(task, TOLERANCE if tolerance is None else tolerance, timeout, notify or _print_nothing)
         bench.run_reference()
         if tolerance is None and bench.expected.rounds_at:
             bench.tolerance = OF_FLOAT32
@@ -114,7 +114,7 @@ def verify(
     return Report(comparisons, bench.tolerance, steps, size, (*notes, *([warning] if warning else [])))
 
 
-def _checked(
+def _check_arguments(
     module: TrainModule, data: object, settings: Mapping[str, Any] | None, steps: int, tolerance: float | None
 ) -> dict[str, Any]:
     """Return the settings that are taken over.
@@ -143,7 +143,7 @@ def _checked(
     return given
 
 
-def _nothing(text: str) -> None:
+def _print_nothing(text: str) -> None:
     """Print nothing."""
 
 
@@ -199,7 +199,7 @@ class _Bench:
             failure = self._failure(error)
             if not task.starts or not (ranks := self._without_checkpoint(task)):
                 return Comparison(name, {}, failure), False
-        judgement = judge(ranks, self.expected, self.tolerance)
+        judgement = judge_ranks(ranks, self.expected, self.tolerance)
         if failure is not None and judgement.first is None:
             return Comparison(name, judgement.largest, failure), False
         finding = self._explain(task, ranks, judgement) if judgement.first is not None else None
@@ -244,7 +244,7 @@ class _Bench:
             cuts_layers=any(seen.cuts_layers for seen in ranks),
             tolerance=self.tolerance,
         )
-        return explain(first, scene)
+        return explain_difference(first, scene)
 
     def _trace(self, task: RankTask, first: First) -> tuple[Traced, list[Traced]]:
         """Repeat the step of the first difference, in one process and on the layout, and trace its modules."""
@@ -266,4 +266,6 @@ class _Bench:
 
     def _launch(self, task: RankTask) -> list[Observation]:
         number, uses_devices = task.layout.num_processes, task.accelerator != CPU
-        return launch_all(partial(observe, task), num_processes=number, timeout=self.timeout, uses_devices=uses_devices)
+        return launch_all(
+            partial(observe_layout, task), num_processes=number, timeout=self.timeout, uses_devices=uses_devices
+        )

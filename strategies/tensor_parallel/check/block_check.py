@@ -21,9 +21,9 @@ from ..cutting import run_as
 from ..exchanges import TensorGroup
 from ..layers import SummedGradients
 from ..tensor_plan import TensorPlan
-from .shares import OutputShare, admit_shares, guard_shares, plain
-from .skeleton import Skeleton, private
-from .trial import GRADIENT_OF, Dtypes, Trial, apart, difference, leaf_of, whole_of
+from .shares import OutputShare, admit_shares, guard_shares, unwrap_share
+from .skeleton import Skeleton, copy_detached
+from .trial import GRADIENT_OF, Dtypes, Trial, isolating_trials, leaf_of, relative_difference, whole_of
 from .whole_activations import WholeActivations
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class BlockCheck:
                     admit_shares(block)
         if is_training and "" in self._skeletons:
             raise ModuleError(
-                f"{self._plan.source} cuts {_listed(self._plan.blocks(self._module)[''])}, which belong to "
+                f"{self._plan.source} cuts {_list_names(self._plan.blocks(self._module)[''])}, which belong to "
                 f"{type(self._module).__name__} itself, but its step does not call its forward, so that the cut cannot "
                 "be checked. Put these layers into a submodule with a forward, or call self(...) in the step."
             )
@@ -132,7 +132,7 @@ class BlockCheck:
             between = ", or hidden states between two blocks" if self._plan.sequence_parallel else ""
             raise ModuleError(
                 f"a parameter of a cut layer{between} is used outside the layer's forward ({str(error)[:60]}...); call "
-                f"the layer instead, or leave it out of tp_plan. These layers are cut: {_listed(self._plan.words)}."
+                f"the layer instead, or leave it out of tp_plan. These layers are cut: {_list_names(self._plan.words)}."
             ) from error
 
     def _meet(self, is_training: bool, name: str, block: nn.Module, args: tuple[object, ...], kwargs: Any) -> object:
@@ -140,7 +140,7 @@ class BlockCheck:
         is_new = name in self._skeletons and (is_training or name not in self._met)
         if is_new and not (is_training and torch.is_inference_mode_enabled()):
             self._compare(name, block, args, kwargs, is_training=is_training)
-        return map_tensors(plain, (args, kwargs)) if self._with_shares else None
+        return map_tensors(unwrap_share, (args, kwargs)) if self._with_shares else None
 
     def _compare(
         self, name: str, block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], *, is_training: bool
@@ -165,8 +165,8 @@ class BlockCheck:
     def _run_whole(self, block: _Block, skeleton: Skeleton, met: Dtypes) -> Trial:
         leaves = {id(p): leaf_of(p) for p in block.module.parameters()}
         run = partial(skeleton.run, block.module, lambda p: leaves[id(p)])
-        inputs = private(map_tensors(self._whole_input, block.inputs))
-        with _aside(block.module), met:
+        inputs = copy_detached(map_tensors(self._whole_input, block.inputs))
+        with _leaving_no_trace(block.module), met:
             trial = Trial.of(run, inputs, {own: leaves[id(p)] for own, p in block.parameters.items()})
         skeleton.release()
         return trial
@@ -191,9 +191,9 @@ class BlockCheck:
 
     def _run_cut(self, block: _Block, whole: Trial, met: Collection[torch.dtype]) -> Trial | _Fault:
         """Return the trial of the block as it is cut now, or how it differs from the whole one. Collective."""
-        inputs = private(map_tensors(plain, block.inputs))
+        inputs = copy_detached(map_tensors(unwrap_share, block.inputs))
         try:
-            with _aside(block.module):
+            with _leaving_no_trace(block.module):
                 cut = Trial.of(block.module.forward, inputs, block.parameters, like=whole, group=self._group)
         except Exception as error:  # noqa: BLE001 - the user's code fails, and may not fail with whole activations
             what = f"{type(error).__name__}: {str(error)[:200]}"
@@ -218,7 +218,7 @@ class BlockCheck:
         """Return all of an input. Collective for a share."""
         if not isinstance(tensor, OutputShare):
             return whole_of(tensor)
-        own: Tensor = plain(tensor).detach()
+        own: Tensor = unwrap_share(tensor).detach()
         return self._group.join(own, tensor.cut_dim).requires_grad_(tensor.requires_grad)
 
     def _warn(self, fault: _Fault, names: Sequence[str]) -> None:
@@ -239,8 +239,9 @@ class BlockCheck:
         unpaired = self._plan.unpaired_columns(self._module, name)
         if unpaired:
             return (
-                f"{_listed(unpaired)} returns only this rank's features ('colwise'), and no layer of the block takes "
-                "such a part: give the layer that follows the word 'rowwise', or this one 'colwise_gather_output'"
+                f"{_list_names(unpaired)} returns only this rank's features ('colwise'), and no layer of the block "
+                "takes such a part: give the layer that follows the word 'rowwise', or this one "
+                "'colwise_gather_output'"
             )
         causes = _CAUSE_OF_GRADIENTS if is_of_gradient else _CAUSES
         sharded = "; a layer that mixes positions, where each rank has only a shard of them"
@@ -254,7 +255,7 @@ class BlockCheck:
         differences = []
         for name, value in whole.items():
             other = cut.get(name)
-            differences.append(torch.inf if other is None else difference(value, other, size, met))
+            differences.append(torch.inf if other is None else relative_difference(value, other, size, met))
         all_ranks = self._group.largest(torch.tensor([*differences, 0.0], device=self._group.device)).tolist()
         return {name: found for name, found in zip(whole, all_ranks, strict=False) if found > 0}
 
@@ -292,10 +293,10 @@ class BlockCheck:
 
 
 @contextmanager
-def _aside(block: nn.Module) -> Iterator[None]:
+def _leaving_no_trace(block: nn.Module) -> Iterator[None]:
     """Run a block in eval mode with gradients, and leave no trace."""
     asked = asked_of(block)
-    with Untouched(block), apart(), torch.enable_grad(), nullcontext() if asked is None else asked.paused():
+    with Untouched(block), isolating_trials(), torch.enable_grad(), nullcontext() if asked is None else asked.paused():
         yield
 
 
@@ -310,6 +311,6 @@ def _gathers_itself(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def _listed(names: Iterable[str]) -> str:
+def _list_names(names: Iterable[str]) -> str:
     names = list(names)
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

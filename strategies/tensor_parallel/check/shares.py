@@ -48,26 +48,26 @@ class OutputShare(Tensor):
         with DisableTorchFunctionSubclass():
             if func in _HARMLESS:
                 return func(*args, **(kwargs or {}))
-            share = next((one for one in _leaves((args, kwargs)) if isinstance(one, OutputShare)), None)
+            share = next((one for one in _list_leaves((args, kwargs)) if isinstance(one, OutputShare)), None)
             if share is not None and func in _KEEPING and args[0].shape == share.shape:
-                return marked(func(*map(plain, args), **(kwargs or {})), share.block, share.cut_dim)
+                return mark_as_share(func(*map(unwrap_share, args), **(kwargs or {})), share.block, share.cut_dim)
             name = "a block" if share is None else f"the block {share.block!r}"
             shape = () if share is None else tuple(share.shape)
             raise ModuleError(
                 f"{name} returned a tensor of shape {shape} with this rank's share of its features or heads, and "
-                f"{_called(func)} computes with it, which needs all of them: leave the block's "
+                f"{_name_of_function(func)} computes with it, which needs all of them: leave the block's "
                 "layers out of tp_plan, or compute without this output."
             )
 
 
-def marked(tensor: Tensor, block: str, cut_dim: int) -> OutputShare:
+def mark_as_share(tensor: Tensor, block: str, cut_dim: int) -> OutputShare:
     """Return a tensor as a share of a block's output."""
     share = tensor.as_subclass(OutputShare)
     share.block, share.cut_dim = block, cut_dim
     return share
 
 
-def plain(tensor: object) -> Any:
+def unwrap_share(tensor: object) -> Any:
     """Return a share as a tensor, with which everything computes; another object as is."""
     if not isinstance(tensor, OutputShare):
         return tensor
@@ -75,17 +75,17 @@ def plain(tensor: object) -> Any:
         return tensor.as_subclass(Tensor)
 
 
-def _called(func: Any) -> str:
+def _name_of_function(func: Any) -> str:
     """Return the name of a function, or of the attribute that it reads."""
     name = getattr(func, "__name__", str(func))
     return str(getattr(func.__self__, "__name__", name)) if name == "__get__" else name
 
 
-def _leaves(data: object) -> list[object]:
+def _list_leaves(data: object) -> list[object]:
     if isinstance(data, Mapping):
-        return [leaf for value in data.values() for leaf in _leaves(value)]
+        return [leaf for value in data.values() for leaf in _list_leaves(value)]
     if isinstance(data, list | tuple):
-        return [leaf for value in data for leaf in _leaves(value)]
+        return [leaf for value in data for leaf in _list_leaves(value)]
     return [data]
 
 
@@ -101,7 +101,7 @@ def admit_shares(block: nn.Module) -> None:
     """Let a block of the plan compute with the shares that it is given: its heads are those of the shares."""
 
     def admit(block: nn.Module, args: object, kwargs: object) -> Any:
-        return None if torch.compiler.is_compiling() else map_tensors(plain, (args, kwargs))
+        return None if torch.compiler.is_compiling() else map_tensors(unwrap_share, (args, kwargs))
 
     block.register_forward_pre_hook(admit, with_kwargs=True)
 
@@ -125,7 +125,7 @@ def guard_shares(name: str, block: nn.Module, places: Mapping[int, int]) -> None
             number += tensor.is_floating_point()
             if number not in places or not tensor.is_floating_point():
                 return tensor
-            return marked(tensor, name, places[number])
+            return mark_as_share(tensor, name, places[number])
 
         return map_tensors(of, outputs)
 

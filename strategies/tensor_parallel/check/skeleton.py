@@ -52,7 +52,9 @@ class Skeleton:
             find_parameter_dict(mine).update(
                 {key: filled(p, whole) for key, p in find_parameter_dict(submodule).items()}
             )
-            find_buffer_dict(mine).update({key: filled(b, _clone) for key, b in find_buffer_dict(submodule).items()})
+            find_buffer_dict(mine).update(
+                {key: filled(b, _clone_detached) for key, b in find_buffer_dict(submodule).items()}
+            )
         return self._module.forward(*args, **kwargs)
 
     def release(self) -> None:
@@ -90,15 +92,15 @@ class Skeleton:
         return own
 
 
-def private(values: object) -> Any:
+def copy_detached(values: object) -> Any:
     """Return a copy of a block's inputs, detached from the graph; a tensor that occurs twice is copied once.
 
     Objects among them, such as key-value caches, are copied with their contents.
     """
-    return _private(values, {})
+    return _copy_once(values, {})
 
 
-def _private(values: object, copies: dict[int, Any]) -> object:
+def _copy_once(values: object, copies: dict[int, Any]) -> object:
     def tensor(value: Tensor) -> Tensor:
         if id(value) not in copies:
             copies[id(value)] = value.detach().clone().requires_grad_(value.requires_grad)
@@ -110,11 +112,11 @@ def _private(values: object, copies: dict[int, Any]) -> object:
         if id(value) not in copies:
             copies[id(value)] = own = copy.copy(value)
             for name, attribute in vars(value).items():
-                vars(own)[name] = _private(attribute, copies)
+                vars(own)[name] = _copy_once(attribute, copies)
         return copies[id(value)]
 
     return map_tensors(tensor, values, other)
 
 
-def _clone(tensor: Tensor) -> Tensor:
+def _clone_detached(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()

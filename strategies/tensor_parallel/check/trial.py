@@ -49,14 +49,14 @@ class Trial:
         """
         args, kwargs = inputs
         outputs = [t for t in iterate_tensors(run(*args, **kwargs)) if t.is_floating_point()]
-        shares = _shares(outputs, like, group)
+        shares = _find_shares(outputs, like, group)
         given = {_gradient_of_input(at): t for at, t in enumerate(iterate_tensors(inputs))}
         given |= {f"{GRADIENT_OF}{name}": p for name, p in parameters.items()}
         wanted = {name: t for name, t in given.items() if t.requires_grad} if parameters else {}
         sources = {at: output for at, output in enumerate(outputs) if output.requires_grad}
         gradients: Any = [None] * len(wanted)
         if sources and wanted:
-            directions = [_direction(output, shares.get(at), group) for at, output in sources.items()]
+            directions = [_make_direction(output, shares.get(at), group) for at, output in sources.items()]
             found = list(sources.values()), list(wanted.values())
             gradients = torch.autograd.grad(*found, directions, allow_unused=True)
         pairs = zip(wanted, gradients, strict=True)
@@ -88,7 +88,7 @@ def _gradient_of_input(at: int) -> str:
     return f"the gradient of its input {at}"
 
 
-def _shares(outputs: Sequence[Tensor], like: Trial | None, group: TensorGroup | None) -> dict[int, int]:
+def _find_shares(outputs: Sequence[Tensor], like: Trial | None, group: TensorGroup | None) -> dict[int, int]:
     """Return which outputs are shares of another trial's, with the dimension that is cut; never all of them."""
     if like is None or group is None or len(outputs) != len(like.outputs):
         return {}
@@ -120,7 +120,7 @@ class Dtypes(TorchFunctionMode):
 
 
 @contextmanager
-def apart() -> Iterator[None]:
+def isolating_trials() -> Iterator[None]:
     """Isolate trials from activation checkpointing around them, and from the fast path of torch's encoder layers.
 
     That path fills padded positions with other values.
@@ -128,17 +128,17 @@ def apart() -> Iterator[None]:
     was_enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(_same, _same), disable_dispatch_modes():
+        with torch.autograd.graph.saved_tensors_hooks(_return_unchanged, _return_unchanged), disable_dispatch_modes():
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(was_enabled)
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _return_unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _direction(output: Tensor, shared: int | None, group: TensorGroup | None) -> Any:
+def _make_direction(output: Tensor, shared: int | None, group: TensorGroup | None) -> Any:
     """Return weights for an output's elements, the same whole and cut; this rank's, if the output is a share."""
     number = 1 if group is None or shared is None else group.size
     shape = [size * number if dim == shared else size for dim, size in enumerate(output.shape)]
@@ -154,7 +154,7 @@ def _direction(output: Tensor, shared: int | None, group: TensorGroup | None) ->
     return DTensor.from_local(weights, mesh, [Replicate()] * mesh.ndim, run_check=False).redistribute(mesh, placements)
 
 
-def difference(whole: Tensor, cut: Tensor, size: float, met: Collection[torch.dtype]) -> float:
+def relative_difference(whole: Tensor, cut: Tensor, size: float, met: Collection[torch.dtype]) -> float:
     """Return by how much two tensors differ, relative to the first; 0 if rounding can be the reason."""
     if whole.shape != cut.shape:
         return torch.inf
@@ -163,7 +163,7 @@ def difference(whole: Tensor, cut: Tensor, size: float, met: Collection[torch.dt
         whole, cut = whole[~is_undefined], cut[~is_undefined]
     if not whole.numel():
         return 0.0
-    tolerance = max(_tolerance(dtype, whole.device.type) for dtype in {whole.dtype, *met})
+    tolerance = max(_rounding_tolerance(dtype, whole.device.type) for dtype in {whole.dtype, *met})
     most = float((whole - cut).abs().max())
     own = float(whole.abs().max())
     if most <= tolerance * (own + 0.1 * size):
@@ -171,7 +171,7 @@ def difference(whole: Tensor, cut: Tensor, size: float, met: Collection[torch.dt
     return min(most / (own or 1.0), 1e30) if most == most else torch.inf
 
 
-def _tolerance(dtype: torch.dtype, kind: str) -> float:
+def _rounding_tolerance(dtype: torch.dtype, kind: str) -> float:
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
     is_rounded = dtype == torch.float32 and rounds_float32(kind)
     return _TOLERANCE_OF_TF32 if is_rounded else _TOLERANCES.get(dtype, _TOLERANCE_OF_HALF)

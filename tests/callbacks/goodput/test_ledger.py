@@ -19,11 +19,11 @@ from echelon.callbacks.goodput.ledger import (
     LedgerRecord,
     PeriodRecord,
     StartRecord,
-    parse,
+    parse_record,
     read_ledger,
     to_line,
 )
-from echelon.callbacks.goodput.spans import Goodput, account, clock, divide, goodput_of
+from echelon.callbacks.goodput.spans import Goodput, account_for_time, divide_duration, format_clock, goodput_of
 from echelon.strategies.resilience.rounds import EndKind, RoundEnd
 
 S = 1_000_000
@@ -91,7 +91,7 @@ def test_a_run_that_nobody_disturbed(path: Path) -> None:
         period(15, 10, 1, 11, data_wait=2, checkpoint=1, validation=3),
         end(16),
     )
-    goodput = account(read_ledger(path))
+    goodput = account_for_time(read_ledger(path))
     check(goodput)
     assert seconds(goodput) == {"start_up": 5, "data_wait": 2, "checkpoint": 1, "validation": 3, "productive": 5}
     assert goodput_of(goodput.micros) == 8 / 16
@@ -109,7 +109,7 @@ def test_steps_beyond_where_the_next_round_resumes_were_lost(path: Path) -> None
         start(32, 14),
         period(52, 20, 14, 34),
     )
-    goodput = account(read_ledger(path))
+    goodput = account_for_time(read_ledger(path))
     check(goodput)
     # of the last ten steps six were lost; when the process died is unknown, so it counts as down until the next one
     assert seconds(goodput) == {"start_up": 5, "productive": 9 + 2 + 20, "redone": 3, "data_wait": 5, "down": 8}
@@ -130,7 +130,7 @@ def test_a_later_round_that_goes_back_further_takes_more(path: Path) -> None:
         start(20, 4, process=18),
         period(36, 16, 4, 20),
     )
-    goodput = account(read_ledger(path))
+    goodput = account_for_time(read_ledger(path))
     check(goodput)
     assert [one.lost_steps for one in goodput.rounds] == [6, 4, 0]
     assert seconds(goodput) == {"start_up": 6, "productive": 4 + 16, "redone": 6 + 4}
@@ -138,7 +138,7 @@ def test_a_later_round_that_goes_back_further_takes_more(path: Path) -> None:
 
 def test_a_failure_that_somebody_saw_is_work_lost_until_then_and_down_after(path: Path) -> None:
     write(path, start(2), period(12, 10, 0, 10), start(20, 10, process=18, round=1, ends=(ended(15),)))
-    goodput = account(read_ledger(path))
+    goodput = account_for_time(read_ledger(path))
     check(goodput)
     assert seconds(goodput) == {"start_up": 4, "productive": 10, "redone": 3, "down": 3}
     assert (goodput.rounds[0].end, goodput.rounds[0].cause) == ("failure of rank 1", "it was killed")
@@ -146,7 +146,7 @@ def test_a_failure_that_somebody_saw_is_work_lost_until_then_and_down_after(path
 
 def test_steps_that_only_the_agent_knows_of_are_counted(path: Path) -> None:
     write(path, start(2), period(12, 10, 0, 10), start(20, 12, process=18, round=1, ends=(ended(16, step=14),)))
-    goodput = account(read_ledger(path))
+    goodput = account_for_time(read_ledger(path))
     check(goodput)
     assert (goodput.kept_steps, goodput.lost_steps) == (12, 2)
     assert seconds(goodput) == {"start_up": 4, "productive": 12, "redone": 2, "down": 2}
@@ -155,7 +155,7 @@ def test_steps_that_only_the_agent_knows_of_are_counted(path: Path) -> None:
 
 def test_the_agent_knows_why_better_than_a_process_that_was_torn_along(path: Path) -> None:
     write(path, start(2), period(12, 10, 0, 10), end(13, "failed"), start(20, 10, round=1, ends=(ended(14),)))
-    goodput = account(read_ledger(path))
+    goodput = account_for_time(read_ledger(path))
     check(goodput)
     assert goodput.rounds[0].cause == "it was killed"
     assert seconds(goodput) == {"start_up": 4, "productive": 11, "down": 5}
@@ -163,14 +163,14 @@ def test_the_agent_knows_why_better_than_a_process_that_was_torn_along(path: Pat
 
 def test_a_hang_is_down_from_the_last_record_on(path: Path) -> None:
     write(path, start(2), period(12, 10, 0, 10), start(30, 10, process=28, round=1, ends=(ended(27, "hang"),)))
-    goodput = account(read_ledger(path))
+    goodput = account_for_time(read_ledger(path))
     check(goodput)
     assert seconds(goodput) == {"start_up": 4, "productive": 10, "down": 16}
 
 
 def test_a_round_that_fails_before_its_first_step_was_starting(path: Path) -> None:
     write(path, start(2), start(20, process=18, round=1, ends=(ended(15),)))
-    goodput = account(read_ledger(path))
+    goodput = account_for_time(read_ledger(path))
     check(goodput)
     assert seconds(goodput) == {"start_up": 15 + 2, "down": 3}
 
@@ -184,7 +184,7 @@ def test_the_ends_of_another_job_are_not_taken_for_ours(path: Path) -> None:
         period(22, 2, 10, 12),
         start(30, 12, round=1, ends=(ended(23),)),
     )
-    assert [one.end for one in account(read_ledger(path)).rounds] == [
+    assert [one.end for one in account_for_time(read_ledger(path)).rounds] == [
         "killed",
         "failure of rank 1",
         "running or killed",
@@ -193,7 +193,7 @@ def test_the_ends_of_another_job_are_not_taken_for_ours(path: Path) -> None:
 
 def test_a_run_that_went_back_inside_a_round(path: Path) -> None:
     write(path, start(2), period(12, 10, 0, 10), period(22, 10, 6, 16))
-    goodput = account(read_ledger(path))
+    goodput = account_for_time(read_ledger(path))
     check(goodput)
     assert (goodput.kept_steps, goodput.lost_steps) == (16, 4)
     assert seconds(goodput) == {"start_up": 2, "productive": 6 + 10, "redone": 4}
@@ -201,20 +201,20 @@ def test_a_run_that_went_back_inside_a_round(path: Path) -> None:
 
 def test_a_run_begun_again_where_another_was_complete_loses_nothing_of_it(path: Path) -> None:
     write(path, start(2), period(12, 10, 0, 10), end(12), start(20), period(25, 5, 0, 5), end(25))
-    goodput = account(read_ledger(path))
+    goodput = account_for_time(read_ledger(path))
     check(goodput)
     assert (goodput.kept_steps, goodput.lost_steps) == (15, 0)
     write(path, start(30), period(32, 2, 0, 1), end(32, "failed"), start(40), period(42, 2, 0, 2))
-    assert [one.lost_steps for one in account(read_ledger(path)).rounds] == [0, 0, 1, 0]
+    assert [one.lost_steps for one in account_for_time(read_ledger(path)).rounds] == [0, 0, 1, 0]
 
 
 def test_a_gap_of_a_week_is_down_and_can_be_left_out(path: Path) -> None:
     week = 7 * 24 * 3600
     write(path, start(2), period(12, 10, 0, 10), end(12), start(week + 2, 10), period(week + 12, 10, 10, 20))
-    goodput = account(read_ledger(path))
+    goodput = account_for_time(read_ledger(path))
     check(goodput)
     assert seconds(goodput) == {"start_up": 4, "productive": 20, "down": week - 12}
-    newer = account(read_ledger(path), since=1)
+    newer = account_for_time(read_ledger(path), since=1)
     check(newer)
     assert seconds(newer) == {"start_up": 2, "productive": 10}
     assert [one.round for one in newer.rounds] == [1]
@@ -222,19 +222,19 @@ def test_a_gap_of_a_week_is_down_and_can_be_left_out(path: Path) -> None:
 
 def test_a_clock_that_is_behind_gives_no_negative_time(path: Path) -> None:
     write(path, start(1002), period(1012, 10, 0, 10), start(102, 10, process=100), period(112, 10, 10, 20))
-    goodput = account(read_ledger(path))
+    goodput = account_for_time(read_ledger(path))
     check(goodput)
     assert seconds(goodput) == {"start_up": 4, "productive": 20}
 
 
 def test_a_process_that_ran_before_the_last_round_ended_starts_up_from_there_on(path: Path) -> None:
     write(path, start(2), period(12, 10, 0, 10), end(12), start(15, 10, process=1))
-    assert seconds(account(read_ledger(path))) == {"start_up": 2 + 3, "productive": 10}
+    assert seconds(account_for_time(read_ledger(path))) == {"start_up": 2 + 3, "productive": 10}
 
 
 def test_parts_longer_than_their_period_are_cut() -> None:
     parts = {"checkpoint": 7 * S, "validation": 5 * S, "data_wait": 4 * S}
-    assert divide(10 * S, parts) == {
+    assert divide_duration(10 * S, parts) == {
         "start_up": 0,
         "checkpoint": 7 * S,
         "validation": 3 * S,
@@ -245,7 +245,7 @@ def test_parts_longer_than_their_period_are_cut() -> None:
 
 
 def test_an_empty_ledger_has_an_empty_account() -> None:
-    goodput = account(Ledger([]))
+    goodput = account_for_time(Ledger([]))
     assert (goodput.total, goodput.kept_steps, goodput_of(goodput.micros)) == (0, 0, 0.0)
 
 
@@ -284,15 +284,15 @@ def test_every_microsecond_of_any_ledger_is_counted_once_and_every_step_kept_onc
         path.unlink(missing_ok=True)
         records = history(chance)
         write(path, *records)
-        goodput = account(read_ledger(path))
+        goodput = account_for_time(read_ledger(path))
         check(goodput)
         assert goodput.kept_steps == goodput.rounds[-1].last_step
         since = chance.randrange(len(goodput.rounds))
-        check(account(read_ledger(path), since))
+        check(account_for_time(read_ledger(path), since))
         lines = path.read_bytes().splitlines(keepends=True)
         damaged = [line if chance.random() < 0.8 else line[: chance.randrange(len(line))] for line in lines]
         path.write_bytes(b"".join(damaged))
-        check(account(read_ledger(path)))
+        check(account_for_time(read_ledger(path)))
 
 
 # --- the file ---
@@ -308,12 +308,12 @@ ALL: Mapping[str, LedgerRecord] = {
 
 @pytest.mark.parametrize("record", ALL.values(), ids=ALL)
 def test_a_record_is_read_as_it_was_written_to_the_microsecond(record: LedgerRecord) -> None:
-    assert parse(to_line(record)) == record
+    assert parse_record(to_line(record)) == record
 
 
 def test_the_end_of_a_round_as_the_agent_sees_it_is_taken_over() -> None:
     seen = RoundEnd(2, 1763765979.5, "hang", "no step for 30 s", rank=1, step=7)
-    record = parse(to_line(start(2, ends=(seen,))))
+    record = parse_record(to_line(start(2, ends=(seen,))))
     assert isinstance(record, StartRecord)
     assert record.ends == (seen,)
 
@@ -355,10 +355,10 @@ def test_records_with_impossible_values_are_refused_though_their_checksum_is_rig
         b'"to":' + b"9" * 5000,
     ):
         body = whole.replace(b'"to":3', wrong) + b"}"
-        assert parse(_sealed(body)) is None
-    assert parse(_sealed(b'{"kind":["start"]}')) is None
-    assert parse(_sealed(b'{"kind":"end","time":NaN,"status":"success","cause":""}')) is None
-    assert parse(_sealed(b'{"kind":"end","time":1,"status":"great","cause":""}')) is None
+        assert parse_record(_sealed(body)) is None
+    assert parse_record(_sealed(b'{"kind":["start"]}')) is None
+    assert parse_record(_sealed(b'{"kind":"end","time":NaN,"status":"success","cause":""}')) is None
+    assert parse_record(_sealed(b'{"kind":"end","time":1,"status":"great","cause":""}')) is None
 
 
 def _sealed(body: bytes) -> bytes:
@@ -369,7 +369,7 @@ def _sealed(body: bytes) -> bytes:
 
 
 def test_text_of_a_ledger_cannot_move_the_cursor_of_a_terminal() -> None:
-    record = parse(to_line(EndRecord(S, "failed", "\x1b[2Jgone\nnext " + "x" * 1000)))
+    record = parse_record(to_line(EndRecord(S, "failed", "\x1b[2Jgone\nnext " + "x" * 1000)))
     assert isinstance(record, EndRecord)
     assert record.cause.startswith(" [2Jgone next xxx")
     assert len(record.cause) == 300
@@ -386,7 +386,7 @@ def test_a_line_that_did_not_fit_is_an_error_and_the_next_one_is_whole(path: Pat
     assert [one.last for one in ledger.rounds[0].periods] == [7]
     assert ledger.num_skipped == 1
     # the line that is missing had three steps in three seconds, and they are counted
-    assert account(ledger).kept_steps == 7
+    assert account_for_time(ledger).kept_steps == 7
 
 
 @contextmanager
@@ -407,7 +407,7 @@ def test_two_writers_do_not_tear_each_others_lines(path: Path) -> None:
         (first if number % 2 else second).append(period(3 + number, 1, number, number + 1))
     first.close()
     second.close()
-    assert account(read_ledger(path)).kept_steps == 20
+    assert account_for_time(read_ledger(path)).kept_steps == 20
     assert os.stat(path).st_mode & 0o111 == 0
 
 
@@ -415,15 +415,15 @@ def test_two_writers_do_not_tear_each_others_lines(path: Path) -> None:
 
 
 def test_times_are_told_as_hours_minutes_and_seconds() -> None:
-    assert [clock(0), clock(59_600_000), clock(3_661 * S), clock(360_000 * S)] == [
+    assert [format_clock(0), format_clock(59_600_000), format_clock(3_661 * S), format_clock(360_000 * S)] == [
         "0:00:00",
         "0:01:00",
         "1:01:01",
         "100:00:00",
     ]
-    assert [clock(59_960_000, tenths=True), clock(1_250_000, tenths=True)] == ["0:01:00.0", "0:00:01.2"]
+    assert [format_clock(59_960_000, tenths=True), format_clock(1_250_000, tenths=True)] == ["0:01:00.0", "0:00:01.2"]
 
 
 def test_all_categories_are_told_even_if_none_took_time(path: Path) -> None:
     write(path, start(2))
-    assert tuple(account(read_ledger(path)).micros) == CATEGORIES
+    assert tuple(account_for_time(read_ledger(path)).micros) == CATEGORIES

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from echelon.callbacks.helpers.checkpoint_name import CheckpointName, numbered
+from echelon.callbacks.helpers.checkpoint_name import CheckpointName, name_with_version
 from echelon.common.errors import ConfigError
 
 
@@ -50,4 +50,4 @@ def test_a_format_that_does_not_fit_is_named_with_the_value() -> None:
 
 
 def test_collisions_get_a_version() -> None:
-    assert numbered("epoch=3.ckpt", 1) == "epoch=3-v1.ckpt"
+    assert name_with_version("epoch=3.ckpt", 1) == "epoch=3-v1.ckpt"

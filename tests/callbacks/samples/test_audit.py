@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from echelon.callbacks.samples.audit import Audit, audit, samples_folder
+from echelon.callbacks.samples.audit import Audit, audit_ledger, samples_folder
 from echelon.callbacks.samples.file import CountedTurns, Header, SampleWriter
 from echelon.common.errors import DataError
 from echelon.common.sample_order import Reading, Source
@@ -37,7 +37,7 @@ def write(folder: Path, ranks: Sequence[Steps], source: Source = ONCE, epoch: in
 
 
 def audited(folder: Path) -> Audit:
-    return audit(samples_folder(folder))
+    return audit_ledger(samples_folder(folder))
 
 
 GOOD: list[Steps] = [[[(0, [3, 5])], [(4, [1, 0])]], [[(2, [7, 2])], [(6, [4, 6])]]]

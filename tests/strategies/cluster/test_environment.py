@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from echelon.common.errors import ConfigError
-from echelon.strategies.cluster.environment import Environment, reconcile
+from echelon.strategies.cluster.environment import Environment, reconcile_environment
 from echelon.strategies.cluster.hardware import Hardware
 from echelon.strategies.cluster.launchers import detect_environment
 from echelon.strategies.cluster.slurm import first_host
@@ -236,33 +236,33 @@ def test_a_world_of_one_by_hand_is_one_process():
 
 
 def test_nobody_else_starts_the_processes_that_were_asked_for():
-    found = reconcile(detect_environment({}), 4, None)
+    found = reconcile_environment(detect_environment({}), 4, None)
     assert (found.rank, found.world_size, found.local_world_size, found.num_nodes) == (0, 4, 4, 1)
-    assert reconcile(detect_environment({}), None, None).world_size == 1
+    assert reconcile_environment(detect_environment({}), None, None).world_size == 1
 
 
 STATIC = {"MASTER_ADDR": "10.0.0.1", "NODE_RANK": "1"}
 
 
 def test_nodes_that_are_started_one_by_one():
-    found = reconcile(detect_environment(STATIC), 3, 2)
+    found = reconcile_environment(detect_environment(STATIC), 3, 2)
     assert found == Environment("none", 3, 0, 1, 6, 3, 2, "10.0.0.1", 29500)
     environ = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "7", "GROUP_RANK": "0"}
-    found = reconcile(detect_environment(environ), 3, 2)
+    found = reconcile_environment(detect_environment(environ), 3, 2)
     assert (found.rank, found.main_port) == (0, 7)
 
 
 def test_a_run_on_one_machine_meets_on_loopback_at_any_port():
     environ = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "NODE_RANK": "0"}
-    found = reconcile(detect_environment(environ), 2, 1)
+    found = reconcile_environment(detect_environment(environ), 2, 1)
     assert (found.main_address, found.main_port) == ("127.0.0.1", None)
 
 
 @pytest.mark.parametrize("environ", [TORCHRUN, KUBEFLOW, RAY], ids=["torchrun", "kubeflow", "ray"])
 def test_numbers_that_the_user_leaves_open_are_the_launchers(environ):
     found = detect_environment(environ)
-    assert reconcile(found, None, None) is found
-    assert reconcile(found, found.local_world_size, found.num_nodes) is found
+    assert reconcile_environment(found, None, None) is found
+    assert reconcile_environment(found, found.local_world_size, found.num_nodes) is found
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_numbers_that_the_user_leaves_open_are_the_launchers(environ):
 )
 def test_contradictions_name_both_numbers(environ, devices, nodes, message):
     with pytest.raises(ConfigError, match=message):
-        reconcile(detect_environment(environ), devices, nodes)
+        reconcile_environment(detect_environment(environ), devices, nodes)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_one_line_describes_the_processes(environ, line):
 
 
 def test_the_line_of_nodes_with_different_numbers_of_devices_counts_all():
-    here = reconcile(detect_environment({**STATIC, "NODE_RANK": "0"}), 2, 2)
+    here = reconcile_environment(detect_environment({**STATIC, "NODE_RANK": "0"}), 2, 2)
     found = detect_environment({**TORCHRUN, "WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "2"})
     line = Hardware("cpu", (0, 1), 2, here).describe(found)
     assert line.startswith("5 processes on 2 nodes (2 on this one), started by Echelon; store at ")

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from echelon.strategies.distributed.collectives import Collectives
-from echelon.strategies.distributed.parcels import Parcel, slots
-from echelon.strategies.distributed.pickling import pack, unpack
+from echelon.strategies.distributed.parcels import Parcel, list_slots
+from echelon.strategies.distributed.pickling import pack_value, unpack_value
 from echelon.strategies.distributed.point_to_point import Mailbox
 from echelon.strategies.distributed.process_group import backend_options
 from echelon.testing import run_ranks
@@ -35,10 +35,10 @@ def on_gpu(monkeypatch):
 def test_tensors_on_a_gpu_are_packed_as_tensors_on_the_cpu(on_gpu, monkeypatch):
     module = nn.Linear(3, 2)
     module.weight.tag = "kept"
-    payload = pack({"module": module, "logged": {"loss": torch.tensor(0.5)}})
+    payload = pack_value({"module": module, "logged": {"loss": torch.tensor(0.5)}})
     monkeypatch.undo()
     assert on_gpu == [24, 8, 4]
-    found = unpack(payload)
+    found = unpack_value(payload)
     assert found["logged"]["loss"].device.type == "cpu"
     assert torch.equal(found["module"].weight, module.weight)
     assert isinstance(found["module"].weight, nn.Parameter)
@@ -53,8 +53,8 @@ def exchanged():
     mailbox = Mailbox(dist.group.WORLD, torch.device("meta"))
     large = torch.ones(8 << 20)
     parcel = Parcel.pack({"gpu": large, "cpu": torch.arange(3)}, dist.get_rank())
-    slots(parcel.skeleton)[0].is_cpu = False  # as for a tensor on a GPU
-    parcel = Parcel(pack(parcel.skeleton), parcel.skeleton, parcel.tensors)
+    list_slots(parcel.skeleton)[0].is_cpu = False  # as for a tensor on a GPU
+    parcel = Parcel(pack_value(parcel.skeleton), parcel.skeleton, parcel.tensors)
     sending = mailbox.send(parcel, other)
     received = mailbox.receive(other)
     sending.wait()

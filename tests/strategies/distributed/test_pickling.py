@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from echelon.common.errors import ConfigError
-from echelon.strategies.distributed.pickling import find_culprit, pack, pack_into, unpack, unpack_from
+from echelon.strategies.distributed.pickling import find_culprit, pack_into, pack_value, unpack_from, unpack_value
 
 
 class Holder:
@@ -74,7 +74,7 @@ def test_the_error_names_the_part_and_what_to_do():
     with pytest.raises(
         ConfigError, match=r"module\.lock \(lock\) cannot be sent to other processes: .*; create it in set"
     ):
-        pack(Holder(lock=LOCK).method, parts={"module": Holder(lock=LOCK)})
+        pack_value(Holder(lock=LOCK).method, parts={"module": Holder(lock=LOCK)})
 
 
 def test_a_class_that_comes_back_is_not_changed():
@@ -84,7 +84,7 @@ def test_a_class_that_comes_back_is_not_changed():
 
     Local.__module__ = "__main__"
     method = Local.method
-    back = unpack(pack(Local()))
+    back = unpack_value(pack_value(Local()))
     assert type(back) is Local
     assert Local.method is method
 
@@ -95,9 +95,9 @@ def test_a_module_that_only_this_process_has_travels_too(tmp_path, monkeypatch):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     monkeypatch.setitem(sys.modules, "loaded_from_a_file", module)
-    packed = pack(functools.partial(module.tripled, 2))
+    packed = pack_value(functools.partial(module.tripled, 2))
     monkeypatch.delitem(sys.modules, "loaded_from_a_file")
-    assert unpack(packed)() == 6
+    assert unpack_value(packed)() == 6
 
 
 def test_a_named_tuple_of_the_main_program_travels(tmp_path):
@@ -135,13 +135,13 @@ class TooLarge:
 
 def test_too_little_memory_is_no_fault_of_the_value():
     with pytest.raises(MemoryError, match="no room"):
-        pack(Holder(part=TooLarge()), "result")
+        pack_value(Holder(part=TooLarge()), "result")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint16, torch.float8_e4m3fn, torch.bool])
 def test_tensors_of_every_dtype_travel(dtype):
     tensor = torch.arange(6).to(dtype).view(2, 3)
-    again = unpack(pack({"whole": tensor, "part": tensor[:, 1:]}))
+    again = unpack_value(pack_value({"whole": tensor, "part": tensor[:, 1:]}))
     for name, value in (("whole", tensor), ("part", tensor[:, 1:])):
         assert again[name].dtype == dtype
         assert torch.equal(again[name].float(), value.float())
@@ -149,7 +149,7 @@ def test_tensors_of_every_dtype_travel(dtype):
 
 def test_parametrized_layers_travel():
     layer = parametrizations.weight_norm(nn.Linear(4, 4))
-    found = unpack(pack(nn.Sequential(layer, nn.ReLU())))[0]
+    found = unpack_value(pack_value(nn.Sequential(layer, nn.ReLU())))[0]
     assert isinstance(found, nn.Linear)
     torch.testing.assert_close(found.state_dict(), layer.state_dict(), rtol=0, atol=0)
     torch.testing.assert_close(found.weight, layer.weight, rtol=0, atol=0)
@@ -157,11 +157,11 @@ def test_parametrized_layers_travel():
     assert type(found) is nn.Linear
     layer.lock = threading.Lock()
     with pytest.raises(ConfigError, match=r"the function\.0\.lock \(lock\) cannot be sent"):
-        pack(nn.Sequential(layer))
+        pack_value(nn.Sequential(layer))
 
 
 def test_code_keeps_the_name_of_its_file_and_its_lines(tmp_path):
     program, names = tmp_path / "program.py", {"__name__": "__main__"}
     exec(compile("\n\ndef fail():\n    raise ValueError('here')\n", str(program), "exec"), names)  # noqa: S102 - as Python runs one
-    code = unpack(pack(names["fail"], "fail")).__code__
+    code = unpack_value(pack_value(names["fail"], "fail")).__code__
     assert (code.co_filename, code.co_firstlineno) == (str(program), 3)

@@ -17,7 +17,7 @@ from two_nodes import absent, run_together, two_nodes
 
 from echelon import EchelonError
 from echelon.strategies.doctor import folder as run_folder
-from echelon.strategies.doctor.examine import Patient, examine
+from echelon.strategies.doctor.examine import Patient, examine_machine
 from echelon.strategies.doctor.machine import check_limits, check_threads
 from echelon.strategies.doctor.peers import compare_versions
 from echelon.testing import run_ranks
@@ -255,14 +255,16 @@ def examine_broken(kind, folder):
     broken = kind()
     broken.folder = folder
     patient = getattr(broken, "patient", Patient)
-    before = [] if kind in (Name, Route, Peer) else examine(patient(folder))  # those are broken from the beginning
+    before = (
+        [] if kind in (Name, Route, Peer) else examine_machine(patient(folder))
+    )  # those are broken from the beginning
     broken.break_it()
     try:
-        found = examine(patient(folder))
+        found = examine_machine(patient(folder))
         of_check = [finding for finding in found if finding.check == broken.check]
         if of_check:
             broken.mend(of_check[0].remedy)
-        return before, found, examine(patient(folder)), broken.check
+        return before, found, examine_machine(patient(folder)), broken.check
     finally:
         getattr(broken, "end", int)()
 

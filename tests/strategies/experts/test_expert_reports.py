@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 from echelon import CSVLogger, Experts, GoodputMonitor, MemoryReport, ParallelStrategy, SampleLedger, TrainModule
 from echelon.callbacks.goodput.ledger import read_ledger
-from echelon.callbacks.goodput.spans import account
-from echelon.callbacks.samples.audit import audit
+from echelon.callbacks.goodput.spans import account_for_time
+from echelon.callbacks.samples.audit import audit_ledger
 from echelon.testing import run_ranks
 
 WIDTH, HIDDEN, NUM_EXPERTS, NUM_SAMPLES = 8, 16, 4, 32
@@ -65,9 +65,9 @@ def test_memory_time_and_samples_are_those_of_both_meshes(
     assert expected == pytest.approx(dict.fromkeys(("parameters", "gradients", "optimizer state"), own))
     assert measured["activations"] > 0
     assert all(other[:2] == (measured, expected) for other in reports)
-    goodput = account(read_ledger(Path(folder, "goodput.jsonl")))
+    goodput = account_for_time(read_ledger(Path(folder, "goodput.jsonl")))
     assert (goodput.kept_steps, goodput.lost_steps) == (NUM_SAMPLES // 8, 0)
     assert sum(goodput.micros.values()) == goodput.total
-    seen = audit(Path(folder, "samples"))
+    seen = audit_ledger(Path(folder, "samples"))
     assert seen.is_exact
     assert [epoch.used for epoch in seen.epochs] == [NUM_SAMPLES]

@@ -23,7 +23,7 @@ import logging, sys
 logging.basicConfig(level="WARNING")
 from echelon.common.errors import ProcessError
 from echelon.strategies.launch import worker
-from echelon.strategies.launch.launcher import launch, static_agents
+from echelon.strategies.launch.launcher import launch_workers, static_agents
 from echelon.strategies.cluster.environment import Environment
 from datetime import timedelta
 import innocent, guilty
@@ -36,7 +36,8 @@ def usable():
 if __name__ == "__main__":
     alone = Environment("none", 0, 0, 0, 2, 2, 1, "127.0.0.1", None)
     {before}
-    print("usable:", launch(usable, static_agents(2, alone, timedelta(minutes=1)), is_local=True, uses_devices=True))
+    agents = static_agents(2, alone, timedelta(minutes=1))
+    print("usable:", launch_workers(usable, agents, is_local=True, uses_devices=True))
 """
 
 

@@ -14,7 +14,7 @@ import pytest
 from programs import WatchedProgram, run_program
 
 from echelon.strategies.cluster.environment import Environment
-from echelon.strategies.launch.launcher import launch
+from echelon.strategies.launch.launcher import launch_workers
 from echelon.strategies.launch.static_agent import StaticAgent
 from echelon.strategies.launch.static_rendezvous import Rendezvous
 
@@ -25,7 +25,7 @@ MINUTE = timedelta(minutes=1)
 
 
 def launched(function, kind=StaticAgent):
-    return launch(function, lambda task: kind(task, 2, Rendezvous(ALONE, MINUTE)), is_local=True)
+    return launch_workers(function, lambda task: kind(task, 2, Rendezvous(ALONE, MINUTE)), is_local=True)
 
 
 def is_there(pid):

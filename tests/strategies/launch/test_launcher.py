@@ -26,7 +26,7 @@ from echelon.common.errors import ConfigError, ProcessError
 from echelon.strategies.cluster.environment import Environment
 from echelon.strategies.launch.failures import RankTraceback
 from echelon.strategies.launch.fork_server import PRELOADED
-from echelon.strategies.launch.launcher import launch, static_agents
+from echelon.strategies.launch.launcher import launch_workers, static_agents
 from echelon.strategies.launch.signal_handlers import ECHO
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -35,7 +35,7 @@ MINUTE = timedelta(minutes=1)
 
 def launched(function, num_processes=2, **options):
     alone = Environment("none", 0, 0, 0, num_processes, num_processes, 1, "127.0.0.1", None)
-    return launch(function, static_agents(num_processes, alone, MINUTE), is_local=True, **options)
+    return launch_workers(function, static_agents(num_processes, alone, MINUTE), is_local=True, **options)
 
 
 def rank():
@@ -91,7 +91,7 @@ PROGRAM = """
 import torch
 from datetime import timedelta
 from echelon.strategies.cluster.environment import Environment
-from echelon.strategies.launch.launcher import static_agents, launch
+from echelon.strategies.launch.launcher import static_agents, launch_workers
 
 class Net(torch.nn.Module):
     scale = 2
@@ -125,7 +125,7 @@ def fail():
 
 def start(function):
     alone = Environment("none", 0, 0, 0, 2, 2, 1, "127.0.0.1", None)
-    return launch(function, static_agents(2, alone, timedelta(minutes=1)), is_local=True)
+    return launch_workers(function, static_agents(2, alone, timedelta(minutes=1)), is_local=True)
 
 method, net = Net.doubled, Net()
 for _ in range(2):
@@ -366,7 +366,7 @@ def test_a_signal_that_comes_before_there_is_an_agent_is_not_lost(tmp_path):
         return static_agents(1, Environment("none", 0, 0, 0, 1, 1, 1, "127.0.0.1", None), MINUTE)(job)
 
     with pytest.raises(SystemExit):
-        launch((tmp_path / "has_run").touch, make_agent, is_local=True)
+        launch_workers((tmp_path / "has_run").touch, make_agent, is_local=True)
     assert not (tmp_path / "has_run").exists()
 
 
@@ -467,7 +467,7 @@ def test_a_node_that_does_not_come_is_named(node_rank, missing):
     port = free_port()
     environment = of_two_nodes(node_rank, port)
     with pytest.raises(ProcessError, match=rf"Node {missing} of 2 did not connect to 127.0.0.1:{port} within 0.3 s"):
-        launch(rank, static_agents(1, environment, timedelta(seconds=0.3)), is_local=False)
+        launch_workers(rank, static_agents(1, environment, timedelta(seconds=0.3)), is_local=False)
 
 
 def test_a_signal_ends_the_wait_for_other_nodes():
@@ -480,7 +480,7 @@ def test_a_signal_ends_the_wait_for_other_nodes():
     interrupter = threading.Thread(target=interrupt_once_handled)
     interrupter.start()
     with pytest.raises(KeyboardInterrupt):
-        launch(rank, static_agents(1, of_two_nodes(0, port), MINUTE), is_local=False)
+        launch_workers(rank, static_agents(1, of_two_nodes(0, port), MINUTE), is_local=False)
     interrupter.join()
 
 
@@ -490,4 +490,4 @@ def test_a_port_that_is_taken_is_named():
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ProcessError, match=rf"cannot listen on 127.0.0.1:{port} .*MASTER_PORT to a free port"):
-            launch(rank, static_agents(1, of_two_nodes(0, port), MINUTE), is_local=False)
+            launch_workers(rank, static_agents(1, of_two_nodes(0, port), MINUTE), is_local=False)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from echelon.common.errors import ProcessError
-from echelon.strategies.launch.node_folder import NodeFolder, allocate, check_owner, free_bytes
+from echelon.strategies.launch.node_folder import NodeFolder, allocate_file, check_owner, free_bytes
 
 HOLD = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], 0), fcntl.LOCK_EX); print(flush=True); input()"
 
@@ -108,10 +108,10 @@ def test_a_place_that_does_not_exist_is_told(tmp_path):
 def test_memory_is_there_before_it_is_mapped_or_its_lack_is_told(memory_path):
     file = memory_path / "file"
     file.write_text("old")
-    allocate(file, 100_000)
+    allocate_file(file, 100_000)
     assert file.read_bytes() == bytes(100_000)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     size = free_bytes(memory_path) + (1 << 40)
     with pytest.raises(ProcessError, match=rf"no room .* of {size} bytes, where \d+ bytes are free: .*--shm-size"):
-        allocate(file, size)
+        allocate_file(file, size)
     assert not file.exists()

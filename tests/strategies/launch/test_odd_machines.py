@@ -103,11 +103,11 @@ def test_starters_that_were_stopped_by_a_signal_are_named() -> None:
             nursery.ask("start", print, "never")
     finally:
         nursery.stop()
-    fork_server.preload(())
+    fork_server.preload_modules(())
     server: Any = fork_server.forkserver._forkserver
     stop(server._forkserver_pid)
     try:
         with pytest.raises(ProcessError, match=f"fork server .*kill -CONT {server._forkserver_pid}"):
-            fork_server.preload(())
+            fork_server.preload_modules(())
     finally:
         os.kill(server._forkserver_pid, signal.SIGCONT)

@@ -15,7 +15,7 @@ from echelon import ActivationCheckpointing, ConfigError, ModelCheckpoint, Train
 from echelon.strategies import DataParallelStrategy
 from echelon.strategies.fsdp import FSDPStrategy
 from echelon.strategies.module import activation_offload
-from echelon.strategies.module.activation_checkpointing import _policy, checkpointed
+from echelon.strategies.module.activation_checkpointing import _selective_policy, checkpointing_activations
 from echelon.strategies.module.blocks import repeated_blocks
 from echelon.testing import run_ranks
 
@@ -347,7 +347,7 @@ def test_a_setting_that_cannot_be_is_refused(make, found):
     ],
 )
 def test_selective_keeps_what_is_dear_and_draws_no_random_numbers(operator, args, is_kept):
-    assert (_policy(None, operator, *args) is CheckpointPolicy.MUST_SAVE) == is_kept
+    assert (_selective_policy(None, operator, *args) is CheckpointPolicy.MUST_SAVE) == is_kept
 
 
 # --- details
@@ -370,7 +370,7 @@ def test_a_part_is_computed_again_with_the_buffers_of_its_first_time():
     def gradients(setting):
         torch.manual_seed(0)
         net = nn.Sequential(Counting(), Counting()).double()
-        with checkpointed(net, setting):
+        with checkpointing_activations(net, setting):
             for _ in range(3):
                 loss = net(torch.ones(2, 4, dtype=torch.float64)).sum()
                 loss.backward(retain_graph=True)
@@ -384,7 +384,7 @@ def test_a_forward_of_an_instance_is_called_and_put_back():
     net = nn.Sequential(Block(), Block())
     net[0].forward = lambda x: x * 2
     mine = net[0].forward
-    with checkpointed(net, ActivationCheckpointing()):
+    with checkpointing_activations(net, ActivationCheckpointing()):
         assert torch.equal(net[0](torch.ones(1, requires_grad=True)), torch.full((1,), 2.0))
     assert vars(net[0])["forward"] is mine
     assert "forward" not in vars(net[1])
@@ -394,7 +394,7 @@ def test_a_block_that_is_used_twice_is_computed_again_twice_in_mixed_precision()
     def gradients(setting):
         torch.manual_seed(0)
         net = nn.Sequential(Plain(), Plain())
-        with checkpointed(net, setting), torch.autocast("cpu", torch.bfloat16):
+        with checkpointing_activations(net, setting), torch.autocast("cpu", torch.bfloat16):
             loss = net(net(torch.ones(2, WIDTH))).float().sum()
         loss.backward()
         return [p.grad for p in net.parameters()]
@@ -414,7 +414,7 @@ def test_a_block_in_two_lists_is_one_part():
 
     module, setting = Shared(), ActivationCheckpointing()
     assert [name for name, _ in setting.submodules(module)] == ["first.0", "first.1"]
-    with checkpointed(module, setting):
+    with checkpointing_activations(module, setting):
         copied = copy.deepcopy(module)
         assert vars(copied.first[0])["forward"].__self__ is copied.first[0]
     assert "forward" not in vars(module.first[0])
@@ -444,7 +444,7 @@ def test_a_second_forward_does_not_see_what_the_first_has_cached(kind, mode):
 
     def gradients(setting):
         model.zero_grad()
-        with checkpointed(model, setting):
+        with checkpointing_activations(model, setting):
             loss = model(input_ids=tokens, labels=tokens).loss
             loss.backward()
         return [parameter.grad for parameter in model.parameters()]
@@ -463,7 +463,7 @@ def test_offloading_frees_the_memory_of_a_gpu(monkeypatch):
         torch.manual_seed(0)
         net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4))).cuda()
         before = torch.cuda.memory_allocated()
-        with checkpointed(net, setting):
+        with checkpointing_activations(net, setting):
             loss = net(torch.randn(4096, 64, device="cuda")).sum()
         held = torch.cuda.memory_allocated() - before
         loss.backward()

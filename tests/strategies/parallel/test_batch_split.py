@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from echelon import DataError, ModuleError
-from echelon.strategies.parallel.batch_split import combine, split
+from echelon.strategies.parallel.batch_split import combine_results, split_batch
 
 
 class Pair(NamedTuple):
@@ -37,7 +37,7 @@ class Total:
 )
 def test_parts_are_those_of_torch_chunk(length, num_parts, sizes):
     x = torch.arange(length)
-    parts, found = split(x, num_parts)
+    parts, found = split_batch(x, num_parts)
     assert found == sizes
     for part, expected in zip(parts, x.chunk(num_parts), strict=True):
         assert torch.equal(part, expected)
@@ -53,7 +53,7 @@ def test_every_tensor_of_a_batch_is_cut_and_every_list_with_an_entry_for_each_sa
         "user": UserDict({"x": x}),
         "whole": (z, "abc", 3, None, ["p", "q"]),
     }
-    [first, second], sizes = split(batch, 2)
+    [first, second], sizes = split_batch(batch, 2)
     assert sizes == [2, 1]
     for part, rows in ((first, slice(0, 2)), (second, slice(2, 3))):
         assert type(part["pair"]) is Pair
@@ -68,16 +68,16 @@ def test_every_tensor_of_a_batch_is_cut_and_every_list_with_an_entry_for_each_sa
 
 def test_a_batch_without_rows_is_one_part():
     for batch in ("text", torch.tensor(3.0), {"x": torch.tensor(1)}, object(), None, []):
-        assert split(batch, 4) == ([batch], [1])
+        assert split_batch(batch, 4) == ([batch], [1])
     empty = torch.zeros(0)
-    assert split(empty, 4) == ([empty], [0])
+    assert split_batch(empty, 4) == ([empty], [0])
 
 
 def test_rows_that_do_not_belong_together_are_an_error_where_they_would_be_cut():
     batch = [torch.zeros(8), torch.zeros(3)]
-    assert split(batch, 1) == ([batch], [8])
+    assert split_batch(batch, 1) == ([batch], [8])
     with pytest.raises(DataError, match=r"must have equal lengths .*got \[8, 3\]; give each tensor one row"):
-        split(batch, 2)
+        split_batch(batch, 2)
 
 
 def test_results_of_parts_become_the_result_of_the_whole():
@@ -101,7 +101,7 @@ def test_results_of_parts_become_the_result_of_the_whole():
             "pair": Pair(x, x.mean()),
         }
 
-    found, expected = combine([result(0, 3), result(3, 5)], [3, 2], "training_step"), result(0, 5)
+    found, expected = combine_results([result(0, 3), result(3, 5)], [3, 2], "training_step"), result(0, 5)
     assert found.keys() == expected.keys()
     assert found.pop("graph").nodes.tolist() == expected.pop("graph").nodes.tolist() == [0, 1, 2, 3, 4]
     assert found.pop("total") == expected.pop("total")
@@ -115,9 +115,9 @@ def test_results_of_parts_become_the_result_of_the_whole():
 
 
 def test_results_that_are_none_are_left_out():
-    assert combine([None, None], [2, 2], "training_step") is None
+    assert combine_results([None, None], [2, 2], "training_step") is None
     results = [torch.tensor(1.0), None, torch.tensor(4.0)]
-    assert combine(results, [2, 5, 1], "training_step").item() == 2.0
+    assert combine_results(results, [2, 5, 1], "training_step").item() == 2.0
 
 
 @pytest.mark.parametrize(
@@ -133,4 +133,4 @@ def test_results_that_are_none_are_left_out():
 )
 def test_results_that_cannot_be_combined_are_an_error(results, found):
     with pytest.raises(ModuleError, match=rf"(?s){found}.*return tensors with a row for each sample"):
-        combine(results, [3, 2], "step")
+        combine_results(results, [3, 2], "step")

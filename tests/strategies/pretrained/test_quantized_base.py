@@ -17,7 +17,7 @@ import echelon
 from echelon import HuggingFaceCheckpoint, ModelCheckpoint, OmitFrozenWeights, ParallelStrategy, TrainModule
 from echelon.common.errors import ModuleError, ProcessError
 from echelon.strategies.module.memory_estimate import MemoryShare, expected_memory
-from echelon.strategies.wrapped.wrapped_tensors import dequantized, held_tensors, is_wrapped
+from echelon.strategies.wrapped.wrapped_tensors import dequantize_tensor, held_tensors, is_wrapped
 from echelon.testing import run_ranks
 from echelon.trainer.checkpoint import load
 
@@ -131,12 +131,12 @@ def test_the_adapter_is_written_and_merged_with_the_values_of_the_base(alone):
     assert len(adapter) == 4
     base = quantized(echelon.load_pretrained(build("llama", **WIDE), folder / "llama"))
     key = "model.layers.0.self_attn.q_proj.weight"
-    values = dequantized(base.get_parameter(key).detach())
+    values = dequantize_tensor(base.get_parameter(key).detach())
     ends = (adapter[f"base_model.{'model.' + key[:-6]}lora_{end}.weight"] for end in "BA")
     merged = load_file(folder / "merged" / "step=4" / "model.safetensors")
     torch.testing.assert_close(merged[key], values + torch.mm(*ends) * 4.0, rtol=0, atol=1e-6)
     k_proj = key.replace("q_proj", "k_proj")
-    assert torch.equal(merged[k_proj], dequantized(base.get_parameter(k_proj).detach()))
+    assert torch.equal(merged[k_proj], dequantize_tensor(base.get_parameter(k_proj).detach()))
 
 
 def test_the_memory_of_a_base_is_that_of_its_bits():

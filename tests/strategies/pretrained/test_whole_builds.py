@@ -11,7 +11,7 @@ from programs import run_program
 import echelon
 from echelon import FSDPStrategy, ModuleError, ParallelStrategy
 from echelon.strategies.module.deferred_init import DeferredInit
-from echelon.strategies.pretrained.plain_builds import recording
+from echelon.strategies.pretrained.plain_builds import recording_builds
 from echelon.testing import run_ranks
 
 sys.path.append(str(Path(__file__).parent))
@@ -69,7 +69,7 @@ def test_it_trains_as_by_hand_and_one_warning_names_the_gain(tmp_path):
 def test_inside_of_a_deferred_initialization_it_reads_values_and_draws_nothing(tmp_path):
     folder, deferred = saved("gpt2", tmp_path), DeferredInit()
     state = torch.get_rng_state()
-    with recording(deferred):
+    with recording_builds(deferred):
         model, head = read("gpt2", folder), torch.nn.Linear(2, 2)
     assert torch.equal(torch.get_rng_state(), state)
     assert head.weight.is_meta
@@ -81,11 +81,11 @@ LATE = """
 import sys
 import transformers
 from echelon.strategies.module.deferred_init import DeferredInit
-from echelon.strategies.pretrained.plain_builds import recording
+from echelon.strategies.pretrained.plain_builds import recording_builds
 
 models = "transformers.modeling_utils"
 assert models not in sys.modules
-with recording(DeferredInit()):
+with recording_builds(DeferredInit()):
     assert models not in sys.modules, "importing it takes seconds"
     model = transformers.LlamaForCausalLM.from_pretrained(sys.argv[1])
 assert sum(float(p.detach().abs().sum()) for p in model.parameters()) > 0
@@ -101,7 +101,10 @@ def test_transformers_models_are_imported_inside_only_if_the_program_does(tmp_pa
 
 def test_its_errors_are_those_of_transformers_and_it_is_itself_again_afterwards(tmp_path):
     original = vars(transformers.PreTrainedModel)["from_pretrained"]
-    with pytest.raises(OSError, match="not a local folder|does not appear|no file named"), recording(DeferredInit()):
+    with (
+        pytest.raises(OSError, match="not a local folder|does not appear|no file named"),
+        recording_builds(DeferredInit()),
+    ):
         transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     assert vars(transformers.PreTrainedModel)["from_pretrained"] is original
 

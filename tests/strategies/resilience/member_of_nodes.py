@@ -13,7 +13,7 @@ from two_nodes import INTERFACE
 
 from echelon.common.errors import ProcessError
 from echelon.strategies.resilience import store_process
-from echelon.strategies.resilience.elastic_rendezvous import meeting
+from echelon.strategies.resilience.elastic_rendezvous import make_rendezvous
 
 LISTENING = "0A"
 
@@ -38,7 +38,7 @@ def meet(node):
 def main(endpoint):
     store_process._SILENCE = 2  # seconds, for the sake of those who wait for the test
     limit = timedelta(seconds=60)
-    node = meeting(nodes=(1, 2), endpoint=endpoint, run_id="run", start_timeout=limit, last_call=limit)
+    node = make_rendezvous(nodes=(1, 2), endpoint=endpoint, run_id="run", start_timeout=limit, last_call=limit)
     if meet(node) == 0:
         node.notices.post("from", "the first")
         os.kill(os.getpid(), signal.SIGKILL)

@@ -19,7 +19,7 @@ from programs import WatchedProgram, run_program
 
 from echelon.common.errors import ProcessError
 from echelon.strategies.cluster.tcp_store import connect_store
-from echelon.strategies.resilience.elastic_rendezvous import meeting
+from echelon.strategies.resilience.elastic_rendezvous import make_rendezvous
 
 torch_rendezvous = pytest.importorskip("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
 LIMIT = timedelta(seconds=240)
@@ -52,7 +52,7 @@ def silent():
 def test_a_rendezvous_that_accepts_and_says_nothing_is_given_up_after_the_start_timeout(silent):
     began = time.monotonic()
     with pytest.raises(ProcessError, match=rf"There is no store for the rendezvous at 127.0.0.1:{silent} after start_"):
-        meeting(nodes=(1, 2), endpoint=f"127.0.0.1:{silent}", run_id="run", start_timeout=timedelta(seconds=2))
+        make_rendezvous(nodes=(1, 2), endpoint=f"127.0.0.1:{silent}", run_id="run", start_timeout=timedelta(seconds=2))
     assert time.monotonic() - began < 60
 
 
@@ -138,9 +138,9 @@ class Jumping(datetime):
 OTHER = """
 import sys, time
 from datetime import timedelta
-from echelon.strategies.resilience.elastic_rendezvous import meeting
+from echelon.strategies.resilience.elastic_rendezvous import make_rendezvous
 limit = timedelta(seconds=240)
-node = meeting(nodes=(2, 2), endpoint=sys.argv[1], run_id=sys.argv[2], start_timeout=limit)
+node = make_rendezvous(nodes=(2, 2), endpoint=sys.argv[1], run_id=sys.argv[2], start_timeout=limit)
 node.next_rendezvous()
 end = time.monotonic() + 6
 while time.monotonic() < end:
@@ -155,7 +155,7 @@ node.release()
 def test_a_clock_that_jumps_loses_nobody(seconds, monkeypatch, tmp_path):
     endpoint, run_id = f"127.0.0.1:{free_port()}", uuid.uuid4().hex
     other = WatchedProgram(["-c", OTHER, endpoint, run_id], folder=tmp_path)
-    node = meeting(nodes=(2, 2), endpoint=endpoint, run_id=run_id, start_timeout=LIMIT)
+    node = make_rendezvous(nodes=(2, 2), endpoint=endpoint, run_id=run_id, start_timeout=LIMIT)
     try:
         node.next_rendezvous()
         monkeypatch.setattr(torch_rendezvous, "datetime", Jumping)
@@ -174,7 +174,7 @@ def test_a_clock_that_jumps_loses_nobody(seconds, monkeypatch, tmp_path):
 
 def test_a_clock_that_jumps_between_reading_and_writing_the_state_makes_nobody_late(monkeypatch):
     endpoint, run_id = f"127.0.0.1:{free_port()}", uuid.uuid4().hex
-    node = meeting(
+    node = make_rendezvous(
         nodes=(1, 2), endpoint=endpoint, run_id=run_id, start_timeout=LIMIT, last_call=timedelta(seconds=0.1)
     )
     try:

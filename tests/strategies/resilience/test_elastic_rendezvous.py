@@ -21,7 +21,7 @@ from two_nodes import run_together, two_nodes
 
 from echelon.common.errors import ConfigError, ProcessError
 from echelon.strategies.cluster import start_wait
-from echelon.strategies.resilience.elastic_rendezvous import ManyNodes, OneNode, SpareError, meeting
+from echelon.strategies.resilience.elastic_rendezvous import ManyNodes, OneNode, SpareError, make_rendezvous
 from echelon.strategies.resilience.store_process import KEPT, reach_store
 
 MEMBER = Path(__file__).with_name("member_of_nodes.py")
@@ -45,7 +45,7 @@ def node(endpoint):
 
     def make(nodes=(1, 4), **changes):
         settings = {"run_id": run_id, "start_timeout": LIMIT, "last_call": timedelta(seconds=0.3)}
-        made.append(meeting(**{"nodes": nodes, "endpoint": endpoint, **settings, **changes}))
+        made.append(make_rendezvous(**{"nodes": nodes, "endpoint": endpoint, **settings, **changes}))
         return made[-1]
 
     yield make
@@ -78,7 +78,7 @@ def meet(*nodes):
 
 
 def test_one_node_meets_itself_on_loopback_again_and_again():
-    one = meeting(nodes=(1, 1), endpoint=None, run_id="run", start_timeout=LIMIT)
+    one = make_rendezvous(nodes=(1, 1), endpoint=None, run_id="run", start_timeout=LIMIT)
     assert isinstance(one, OneNode)
     ranks, port = meet(one)
     files = len(os.listdir("/proc/self/fd"))
@@ -213,7 +213,7 @@ def test_agents_that_start_at_once_have_one_store_which_ends_with_their_run():
 
     def start():
         barrier.wait()
-        return meeting(nodes=(3, 3), endpoint=f"127.0.0.1:{port}", run_id="run", start_timeout=LIMIT)
+        return make_rendezvous(nodes=(3, 3), endpoint=f"127.0.0.1:{port}", run_id="run", start_timeout=LIMIT)
 
     with ThreadPoolExecutor(3) as threads:
         nodes = [one.result() for one in [threads.submit(start) for _ in range(3)]]
@@ -222,7 +222,7 @@ def test_agents_that_start_at_once_have_one_store_which_ends_with_their_run():
     for one in nodes:
         assert one.shutdown()
         one.release()
-    again = meeting(nodes=(1, 3), endpoint=f"127.0.0.1:{port}", run_id="run", start_timeout=LIMIT)
+    again = make_rendezvous(nodes=(1, 3), endpoint=f"127.0.0.1:{port}", run_id="run", start_timeout=LIMIT)
     assert not again.notices.has("key")
     again.set_closed()
     again.release()
@@ -251,7 +251,7 @@ def test_no_store():
 )
 def test_endpoints_that_cannot_be(endpoint, told):
     with pytest.raises(ConfigError, match=told):
-        meeting(nodes=(1, 4), endpoint=endpoint, run_id="run", start_timeout=LIMIT)
+        make_rendezvous(nodes=(1, 4), endpoint=endpoint, run_id="run", start_timeout=LIMIT)
 
 
 def test_a_machine_that_dies_leaves_the_store_to_the_others_and_one_that_vanishes_takes_it_away():

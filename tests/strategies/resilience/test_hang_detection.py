@@ -13,7 +13,7 @@ import pytest
 from echelon.common.errors import ConfigError
 from echelon.strategies.launch.proc_status import Activity, look_at
 from echelon.strategies.resilience import heartbeat
-from echelon.strategies.resilience.hang_detection import Hang, Limits, Standing, Watch, clocks
+from echelon.strategies.resilience.hang_detection import Hang, Limits, Standing, Watch, read_clocks
 from echelon.strategies.resilience.heartbeat import Beat, Phase
 
 PTRACE_ATTACH, PTRACE_DETACH = 16, 17
@@ -195,10 +195,10 @@ def test_silence_counts_again_when_the_machine_was_suspended(tmp_path):
 
 
 def test_the_clocks_are_those_of_beats(tmp_path):
-    now, suspended = clocks()
+    now, suspended = read_clocks()
     watch = Watch(tmp_path, 1)
     heartbeat.Beat(tmp_path, 0).beat(Phase.START, 0)
-    assert now <= watch.records()[0].time <= clocks()[0]
+    assert now <= watch.records()[0].time <= read_clocks()[0]
     assert suspended >= -0.1
 
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 
-from echelon.strategies.launch.proc_status import catches
+from echelon.strategies.launch.proc_status import catches_signal
 from echelon.strategies.launch.worker import SHOW_STACKS
 from echelon.strategies.resilience.stack_dumps import dump_stacks
 
@@ -47,7 +47,7 @@ def test_each_tells_where_it_stands_or_why_it_cannot(tmp_path):
         os.kill(stopped, signal.SIGSTOP)
         os.waitid(os.P_PID, stopped, os.WSTOPPED | os.WNOWAIT)
         texts = dump_stacks({0: python, 1: c, 2: stopped, 3: young, 4: 2**22 + 1}, tmp_path)
-        assert not catches(young, SHOW_STACKS)
+        assert not catches_signal(young, SHOW_STACKS)
         assert list(texts) == [0, 1, 2, 3, 4]
         assert "in waits_for_ever" in texts[0]
         assert "in is_deep_in_c" in texts[1]

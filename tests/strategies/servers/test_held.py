@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from echelon.strategies.distributed.pickling import pack
-from echelon.strategies.servers.flat_layout import FlatLayout, deal, have_same_bits
+from echelon.strategies.distributed.pickling import pack_value
+from echelon.strategies.servers.flat_layout import FlatLayout, deal_names, have_same_bits
 from echelon.strategies.servers.held import HeldOptimizer
 from echelon.strategies.servers.messages import Assignment, Push, Rows, Update
 from echelon.strategies.servers.staleness import StalenessBound
@@ -17,7 +17,7 @@ from echelon.strategies.state.optimizer_state import attributes_of
 def held_of(optimizer, named, trained, num_trainers=2, sparse=()):
     groups = [{**group, "params": list(named)} for group in optimizer.param_groups]
     values = {name: parameter.detach().clone() for name, parameter in named.items()}
-    packed = pack((type(optimizer), attributes_of(optimizer)))
+    packed = pack_value((type(optimizer), attributes_of(optimizer)))
     state = {name: deepcopy(optimizer.state[p]) for name, p in named.items() if p in optimizer.state}
     return HeldOptimizer(Assignment(packed, groups, trained, frozenset(sparse), values, state), num_trainers)
 
@@ -130,7 +130,7 @@ def test_no_trainer_gets_further_ahead_than_the_bound_and_the_ledger_shows_it():
 
 
 def test_tensors_are_dealt_by_size_and_lie_in_one_flat_tensor_a_dtype():
-    assert deal({"a": 5, "b": 9, "c": 4, "d": 1}, 2) == [["b", "d"], ["a", "c"]]
+    assert deal_names({"a": 5, "b": 9, "c": 4, "d": 1}, 2) == [["b", "d"], ["a", "c"]]
     tensors = [torch.randn(2, 3), torch.randn(4).double(), torch.randn(()), torch.randn(0, 2)]
     layout = FlatLayout(tensors)
     flats = layout.join([tensors[0], None, tensors[2], tensors[3]])

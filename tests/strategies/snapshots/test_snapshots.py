@@ -19,7 +19,7 @@ from echelon.common.errors import CheckpointError, ProcessError
 from echelon.strategies.snapshots.exchange import FileTransfer
 from echelon.strategies.snapshots.index import INDEX, FileEntry, SnapshotIndex, read_index
 from echelon.strategies.snapshots.recovery import plan_transfers
-from echelon.strategies.snapshots.shared_file import MemoryFile, checksum
+from echelon.strategies.snapshots.shared_file import MemoryFile, compute_checksum
 from echelon.strategies.snapshots.snapshots import Contribution, MemorySnapshots
 from echelon.strategies.state.lazy_tensor import OUTLINE
 from echelon.testing import run_ranks
@@ -67,13 +67,13 @@ def take(snapshots: MemorySnapshots, step: int, *, error: str = "", odd: bool = 
         file.bytes.copy_(content(step, writer))
         if odd and writer is None and rank:
             file.bytes[7] += 1
-        files[name] = FileEntry(SIZE, checksum(file.bytes), writer, HEAD if writer is not None else 0)
+        files[name] = FileEntry(SIZE, compute_checksum(file.bytes), writer, HEAD if writer is not None else 0)
 
     def describe(told: Sequence[Any]) -> Mapping[str, FileEntry]:
         text = f"step {step}: {told}".encode()
         (draft.path / "state").unlink(missing_ok=True)
         (draft.path / "state").write_bytes(text)
-        return {"state": FileEntry(len(text), checksum(text))}
+        return {"state": FileEntry(len(text), compute_checksum(text))}
 
     snapshots.commit(draft, Contribution(files, [rank], f"of rank {rank}", error), describe)
 
@@ -327,18 +327,18 @@ def test_every_flipped_bit_and_every_moved_page_changes_the_checksum() -> None:
     random.seed(1)
     for size in (0, 1, 8, 4096, 258_048, 258_049, 1_000_003):
         given = content(size, 0, size)
-        first = checksum(given)
-        assert checksum(given.clone()) == checksum(bytes(given.tolist())) == first
+        first = compute_checksum(given)
+        assert compute_checksum(given.clone()) == compute_checksum(bytes(given.tolist())) == first
         for at in {0, size // 2, size - 1, *(random.randrange(size) for _ in range(20))} if size else ():
             changed = given.clone()
             changed[at] = int(changed[at]) ^ (1 << random.randrange(8))
-            assert checksum(changed) != first
+            assert compute_checksum(changed) != first
         for page in range(4096, size - 8192, 4096):
             for damage in (given[page - 4096 : page], torch.zeros(4096, dtype=torch.uint8)):
                 changed = given.clone()
                 changed[page : page + 4096] = damage
-                assert checksum(changed) != first
-        assert checksum(torch.cat([given, torch.zeros(1, dtype=torch.uint8)])) != first
+                assert compute_checksum(changed) != first
+        assert compute_checksum(torch.cat([given, torch.zeros(1, dtype=torch.uint8)])) != first
 
 
 def index_of(nodes: Sequence[int], sources: Sequence[Sequence[int]], files: Mapping[str, FileEntry]) -> SnapshotIndex:

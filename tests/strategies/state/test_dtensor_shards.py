@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from echelon.strategies.cluster.launchers import detect_environment
 from echelon.strategies.distributed.collectives import Collectives
 from echelon.strategies.distributed.process_group import ProcessGroup
-from echelon.strategies.state.dtensor import clip_by_norm, gather_whole, own_blocks, shard_like, writes
+from echelon.strategies.state.dtensor import clip_by_norm, gather_whole, own_blocks, shard_like, writes_shard
 from echelon.strategies.state.shards import Holders
 from echelon.testing import run_ranks
 
@@ -62,7 +62,7 @@ def what_ranks_hold(shape):
         gathered = gather_whole({"weight": weight}, is_kept=True)["weight"]
         again = shard_like(whole, weight)
         is_same = torch.equal(gathered, whole) and torch.equal(again.to_local(), weight.to_local())
-        blocks = own_blocks(weight, name) if writes(weight, name, holders) else []
+        blocks = own_blocks(weight, name) if writes_shard(weight, name, holders) else []
         found[name] = is_same, holders.of(weight), [(b.offsets, b.tensor.detach().clone()) for b in blocks]
     return found
 

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import TrainModule, seed_everything
 from echelon.common.errors import ModuleError
-from echelon.strategies.distributed.pickling import pack, unpack
+from echelon.strategies.distributed.pickling import pack_value, unpack_value
 from echelon.strategies.state.shared_memory import kept_shared
 
 
@@ -56,13 +56,15 @@ def test_tensors_that_share_memory_share_it_after_pickling_and_with_an_optimizer
     module = Tied()
     module.counts = torch.zeros(4, dtype=torch.uint16)
     module.also_counts = module.counts.view(2, 2)
-    copy, optimizer, view = unpack(pack((module, module.configure_optimizers(), module.encoder.weight.data[1:])))
+    copy, optimizer, view = unpack_value(
+        pack_value((module, module.configure_optimizers(), module.encoder.weight.data[1:]))
+    )
     assert is_tied(copy) and view.storage_offset() == 3
     assert view.untyped_storage().data_ptr() == copy.encoder.weight.data_ptr() != module.encoder.weight.data_ptr()
     assert optimizer.param_groups[0]["params"][0] is next(copy.parameters())
     assert copy.also_counts.data_ptr() == copy.counts.data_ptr()
     large = torch.zeros(100_000)
-    assert len(pack([large, large[1:], large.view(100, 1000)])) < 1.1 * len(pack(large))
+    assert len(pack_value([large, large[1:], large.view(100, 1000)])) < 1.1 * len(pack_value(large))
 
 
 def test_memory_is_shared_after_a_conversion_where_it_was_before():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from echelon.common.errors import ModuleError
-from echelon.strategies.module.activation_checkpointing import ActivationCheckpointing, checkpointed
+from echelon.strategies.module.activation_checkpointing import ActivationCheckpointing, checkpointing_activations
 from echelon.strategies.state.dtensor import gather_whole
 from echelon.strategies.tensor_parallel.check.block_check import BlockCheck
 from echelon.strategies.tensor_parallel.cutting import cut_module
@@ -119,11 +119,11 @@ def check_amid_checkpointing():
         module, tokens = Net().double(), torch.randint(0, 12, (2, 6))
         whole = copy.deepcopy(module)
         setting = ActivationCheckpointing(mode=mode)
-        with checkpointed(module, setting if is_first else None):
+        with checkpointing_activations(module, setting if is_first else None):
             plan = find_plan(module, PLAN, sequence_parallel=shards)
             check = BlockCheck(module, plan, mesh)
             cut_module(module, plan, mesh)
-            with checkpointed(module, None if is_first else setting), check.during(is_training=True):
+            with checkpointing_activations(module, None if is_first else setting), check.during(is_training=True):
                 loss_of(module(tokens), tokens).backward()
         loss_of(whole(tokens), tokens).backward()
         gradients = {name: p.grad for name, p in module.named_parameters() if p.requires_grad}

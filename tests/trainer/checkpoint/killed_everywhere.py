@@ -27,8 +27,17 @@ import torch
 from torch.distributed import FileStore
 
 from echelon.strategies.state.optimizer_state import Sharded
-from echelon.trainer.checkpoint import SavingGroup, Writer, list_checkpoints, load, newest_valid, point, remove, save
-from echelon.trainer.checkpoint.atomic_folder import find_part, is_stranded, sweep, unfinished
+from echelon.trainer.checkpoint import (
+    SavingGroup,
+    Writer,
+    list_checkpoints,
+    load,
+    newest_valid,
+    point_link,
+    remove_checkpoint,
+    save,
+)
+from echelon.trainer.checkpoint.atomic_folder import delete_abandoned, find_part, is_stranded, list_unfinished
 from echelon.trainer.checkpoint.manifest import Origin
 from echelon.trainer.checkpoint.on_nodes.on_disk import manifest_digest
 from echelon.trainer.checkpoint.single_file import SingleFile
@@ -100,11 +109,11 @@ def at_every_call(folder: Path, work: Callable[[], None], allowed: set[int]) -> 
         kill_at += EVERY
         shutil.rmtree(folder, ignore_errors=True)
         save(folder / "a.ckpt", state(1))
-        point(folder / "last.ckpt", folder / "a.ckpt")
+        point_link(folder / "last.ckpt", folder / "a.ckpt")
         was_killed = in_child(work, kill_at)
         check(folder, allowed)
-        sweep(folder)
-        assert unfinished(folder) == []
+        delete_abandoned(folder)
+        assert list_unfinished(folder) == []
         check(folder, allowed)
     return kill_at // EVERY
 
@@ -112,7 +121,7 @@ def at_every_call(folder: Path, work: Callable[[], None], allowed: set[int]) -> 
 def fresh(folder: Path) -> int:
     def work() -> None:
         save(folder / "b.ckpt", state(2))
-        point(folder / "last.ckpt", folder / "b.ckpt")
+        point_link(folder / "last.ckpt", folder / "b.ckpt")
 
     return at_every_call(folder, work, {1, 2})
 
@@ -144,8 +153,8 @@ def forbid_exchange() -> None:
 def removing(folder: Path) -> int:
     def work() -> None:
         save(folder / "b.ckpt", state(2))
-        point(folder / "last.ckpt", folder / "b.ckpt")
-        remove(folder / "a.ckpt")
+        point_link(folder / "last.ckpt", folder / "b.ckpt")
+        remove_checkpoint(folder / "a.ckpt")
 
     return at_every_call(folder, work, {1, 2})
 
@@ -172,8 +181,8 @@ def one_of_two_ranks(folder: Path, victim: int) -> int:
             os.kill(other, signal.SIGKILL)
         os.waitpid(other, 0)
         check(folder, {1, 2} if was_killed else {2})
-        sweep(folder)
-        assert unfinished(folder) == []
+        delete_abandoned(folder)
+        assert list_unfinished(folder) == []
         check(folder, {1, 2} if was_killed else {2})
     return kill_at // EVERY
 
@@ -225,7 +234,7 @@ def one_of_two_nodes(folder: Path, victim: int, name: str) -> int:
         assert max(steps()) >= 1 + (not was_killed)
         together(3, "c.ckpt")  # tidies up what the killed ones have left
         assert steps()[-1] == 3
-        assert unfinished(folders[0]) == unfinished(folders[1]) == []
+        assert list_unfinished(folders[0]) == list_unfinished(folders[1]) == []
         assert [one.path.name for one in list_checkpoints(folders[0])] == [
             one.path.name for one in list_checkpoints(folders[1])
         ]
@@ -243,8 +252,8 @@ def at_random(folder: Path) -> int:
             while True:
                 step += 1
                 save(folder / f"{step}.ckpt", state(step))
-                point(folder / "last.ckpt", folder / f"{step}.ckpt")
-                remove(folder / f"{step - 1}.ckpt")
+                point_link(folder / "last.ckpt", folder / f"{step}.ckpt")
+                remove_checkpoint(folder / f"{step - 1}.ckpt")
         time.sleep(chance.uniform(0.0, 0.1))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

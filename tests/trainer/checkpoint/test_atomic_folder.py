@@ -21,8 +21,8 @@ from programs import run_program
 from sweep import IS_SWEEP
 
 from echelon.common.errors import CheckpointError
-from echelon.trainer.checkpoint import load, newest_valid, point, remove, save, verify
-from echelon.trainer.checkpoint.atomic_folder import committed, sweep, unfinished
+from echelon.trainer.checkpoint import load, newest_valid, point_link, remove_checkpoint, save, verify
+from echelon.trainer.checkpoint.atomic_folder import commit_when_done, delete_abandoned, list_unfinished
 from echelon.trainer.checkpoint.manifest import MANIFEST
 from echelon.trainer.checkpoint.single_file import SingleFile
 
@@ -72,7 +72,7 @@ def test_a_checkpoint_is_replaced_by_one_of_the_same_name(tmp_path: Path) -> Non
 
 def test_a_link_is_replaced_by_a_checkpoint_and_its_target_stays(tmp_path: Path) -> None:
     save(tmp_path / "a.ckpt", state(1))
-    point(tmp_path / "last.ckpt", tmp_path / "a.ckpt")
+    point_link(tmp_path / "last.ckpt", tmp_path / "a.ckpt")
     save(tmp_path / "last.ckpt", state(2))
     assert not (tmp_path / "last.ckpt").is_symlink()
     assert load(tmp_path / "last.ckpt")["trainer"]["step"] == 2
@@ -92,10 +92,10 @@ def test_what_is_no_checkpoint_is_neither_overwritten_nor_removed(kind: str, tmp
     with pytest.raises(CheckpointError, match="is not a checkpoint, so it is not overwritten"):
         save(target, state())
     with pytest.raises(CheckpointError, match="so it is not deleted"):
-        remove(target)
+        remove_checkpoint(target)
     save(tmp_path / "a.ckpt", state())
     with pytest.raises(CheckpointError, match="is not a checkpoint, so it is not overwritten"):
-        point(target, tmp_path / "a.ckpt")
+        point_link(target, tmp_path / "a.ckpt")
     assert target.exists()
 
 
@@ -110,7 +110,7 @@ def test_a_link_points_relatively_so_that_the_folder_can_move(tmp_path: Path) ->
     folder = tmp_path / "run"
     for step in (1, 2):
         save(folder / f"{step}.ckpt", state(step))
-        point(folder / "last.ckpt", folder / f"{step}.ckpt")
+        point_link(folder / "last.ckpt", folder / f"{step}.ckpt")
     assert os.readlink(folder / "last.ckpt") == "2.ckpt"
     folder.rename(tmp_path / "moved")
     assert load(tmp_path / "moved" / "last.ckpt")["trainer"]["step"] == 2
@@ -118,29 +118,29 @@ def test_a_link_points_relatively_so_that_the_folder_can_move(tmp_path: Path) ->
 
 def test_a_link_to_a_link_points_to_the_checkpoint(tmp_path: Path) -> None:
     save(tmp_path / "a.ckpt", state(1))
-    point(tmp_path / "last.ckpt", tmp_path / "a.ckpt")
-    point(tmp_path / "best.ckpt", tmp_path / "last.ckpt")
+    point_link(tmp_path / "last.ckpt", tmp_path / "a.ckpt")
+    point_link(tmp_path / "best.ckpt", tmp_path / "last.ckpt")
     assert os.readlink(tmp_path / "best.ckpt") == "a.ckpt"
 
 
 def test_a_link_to_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not a checkpoint; save it first"):
-        point(tmp_path / "last.ckpt", tmp_path / "a.ckpt")
+        point_link(tmp_path / "last.ckpt", tmp_path / "a.ckpt")
     assert not os.path.lexists(tmp_path / "last.ckpt")
 
 
 def test_removing_a_link_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "a.ckpt", state())
-    point(tmp_path / "last.ckpt", tmp_path / "a.ckpt")
+    point_link(tmp_path / "last.ckpt", tmp_path / "a.ckpt")
     with pytest.raises(CheckpointError, match="so it is not deleted"):
-        remove(tmp_path / "last.ckpt")
+        remove_checkpoint(tmp_path / "last.ckpt")
     verify(tmp_path / "a.ckpt")
 
 
 def test_removing_leaves_nothing(tmp_path: Path) -> None:
     save(tmp_path / "a.ckpt", state())
     save(tmp_path / "b.ckpt", state())
-    assert remove(tmp_path / "a.ckpt")
+    assert remove_checkpoint(tmp_path / "a.ckpt")
     assert [path.name for path in tmp_path.iterdir()] == ["b.ckpt"]
 
 
@@ -149,15 +149,15 @@ def test_the_newest_valid_checkpoint_is_not_removed(tmp_path: Path, caplog: pyte
         save(tmp_path / name, state())
     (tmp_path / "d.ckpt" / MANIFEST).write_text("{")
     (tmp_path / "c.ckpt" / "model.safetensors").unlink()
-    assert not remove(tmp_path / "b.ckpt")
+    assert not remove_checkpoint(tmp_path / "b.ckpt")
     assert "b.ckpt is the newest valid checkpoint" in caplog.text
-    assert all(remove(tmp_path / name) for name in ("a.ckpt", "c.ckpt", "d.ckpt"))
+    assert all(remove_checkpoint(tmp_path / name) for name in ("a.ckpt", "c.ckpt", "d.ckpt"))
     assert newest_valid(tmp_path) == tmp_path / "b.ckpt"
 
 
 def test_an_error_while_writing_leaves_nothing(tmp_path: Path) -> None:
     def interrupted() -> None:
-        with committed(tmp_path / "a.ckpt") as folder:
+        with commit_when_done(tmp_path / "a.ckpt") as folder:
             (folder / "x").write_text("half")
             raise KeyboardInterrupt
 
@@ -236,8 +236,8 @@ def test_a_read_only_folder_is_named_with_the_remedy() -> None:
         with unprivileged(folder):
             for action in (
                 lambda: save(folder / "c.ckpt", state()),
-                lambda: remove(folder / "a.ckpt"),
-                lambda: point(folder / "last.ckpt", folder / "a.ckpt"),
+                lambda: remove_checkpoint(folder / "a.ckpt"),
+                lambda: point_link(folder / "last.ckpt", folder / "a.ckpt"),
             ):
                 with pytest.raises(CheckpointError, match=r"Permission denied \(EACCES\).*that you may write"):
                     action()
@@ -246,10 +246,10 @@ def test_a_read_only_folder_is_named_with_the_remedy() -> None:
 
 
 def test_the_folder_of_a_writer_that_lives_is_left_alone(tmp_path: Path) -> None:
-    with committed(tmp_path / "a.ckpt") as other:
+    with commit_when_done(tmp_path / "a.ckpt") as other:
         (other / "half").write_text("written")
         save(tmp_path / "b.ckpt", state(1))
-        sweep(tmp_path)
+        delete_abandoned(tmp_path)
         assert (other / "half").read_text() == "written"
         shutil.copytree(tmp_path / "b.ckpt", other, dirs_exist_ok=True)
     verify(tmp_path / "a.ckpt")
@@ -257,7 +257,7 @@ def test_the_folder_of_a_writer_that_lives_is_left_alone(tmp_path: Path) -> None
 
 def leftover(folder: Path, *, host: str | None = None) -> Path:
     """Make the folder of a writer that is dead, on this or on another machine."""
-    with committed(folder / "left.ckpt") as own:
+    with commit_when_done(folder / "left.ckpt") as own:
         parts = own.name.split(".")
         (own / "x").write_text("")
     shutil.rmtree(folder / "left.ckpt")
@@ -272,22 +272,22 @@ def leftover(folder: Path, *, host: str | None = None) -> Path:
 
 def test_what_a_dead_writer_left_is_cleared_away_by_the_next_save(tmp_path: Path) -> None:
     left = leftover(tmp_path)
-    assert unfinished(tmp_path) == [left]
+    assert list_unfinished(tmp_path) == [left]
     save(tmp_path / "b.ckpt", state())
-    assert unfinished(tmp_path) == []
+    assert list_unfinished(tmp_path) == []
 
 
 def test_what_a_writer_of_another_machine_left_stays_for_a_day(tmp_path: Path) -> None:
     left = leftover(tmp_path, host="elsewhere-00000000")
     save(tmp_path / "b.ckpt", state())
-    assert unfinished(tmp_path) == [left]
+    assert list_unfinished(tmp_path) == [left]
     yesterday = time.time() - 25 * 3600
     os.utime(left, (yesterday, yesterday))
     save(tmp_path / "b.ckpt", state())
-    assert unfinished(tmp_path) == [left]
+    assert list_unfinished(tmp_path) == [left]
     os.utime(left / "half", (yesterday, yesterday))
     save(tmp_path / "b.ckpt", state())
-    assert unfinished(tmp_path) == []
+    assert list_unfinished(tmp_path) == []
 
 
 def test_two_runs_in_one_folder_write_and_prune_without_harm(tmp_path: Path) -> None:
@@ -298,9 +298,9 @@ def test_two_runs_in_one_folder_write_and_prune_without_harm(tmp_path: Path) -> 
             for step in range(15):
                 save(tmp_path / f"{name}-{step}.ckpt", state(step))
                 save(tmp_path / "both.ckpt", state(step))
-                point(tmp_path / "last.ckpt", tmp_path / f"{name}-{step}.ckpt")
+                point_link(tmp_path / "last.ckpt", tmp_path / f"{name}-{step}.ckpt")
                 if step:
-                    remove(tmp_path / f"{name}-{step - 1}.ckpt")
+                    remove_checkpoint(tmp_path / f"{name}-{step - 1}.ckpt")
         except BaseException as error:  # noqa: BLE001 - asserted below
             errors.append(error)
 

@@ -194,8 +194,8 @@ def use_everything(path: Path) -> list[str]:
         load,
         verify,
         load_weights,
-        commands.show,
-        lambda p: commands.diff(p, p),
+        commands.show_checkpoint,
+        lambda p: commands.compare_checkpoints(p, p),
         lambda p: load(p, verify=False),
     ):
         try:

@@ -22,14 +22,14 @@ from echelon.trainer.checkpoint import (
     load,
     load_weights,
     newest_valid,
-    point,
-    remove,
-    resolve,
+    point_link,
+    remove_checkpoint,
+    resolve_checkpoint,
     save,
     verify,
 )
-from echelon.trainer.checkpoint.atomic_folder import committed
-from echelon.trainer.cli.checkpoint_contents import show, verify_all
+from echelon.trainer.checkpoint.atomic_folder import commit_when_done
+from echelon.trainer.cli.checkpoint_contents import show_checkpoint, verify_all
 
 
 def make(path: Path, value: float = 1.0) -> Path:
@@ -95,7 +95,7 @@ def _watch(event: str, args: tuple[object, ...]) -> None:
         verify,
         load_weights,
         lambda path: load(path, verify=False),
-        lambda path: show(path) and load(path),
+        lambda path: show_checkpoint(path) and load(path),
         lambda path: newest_valid(path.parent),
         lambda path: verify_all([path.parent])[1] or pytest.fail("an intact checkpoint is called damaged"),
     ],
@@ -114,9 +114,9 @@ def test_a_reader_beside_a_run_that_saves_gets_one_whole_checkpoint(
         state = {"model": {name: torch.full((2,), float(step)) for name in "ab"}}
         save(link.parent / f"{step}.ckpt", state)
         save(same, state)
-        point(link, link.parent / f"{step}.ckpt")
+        point_link(link, link.parent / f"{step}.ckpt")
         if step and is_deleted:
-            remove(link.parent / f"{step - 1}.ckpt")
+            remove_checkpoint(link.parent / f"{step - 1}.ckpt")
 
     save_step(0)
     for step, path in enumerate((link, same), 1):
@@ -138,8 +138,8 @@ def load_on_rank(folder: str) -> list[float]:
         deadline = time.monotonic() + 60
         while not has_read.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
-        point(link, make(Path(folder, "second.ckpt"), 2.0))
-        remove(Path(folder, "first.ckpt"))
+        point_link(link, make(Path(folder, "second.ckpt"), 2.0))
+        remove_checkpoint(Path(folder, "first.ckpt"))
 
     link = Path(folder, "last.ckpt")
     sys.addaudithook(_watch)
@@ -149,62 +149,62 @@ def load_on_rank(folder: str) -> list[float]:
 
 
 def test_all_ranks_load_one_checkpoint_though_the_link_to_it_moves_meanwhile(tmp_path: Path) -> None:
-    point(tmp_path / "last.ckpt", make(tmp_path / "first.ckpt"))
+    point_link(tmp_path / "last.ckpt", make(tmp_path / "first.ckpt"))
     assert run_ranks(load_on_rank, 2, str(tmp_path), timeout=120) == [[2.0, 2.0], [2.0, 2.0]]
 
 
 def test_links_and_unfinished_writes_are_no_checkpoints(tmp_path: Path) -> None:
     path = make(tmp_path / "a.ckpt")
-    point(tmp_path / "last.ckpt", path)
-    with committed(tmp_path / "b.ckpt") as folder:
+    point_link(tmp_path / "last.ckpt", path)
+    with commit_when_done(tmp_path / "b.ckpt") as folder:
         make(folder / "inner.ckpt")
         assert [found.path for found in list_checkpoints(tmp_path)] == [path]
 
 
 def test_last_is_nothing_where_nothing_was_saved(tmp_path: Path) -> None:
-    assert resolve("last", tmp_path) is None
-    assert resolve("last", tmp_path / "absent") is None
+    assert resolve_checkpoint("last", tmp_path) is None
+    assert resolve_checkpoint("last", tmp_path / "absent") is None
 
 
 def test_a_checkpoint_or_a_link_to_one_is_taken_as_given(tmp_path: Path) -> None:
     path = make(tmp_path / "a.ckpt")
-    point(tmp_path / "last.ckpt", path)
-    assert resolve(str(path)) == path
-    assert resolve(tmp_path / "last.ckpt") == tmp_path / "last.ckpt"
+    point_link(tmp_path / "last.ckpt", path)
+    assert resolve_checkpoint(str(path)) == path
+    assert resolve_checkpoint(tmp_path / "last.ckpt") == tmp_path / "last.ckpt"
 
 
 def test_a_misspelt_path_is_told_what_is_there(tmp_path: Path) -> None:
     make(tmp_path / "epoch=1.ckpt")
     with pytest.raises(CheckpointError, match=r"epoch=11.ckpt' does not exist; .* has epoch=1.ckpt"):
-        resolve(tmp_path / "epoch=11.ckpt")
+        resolve_checkpoint(tmp_path / "epoch=11.ckpt")
     with pytest.raises(CheckpointError, match="Neither does"):
-        resolve(tmp_path / "absent" / "a.ckpt")
+        resolve_checkpoint(tmp_path / "absent" / "a.ckpt")
 
 
 def test_a_path_that_the_file_system_refuses_says_why(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot be read: .*\(ENAMETOOLONG\).*; choose a shorter name"):
-        resolve(tmp_path / ("a" * 300))
+        resolve_checkpoint(tmp_path / ("a" * 300))
 
 
 def test_a_file_is_sent_to_load_weights(tmp_path: Path) -> None:
     (tmp_path / "a.ckpt").write_bytes(b"x")
     with pytest.raises(CheckpointError, match=r"is a file.*echelon.load_weights"):
-        resolve(tmp_path / "a.ckpt")
+        resolve_checkpoint(tmp_path / "a.ckpt")
 
 
 def test_a_folder_of_checkpoints_lists_them(tmp_path: Path) -> None:
     make(tmp_path / "a.ckpt")
     with pytest.raises(CheckpointError, match=r"folder of checkpoints; give one of them: a.ckpt"):
-        resolve(tmp_path)
+        resolve_checkpoint(tmp_path)
 
 
 def test_a_foreign_folder_is_told_what_it_holds(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(CheckpointError, match=r"no manifest.json \(found: notes.txt\)"):
-        resolve(tmp_path)
+        resolve_checkpoint(tmp_path)
 
 
 def test_a_link_to_a_deleted_checkpoint_says_so(tmp_path: Path) -> None:
     (tmp_path / "last.ckpt").symlink_to("gone.ckpt")
     with pytest.raises(CheckpointError, match="a link to gone.ckpt, which no longer exists"):
-        resolve(tmp_path / "last.ckpt")
+        resolve_checkpoint(tmp_path / "last.ckpt")

@@ -13,7 +13,7 @@ import torch
 from small import Regression, loader, quiet
 from torch import nn
 
-from echelon.trainer.checkpoint import encoding, load, load_weights, point, save, tags
+from echelon.trainer.checkpoint import encoding, load, load_weights, point_link, save, tags
 from echelon.trainer.checkpoint.manifest import read_manifest
 from echelon.trainer.checkpoint.single_file import SingleFile
 
@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
     module = nn.Linear(3, 2)
     state = {"model": module.state_dict(), "optimizers": [{"m": torch.ones(3)}], "trainer": {"global_step": 400}}
     save(tmp_path / "a.ckpt", state)
-    point(tmp_path / "last.ckpt", tmp_path / "a.ckpt")
+    point_link(tmp_path / "last.ckpt", tmp_path / "a.ckpt")
     save(tmp_path / "one.ckpt", state, single_file=SingleFile())
     return tmp_path
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 
 from echelon.common.errors import CheckpointError
-from echelon.trainer.checkpoint import difference, export, load_into, load_weights, save
+from echelon.trainer.checkpoint import compare_weights, export, load_into, load_weights, save
 
 
 def a_module(seed: int = 0) -> nn.Module:
@@ -151,13 +151,13 @@ def test_loading_what_fits_returns_what_did_not() -> None:
 
 
 def test_a_long_list_of_differences_is_cut() -> None:
-    found = difference(nn.Linear(1, 1), {f"w{number}": torch.ones(1) for number in range(30)})
+    found = compare_weights(nn.Linear(1, 1), {f"w{number}": torch.ones(1) for number in range(30)})
     assert "unexpected (30):" in str(found)
     assert "... and 20 more" in str(found)
 
 
 def test_no_difference_is_false() -> None:
-    assert not difference(a_module(), a_module(1).state_dict())
+    assert not compare_weights(a_module(), a_module(1).state_dict())
     assert not load_into(a_module(), a_module(1).state_dict())
 
 

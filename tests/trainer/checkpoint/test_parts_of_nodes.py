@@ -30,8 +30,8 @@ from echelon.trainer.checkpoint import (
     save,
     verify,
 )
-from echelon.trainer.checkpoint.atomic_folder import unfinished
-from echelon.trainer.checkpoint.finding import resolve
+from echelon.trainer.checkpoint.atomic_folder import list_unfinished
+from echelon.trainer.checkpoint.finding import resolve_checkpoint
 from echelon.trainer.checkpoint.manifest import Origin, read_manifest
 from echelon.trainer.checkpoint.on_nodes.gathering import FilesToRead
 from echelon.trainer.checkpoint.single_file import SingleFile
@@ -199,7 +199,7 @@ def refused(tmp_path: Path, errors: Sequence[CheckpointError | None], text: str)
     for disk in tmp_path.iterdir():
         assert [one.path.name for one in list_checkpoints(disk)] == ["1.ckpt"]
         check_complete(disk / "1.ckpt", takes_part=True)
-        assert unfinished(disk) == []
+        assert list_unfinished(disk) == []
 
 
 def test_one_file_is_refused(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_a_part_that_is_damaged_is_skipped(tmp_path: Path) -> None:
 def test_a_part_is_a_checkpoint_that_can_be_named(tmp_path: Path) -> None:
     on_nodes(tmp_path, saving(1))
     for disk in (tmp_path / "disk0", tmp_path / "disk1"):
-        assert resolve(disk / "1.ckpt") == disk / "1.ckpt"
+        assert resolve_checkpoint(disk / "1.ckpt") == disk / "1.ckpt"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from echelon.testing import run_ranks
 from echelon.trainer.checkpoint import AsyncWriter, SavingGroup, Writer, export, load, load_weights, save, verify
 from echelon.trainer.checkpoint.files import MappedFile
 from echelon.trainer.checkpoint.manifest import read_manifest
-from echelon.trainer.checkpoint.safetensors_file import collect, read_tensors, write_tensors
+from echelon.trainer.checkpoint.safetensors_file import collect_tensors, read_tensors, write_tensors
 
 SHAPES = {"even": (8, 3), "uneven": (7, 4), "few": (3, 5), "one": (1, 4), "none": (0, 4), "vector": (9,)}
 WHOLE = {name: torch.arange(math.prod(shape)).view(shape).double() for name, shape in SHAPES.items()}
@@ -187,18 +187,18 @@ def test_blocks_that_make_up_no_tensor_are_refused(pieces: list[Block], lazily: 
     with pytest.raises(
         CheckpointError, match=r"shards of 'x' do not add up to its shape, found .*; use another checkpoint"
     ):
-        collect({"x": pieces}, lazily=lazily)("x")
+        collect_tensors({"x": pieces}, lazily=lazily)("x")
 
 
 def test_shards_of_different_numbers_of_dimensions_are_refused() -> None:
     with pytest.raises(CheckpointError, match="do not add up to"):
-        collect({"x": [*pieces_at([(0, 0)]), Block(torch.zeros(2), (2,))]})("x")
+        collect_tensors({"x": [*pieces_at([(0, 0)]), Block(torch.zeros(2), (2,))]})("x")
 
 
 def test_empty_blocks_beside_others_count_nothing() -> None:
     pieces = [*pieces_at([(0, 0)]), Block(torch.zeros(0, 2), (9, 0)), Block(torch.ones(1, 2), (2, 0))]
-    assert collect({"x": pieces}, lazily=True)("x").shape == (3, 2)
-    assert collect({"x": pieces[:1] + pieces[2:]})("x")[2].tolist() == [1, 1]
+    assert collect_tensors({"x": pieces}, lazily=True)("x").shape == (3, 2)
+    assert collect_tensors({"x": pieces[:1] + pieces[2:]})("x")[2].tolist() == [1, 1]
 
 
 def test_a_file_to_be_read_only_is_mapped_without_a_warning(tmp_path: Path) -> None:

@@ -26,16 +26,16 @@ from echelon.trainer.checkpoint import (
     load,
     load_weights,
     newest_valid,
-    point,
-    remove,
-    resolve,
+    point_link,
+    remove_checkpoint,
+    resolve_checkpoint,
     save,
     verify,
 )
 from echelon.trainer.checkpoint.files import while_it_stays
-from echelon.trainer.checkpoint.manifest import read_manifest, trailer
+from echelon.trainer.checkpoint.manifest import make_trailer, read_manifest
 from echelon.trainer.checkpoint.single_file import SingleFile
-from echelon.trainer.cli.checkpoint_contents import diff, show, verify_all
+from echelon.trainer.cli.checkpoint_contents import compare_checkpoints, show_checkpoint, verify_all
 from echelon.trainer.cli.ckpt import list_folder
 
 
@@ -150,7 +150,7 @@ def test_it_is_a_file_to_everything_that_handles_files(file: Path, tmp_path: Pat
     torch.save(torch.load(file, weights_only=True), copy)  # what only torch has written holds weights
     assert_same(load_weights(copy), state(1)["model"])
     with pytest.raises(CheckpointError, match=r"is a file of Lightning's.*load_weights"):
-        resolve(copy)
+        resolve_checkpoint(copy)
 
 
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
@@ -187,14 +187,14 @@ def test_files_and_folders_are_found_side_by_side(file: Path) -> None:
     (folder / "notes.ckpt").write_text("no checkpoint")
     torch.save({"state_dict": {}, "pytorch-lightning_version": "2.6.6"}, folder / "foreign.ckpt")
     assert [one.path.name for one in list_checkpoints(folder)] == ["a.ckpt", "b.ckpt", "c.ckpt"]
-    assert resolve("last", folder) == folder / "c.ckpt"
-    point(folder / "last.ckpt", folder / "c.ckpt")
+    assert resolve_checkpoint("last", folder) == folder / "c.ckpt"
+    point_link(folder / "last.ckpt", folder / "c.ckpt")
     assert os.readlink(folder / "last.ckpt") == "c.ckpt"
     assert torch.load(folder / "last.ckpt", weights_only=True)["global_step"] == 3
     assert load(folder / "last.ckpt")["loop"]["global_step"] == 3
-    assert not remove(folder / "c.ckpt")  # the newest, and linked
-    assert remove(file)
-    point(folder / "last.ckpt", folder / "b.ckpt")
+    assert not remove_checkpoint(folder / "c.ckpt")  # the newest, and linked
+    assert remove_checkpoint(file)
+    point_link(folder / "last.ckpt", folder / "b.ckpt")
     assert load(folder / "last.ckpt")["loop"]["global_step"] == 2
     assert {path.name for path in folder.iterdir()} == {"b.ckpt", "c.ckpt", "last.ckpt", "notes.ckpt", "foreign.ckpt"}
 
@@ -204,7 +204,7 @@ def test_a_file_replaces_a_folder_and_a_folder_a_file(
     has_exchange: bool, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_exchange:
-        monkeypatch.setattr("echelon.trainer.checkpoint.atomic_folder._exchange", lambda *_: False)
+        monkeypatch.setattr("echelon.trainer.checkpoint.atomic_folder._exchange_names", lambda *_: False)
     for step, is_file in enumerate((True, False, True, True), start=2):
         save(file, state(step), single_file=SingleFile() if is_file else None)
         assert file.is_file() is is_file
@@ -244,9 +244,11 @@ def test_a_reader_keeps_the_file_that_it_has_opened(file: Path) -> None:
 def test_the_commands_take_files(file: Path, tmp_path: Path) -> None:
     save(tmp_path / "b.ckpt", state(1))
     assert [line.split()[-1] for line in list_folder(tmp_path)] == ["a.ckpt", "b.ckpt"]
-    assert any("model.w: float32 (4, 3)" in line.replace("  w:", "model.w:") for line in show(file, shows_all=True))
+    assert any(
+        "model.w: float32 (4, 3)" in line.replace("  w:", "model.w:") for line in show_checkpoint(file, shows_all=True)
+    )
     assert verify_all([tmp_path])[1]
-    assert diff(file, tmp_path / "b.ckpt")[1]
+    assert compare_checkpoints(file, tmp_path / "b.ckpt")[1]
     assert_same(load_weights(export(file, tmp_path / "out"))["w"], state(1)["model"]["w"])
 
 
@@ -270,7 +272,7 @@ def forge(file: Path, name: str, change: Any) -> None:
     text.pop("sha256")
     head = json.dumps({**text, "files": records}, indent=1).encode().removesuffix(b"\n}")
     signed = head + b',\n "sha256": "' + hashlib.sha256(head).hexdigest().encode() + b'"\n}\n'
-    rest = header(len(signed)) + signed + trailer(end)[:-64]
+    rest = header(len(signed)) + signed + make_trailer(end)[:-64]
     file.write_bytes(b"".join(pieces.values()) + rest + hashlib.sha256(rest).hexdigest().encode())
 
 

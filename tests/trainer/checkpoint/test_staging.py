@@ -17,7 +17,7 @@ def cuda(monkeypatch):
 def test_a_thread_waits_for_the_device_of_the_tensors_and_not_for_its_own(cuda):
     cuda.set_device("cuda:1")
     copies = [(torch.empty(3), tensor_on(1, torch.arange(3.0))), (torch.empty(2), tensor_on(3, torch.ones(2)))]
-    marks = staging.mark(copies)
+    marks = staging.record_events(copies)
     thread = threading.Thread(target=staging.copy_all, args=(copies, marks))
     thread.start()
     thread.join()

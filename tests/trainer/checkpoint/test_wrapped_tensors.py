@@ -15,12 +15,12 @@ from echelon.common.errors import CheckpointError
 from echelon.strategies.snapshots.snapshots import MemorySnapshots
 from echelon.strategies.state.dtensor import shard_like
 from echelon.strategies.state.lazy_tensor import Block, StoredTensor, read_block
-from echelon.strategies.wrapped.wrapped_tensors import dequantized, take_apart
+from echelon.strategies.wrapped.wrapped_tensors import dequantize_tensor, take_apart
 from echelon.testing import run_ranks
 from echelon.trainer.checkpoint import MemoryWriter, load, save
-from echelon.trainer.checkpoint.encoding import encode
-from echelon.trainer.checkpoint.tags import decode
-from echelon.trainer.cli.checkpoint_contents import diff, show, verify_all
+from echelon.trainer.checkpoint.encoding import encode_value
+from echelon.trainer.checkpoint.tags import decode_value
+from echelon.trainer.cli.checkpoint_contents import compare_checkpoints, show_checkpoint, verify_all
 
 pytest.importorskip("torchao")
 
@@ -98,8 +98,8 @@ def test_blocks_that_cut_no_quantization_block_stay_quantized_and_join_again(kin
             blocks = [read_block(tensor, [at, 0], [size, 64]) for at, size in zip(begins, parts, strict=True)]
             assert {type(block) for block in blocks} == {type(tensor)}, name
             if not isinstance(tensor, TwoTensor):
-                values = [dequantized(block) for block in blocks]
-                assert torch.equal(torch.cat(values), dequantized(tensor)), name
+                values = [dequantize_tensor(block) for block in blocks]
+                assert torch.equal(torch.cat(values), dequantize_tensor(tensor)), name
             stored = StoredTensor([Block(block, [at, 0]) for block, at in zip(blocks, begins, strict=True)])
             assert is_same(stored.whole(), tensor), name
             assert not stored.was_dequantized
@@ -112,7 +112,7 @@ def test_a_cut_inside_a_quantization_block_gives_plain_values(kinds):
         for offsets, sizes in (([1, 0], [7, 64]), ([0, 16], [128, 16])):
             block = read_block(stored, offsets, sizes)
             assert type(block) is torch.Tensor
-            assert torch.equal(block, dequantized(tensor)[offsets[0] :, offsets[1] :][: sizes[0], : sizes[1]])
+            assert torch.equal(block, dequantize_tensor(tensor)[offsets[0] :, offsets[1] :][: sizes[0], : sizes[1]])
         assert stored.was_dequantized
 
 
@@ -129,11 +129,11 @@ def test_commands_show_compare_and_export_them(kinds, tmp_path):
     changed.qdata[0, 0] += 1
     save(tmp_path / "a.ckpt", {"model": {"0.weight": tensor, "0.bias": torch.ones(2)}})
     save(tmp_path / "b.ckpt", {"model": {"0.weight": changed, "0.bias": torch.ones(2)}})
-    shown = "\n".join(show(tmp_path / "a.ckpt", shows_all=True))
+    shown = "\n".join(show_checkpoint(tmp_path / "a.ckpt", shows_all=True))
     assert "0.weight: Int8Tensor, bfloat16 (128, 64), {" in shown
     assert "0.weight.qdata: int8 (128, 64)" in shown
-    assert diff(tmp_path / "a.ckpt", tmp_path / "a.ckpt")[1]
-    (line, _), _ = diff(tmp_path / "a.ckpt", tmp_path / "b.ckpt")
+    assert compare_checkpoints(tmp_path / "a.ckpt", tmp_path / "a.ckpt")[1]
+    (line, _), _ = compare_checkpoints(tmp_path / "a.ckpt", tmp_path / "b.ckpt")
     assert line.startswith("~ model.0.weight.qdata: int8 (128, 64): 1 bytes differ")
     export(tmp_path / "a.ckpt", tmp_path)
     plain = load_file(tmp_path / "model.safetensors")
@@ -145,9 +145,9 @@ def test_commands_show_compare_and_export_them(kinds, tmp_path):
 
 def edited(change):
     """Return what reading a tensor gives whose description was changed."""
-    encoded, blocks = encode(TwoTensor(torch.ones(2, 2), torch.zeros(2, 2)), "x", "x")
+    encoded, blocks = encode_value(TwoTensor(torch.ones(2, 2), torch.zeros(2, 2)), "x", "x")
     change(encoded["$wrapped"]["blocks"][""])
-    return decode(json.loads(json.dumps(encoded)), lambda key: blocks[key].tensor)
+    return decode_value(json.loads(json.dumps(encoded)), lambda key: blocks[key].tensor)
 
 
 @pytest.mark.parametrize(
@@ -179,8 +179,8 @@ def test_a_class_that_is_not_here_is_named_and_the_rest_can_be_shown(tmp_path):
     encoded = json.loads(text)["model"]
     tensors = {"w.a": torch.ones(2, 2), "w.b": torch.zeros(2, 2)}
     with pytest.raises(CheckpointError, match="'torch.testing._internal.two_tensor:Gone'.*register_tensor_class"):
-        decode(encoded, tensors.__getitem__)
-    opened = decode(encoded, tensors.__getitem__, wrapped=dict, object=list)
+        decode_value(encoded, tensors.__getitem__)
+    opened = decode_value(encoded, tensors.__getitem__, wrapped=dict, object=list)
     assert torch.equal(opened["w"]["blocks"][""]["tensors"]["a"], torch.ones(2, 2))
 
 

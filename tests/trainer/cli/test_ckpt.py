@@ -13,7 +13,7 @@ import torch
 
 import echelon
 from echelon.trainer.checkpoint import save
-from echelon.trainer.checkpoint.atomic_folder import committed
+from echelon.trainer.checkpoint.atomic_folder import commit_when_done
 from echelon.trainer.cli.main import main
 
 
@@ -27,7 +27,7 @@ def test_ls_lists_by_age_with_damage_and_unfinished_writes(tmp_path: Path, capsy
     for name in ("b.ckpt", "a.ckpt", "c.ckpt"):
         make(tmp_path / name)
     (tmp_path / "c.ckpt" / "manifest.json").write_text("{}")
-    with committed(tmp_path / "d.ckpt"):
+    with commit_when_done(tmp_path / "d.ckpt"):
         assert main(["ckpt", "ls", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[-1] for line in lines[:2]] == ["b.ckpt", "a.ckpt"]

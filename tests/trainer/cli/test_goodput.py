@@ -12,10 +12,10 @@ import pytest
 from programs import run_program
 
 from echelon.callbacks.goodput.ledger import CATEGORIES, EndRecord, LedgerFile, PeriodRecord, StartRecord, read_ledger
-from echelon.callbacks.goodput.spans import Span, account
+from echelon.callbacks.goodput.spans import Span, account_for_time
 from echelon.strategies.resilience.rounds import RoundEnd
 from echelon.trainer.cli import goodput
-from echelon.trainer.cli.goodput_figure import cells
+from echelon.trainer.cli.goodput_figure import fractions_by_cell
 from echelon.trainer.cli.main import main
 
 S = 1_000_000
@@ -145,7 +145,7 @@ def test_the_figure_is_titled_by_the_run_and_not_by_where_it_lies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     titles: list[str] = []
-    monkeypatch.setattr(goodput, "draw", lambda account, target, title: titles.append(title))
+    monkeypatch.setattr(goodput, "draw_account", lambda account, target, title: titles.append(title))
     assert main(["goodput", str(write_ledger(tmp_path / "logs" / "version_3"))]) == 0
     assert titles == ["logs/version_3"]
 
@@ -159,11 +159,11 @@ def test_the_command_stands_in_the_help(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_the_cells_of_the_timeline_hold_all_time(tmp_path: Path) -> None:
-    goodput = account(read_ledger(write_ledger(tmp_path)))
+    goodput = account_for_time(read_ledger(write_ledger(tmp_path)))
     width = goodput.total / 7
-    found = cells(goodput.spans, goodput.spans[0].begin, width)
+    found = fractions_by_cell(goodput.spans, goodput.spans[0].begin, width)
     for category in CATEGORIES:
         assert sum(cell[category] for cell in found.values()) * width == pytest.approx(goodput.micros[category])
     full = [sum(cell.values()) for index, cell in found.items() if index < 7]
     assert full == pytest.approx([1.0] * 7)
-    assert cells([Span(0, 5, 5, 0, 0, {})], 0, 1.0) == {}
+    assert fractions_by_cell([Span(0, 5, 5, 0, 0, {})], 0, 1.0) == {}

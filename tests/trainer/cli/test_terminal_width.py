@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.common.table import boxed, fitted
+from echelon.common.table import render_boxed_table, render_fitted_table
 from echelon.trainer.cli import output
 from echelon.trainer.cli.main import COMMANDS, main
 
@@ -24,13 +24,15 @@ def widest(text: str) -> int:
 
 
 def test_a_table_that_fits_or_has_no_limit_is_as_ever() -> None:
-    whole = boxed(HEAD, ROWS, "<<>>")
-    assert fitted(HEAD, ROWS, "<<>>", None) == fitted(HEAD, ROWS, "<<>>", widest(whole)) == whole
+    whole = render_boxed_table(HEAD, ROWS, "<<>>")
+    assert (
+        render_fitted_table(HEAD, ROWS, "<<>>", None) == render_fitted_table(HEAD, ROWS, "<<>>", widest(whole)) == whole
+    )
 
 
 @pytest.mark.parametrize("width", [40, 56, 72])
 def test_a_table_is_wrapped_and_then_cut_between_columns(width: int) -> None:
-    text = fitted(HEAD, ROWS, "<<>>", width)
+    text = render_fitted_table(HEAD, ROWS, "<<>>", width)
     assert widest(text) <= width
     words = re.findall(r"[\w.]+", text)
     for cell in ("good", "deal", "layout", "12.3", "40"):

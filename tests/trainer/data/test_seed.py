@@ -14,7 +14,7 @@ from echelon.trainer.data.generators import GENERATORS, Generators, MappedGenera
 from echelon.trainer.data.seed import (
     RngStream,
     capture_rng,
-    derive,
+    derive_seed,
     isolated_rng,
     restore_rng,
     seed_everything,
@@ -76,17 +76,17 @@ def test_every_library_is_seeded_in_workers_of_loaders_too():
 
 
 def test_derived_seeds_are_fixed_for_all_time_and_fit_64_bits():
-    assert derive(0) == 0xE220A8397B1DCDAF  # the first output of SplitMix64 seeded with 0 (Vigna's reference)
-    assert derive(42, 3, 1000) == derive(42, 3, 1000)
-    assert 0 <= derive(2**64 - 1, 2**63, -1) < 2**64
+    assert derive_seed(0) == 0xE220A8397B1DCDAF  # the first output of SplitMix64 seeded with 0 (Vigna's reference)
+    assert derive_seed(42, 3, 1000) == derive_seed(42, 3, 1000)
+    assert 0 <= derive_seed(2**64 - 1, 2**63, -1) < 2**64
 
 
 def test_derived_seeds_of_neighbouring_places_are_distinct_and_differ_in_half_their_bits():
-    seeds = {derive(seed, epoch, index) for seed in range(8) for epoch in range(8) for index in range(256)}
+    seeds = {derive_seed(seed, epoch, index) for seed in range(8) for epoch in range(8) for index in range(256)}
     assert len(seeds) == 8 * 8 * 256
-    flips = [(derive(1, 2, index) ^ derive(1, 2, index + 1)).bit_count() for index in range(2000)]
+    flips = [(derive_seed(1, 2, index) ^ derive_seed(1, 2, index + 1)).bit_count() for index in range(2000)]
     assert abs(sum(flips) / len(flips) - 32) < 0.5
-    assert derive(1, 2, 3) != derive(1, 3, 2) != derive(2, 1, 3)
+    assert derive_seed(1, 2, 3) != derive_seed(1, 3, 2) != derive_seed(2, 1, 3)
 
 
 def test_a_captured_state_restores_every_stream_exactly_even_through_json_and_tensors():
@@ -195,7 +195,7 @@ def test_a_captured_state_restores_the_streams_of_cuda_devices():
 def test_quick_seeding_gives_each_library_numbers_of_its_own():
     rows = []
     for place in range(2000):
-        seed_generators(derive(3, place))
+        seed_generators(derive_seed(3, place))
         rows.append([random.random() for _ in range(4)] + np.random.rand(4).tolist() + torch.rand(4).tolist())
     correlations = np.corrcoef(np.array(rows).T) - np.eye(12)
     assert abs(correlations).max() < 5 / math.sqrt(2000)

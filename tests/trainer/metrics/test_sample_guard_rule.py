@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from echelon.trainer.metrics.sample_guard import SampleDifference, Tally, difference
+from echelon.trainer.metrics.sample_guard import SampleDifference, Tally, find_fault
 
 
 def rank(data_rank, *updates, size=2, stray=0, silent=0):
@@ -35,4 +35,4 @@ def rank(data_rank, *updates, size=2, stray=0, silent=0):
     ],
 )
 def test_a_fault_is_what_few_batches_have_and_no_module_does(tallies, found):
-    assert difference(tallies) == (found and SampleDifference(*found))
+    assert find_fault(tallies) == (found and SampleDifference(*found))

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from echelon.common.errors import CheckpointError
-from echelon.trainer.module.hparams_json import from_jsonable, jsonable
+from echelon.trainer.module.hparams_json import from_jsonable, to_jsonable
 
 
 class Mode(enum.Enum):
@@ -33,7 +33,7 @@ class Config:
 
 
 def through_file(value):
-    stored, omitted = jsonable({"value": value})
+    stored, omitted = to_jsonable({"value": value})
     assert omitted == []
     return from_jsonable(json.loads(json.dumps(stored, allow_nan=False)))["value"]
 
@@ -91,7 +91,7 @@ def test_not_a_number_comes_back_too():
 
 
 def test_what_json_cannot_hold_is_omitted_by_name_with_the_container_around_it():
-    stored, omitted = jsonable(
+    stored, omitted = to_jsonable(
         {
             "lr": 0.1,
             "net": nn.Linear(1, 1),
@@ -106,7 +106,7 @@ def test_what_json_cannot_hold_is_omitted_by_name_with_the_container_around_it()
 
 
 def test_an_enum_that_is_not_imported_comes_back_as_its_value():
-    stored, _ = jsonable({"mode": Mode.FAST})
+    stored, _ = to_jsonable({"mode": Mode.FAST})
     where, name, value = stored["mode"]["$enum"]
     assert from_jsonable({"mode": {"$enum": ["a_module_not_imported:Mode", name, value]}}) == {"mode": "fast"}
     assert from_jsonable({"mode": {"$enum": [where, "GONE", value]}}) == {"mode": "fast"}
@@ -125,7 +125,9 @@ class Encoder(nn.Linear):
 
 
 def test_a_class_is_stored_by_name_and_comes_back_where_it_may_be_named():
-    stored, omitted = jsonable({"net": {"cls": Encoder, "width": 3}, "act": nn.ReLU, "mode": Mode, "array": np.ndarray})
+    stored, omitted = to_jsonable(
+        {"net": {"cls": Encoder, "width": 3}, "act": nn.ReLU, "mode": Mode, "array": np.ndarray}
+    )
     assert omitted == []
     assert stored["act"] == {"$class": "torch.nn.modules.activation:ReLU"}
     stored = json.loads(json.dumps(stored))
@@ -145,7 +147,7 @@ def test_an_array_is_stored_by_its_items():
         "weights": np.array([[0.1], [1e-30]], dtype=np.float32),
         "none": np.zeros((0, 2), dtype=bool),
     }
-    stored, omitted = jsonable({**arrays, "deep": [arrays]})
+    stored, omitted = to_jsonable({**arrays, "deep": [arrays]})
     assert omitted == [] and stored["names"] == {"$items": ["str", [2], ["a", "longer"]]}
     loaded = from_jsonable(json.loads(json.dumps(stored)))
     for found in (loaded, loaded["deep"][0]):
@@ -158,7 +160,7 @@ def test_other_arrays_are_omitted_and_forged_ones_refused():
     odd = [np.array([object()]), np.array([np.nan]), np.array([1j]), np.zeros(3, "datetime64[s]"), np.zeros(1_000_001)]
     odd += [np.zeros(2, [("a", int)]), np.array([{}, []], dtype=object), np.array([b"x"]), np.bool_(True)]
     for array in odd:
-        assert jsonable({"array": array}) == ({}, ["array"])
+        assert to_jsonable({"array": array}) == ({}, ["array"])
     for content in (["U1000000000", [1], ["a"]], ["int64", [1 << 40], [1]], ["int8", [1], ["a"]], ["int8"], 3, None):
         with pytest.raises(CheckpointError, match="Echelon does not write"):
             from_jsonable({"array": {"$items": content}})
@@ -187,4 +189,4 @@ def test_a_local_class_is_omitted():
     class Local:
         pass
 
-    assert jsonable({"cls": Local}) == ({}, ["cls"])
+    assert to_jsonable({"cls": Local}) == ({}, ["cls"])

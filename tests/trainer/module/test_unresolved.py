@@ -16,7 +16,7 @@ from echelon import CSVLogger, ModelCheckpoint, TensorBoardLogger
 from echelon.strategies.state.from_environment import FromEnvironment
 from echelon.trainer.cli.config import build_config
 from echelon.trainer.cli.config_file import load_config
-from echelon.trainer.module.unresolved import escaped
+from echelon.trainer.module.unresolved import escape_interpolations
 
 CONFIG = """
 seed: 1
@@ -107,7 +107,7 @@ def test_a_checkpoint_resolves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     loaded = KeepsContainer.load_from_checkpoint(saver.best_model_path)
     assert OmegaConf.to_container(loaded.hparams, resolve=True) == OmegaConf.to_container(module.hparams, resolve=True)
     assert loaded.hparams.a == "${oc.env:TOKEN}"
-    assert OmegaConf.create(escaped({"x": "a\\\\${y}"})).x == "a\\\\${y}"
+    assert OmegaConf.create(escape_interpolations({"x": "a\\\\${y}"})).x == "a\\\\${y}"
 
 
 def test_a_text_from_the_environment_is_a_text_that_can_be_copied_and_pickled() -> None:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Callback, Experts, Trainer, TrainModule
 from echelon.strategies import Hardware
-from echelon.strategies.cluster.environment import reconcile
+from echelon.strategies.cluster.environment import reconcile_environment
 from echelon.strategies.cluster.launchers import detect_environment
 from echelon.strategies.module.memory_estimate import KeptForBackward, held_memory, size_of
 from echelon.trainer.planning.profiling import ProfilingStrategy, take_profile
@@ -184,7 +184,7 @@ def profile_of(kind, *, size=None, **settings):
 
 def hardware_of(world_size):
     """Return the hardware of a number of ranks on this machine that are never started."""
-    environment = reconcile(detect_environment({}), world_size, None)
+    environment = reconcile_environment(detect_environment({}), world_size, None)
     return Hardware("cpu", (0,), 1).for_processes(environment)
 
 

@@ -15,8 +15,8 @@ from echelon.strategies.estimate.counted_traffic import CountedTraffic
 from echelon.strategies.estimate.live_memory import storages_bytes
 from echelon.strategies.registry import find_strategy
 from echelon.strategies.state.dtensor import local_shard
-from echelon.trainer.cli.instantiate import build
-from echelon.trainer.planning.rehearsed_rank import here
+from echelon.trainer.cli.instantiate import build_targets
+from echelon.trainer.planning.rehearsed_rank import held_parameters
 
 SEED = 3
 NUMBER = 11
@@ -53,7 +53,7 @@ class Noting(Callback):
             self.traffic.__enter__()
         elif trainer.global_step == 2:
             self.traffic.__exit__(None, None, None)
-            own = set(here(module.parameters()))
+            own = set(held_parameters(module.parameters()))
             states = [values for optimizer in trainer.optimizers for values in optimizer.state.values()]
             self.noted = {
                 "groups": [
@@ -79,7 +79,7 @@ def noted_by_ranks(layouts, folder):
     for name, (given, settings) in layouts.items():
         noting = Noting(folder / name)
         seed_everything(SEED, verbose=False)
-        strategy = find_strategy(build(given, "strategy"))()
+        strategy = find_strategy(build_targets(given, "strategy"))()
         trainer = Trainer(**settings_of(strategy=strategy, max_epochs=1, callbacks=[noting], **settings))
         trainer.fit(kind_for(name)(), datamodule=Tokens())
         dist.barrier()

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from echelon import Trainer, TrainModule
-from echelon.trainer.planning.auto import Choice, climb
+from echelon.trainer.planning.auto import Choice, climb_ladder
 from echelon.trainer.planning.machine import Machine
 
 WIDTH, DEPTH, BATCH = 256, 32, 128
@@ -57,7 +57,7 @@ def climbed(memory, module=None, fits=None, **settings):
         own = settings_of(strategy=strategy, devices=1, max_steps=3, callbacks=[callback])
         Trainer(**own, activation_checkpointing=setting).fit(module, rows())
 
-    return climb(fit, module, Machine(num_devices=4, memory=memory, is_cpu=True, margin=0.05), **settings)
+    return climb_ladder(fit, module, Machine(num_devices=4, memory=memory, is_cpu=True, margin=0.05), **settings)
 
 
 @pytest.mark.parametrize(

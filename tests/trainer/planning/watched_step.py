@@ -4,7 +4,7 @@ from echelon import Callback
 from echelon.strategies.distributed.nested import iterate_tensors
 from echelon.strategies.estimate.counted_traffic import CountedTraffic
 from echelon.strategies.estimate.live_memory import LiveMemory, storages_bytes
-from echelon.trainer.planning.rehearsed_rank import here
+from echelon.trainer.planning.rehearsed_rank import held_parameters
 
 
 class WatchedStep(Callback):
@@ -24,7 +24,7 @@ class WatchedStep(Callback):
         if trainer.global_step == 2:
             for mode in (self.traffic, self.memory, self.resizes):
                 mode.__exit__(None, None, None)
-            own = list(here(module.parameters()))
+            own = list(held_parameters(module.parameters()))
             state = storages_bytes(iterate_tensors([values for o in trainer.optimizers for values in o.state.values()]))
             self.measured = {
                 "parameters": storages_bytes(own),

@@ -21,7 +21,7 @@ from echelon.callbacks.goodput.ledger import read_ledger
 from echelon.testing import run_ranks
 from echelon.trainer import savings
 from echelon.trainer.cli.main import main
-from echelon.trainer.savings.advisor import MEASURED, WARM_UP, TimeAdvisor, _Step, _typical
+from echelon.trainer.savings.advisor import MEASURED, WARM_UP, TimeAdvisor, _Step, _summarize_steps
 from echelon.trainer.savings.kinds import EXPLANATIONS
 
 STEPS = MEASURED + WARM_UP + 3
@@ -215,14 +215,14 @@ def threads():
 def test_a_step_is_judged_by_calm_ones_or_by_one_thread(threads, number, interruptions):
     threads(number)
     steps = [_Step(step=2.0, wait=0.5, busy=1.0, busy_wait=0.1, interruptions=interruptions)] * MEASURED
-    times = _typical(steps, torch.device("cpu"), has_workers=False)
+    times = _summarize_steps(steps, torch.device("cpu"), has_workers=False)
     assert (times.step, times.wait) == ((1.0, 0.0) if interruptions else (2.0, 0.5))
 
 
 def test_interrupted_threads_tell_nothing(threads):
     threads(4)
     steps = [_Step(step=2.0, wait=0.5, busy=1.0, busy_wait=0.1, interruptions=1)] * MEASURED
-    assert _typical(steps, torch.device("cpu"), has_workers=False) is None
+    assert _summarize_steps(steps, torch.device("cpu"), has_workers=False) is None
 
 
 def test_reading_that_needs_a_processor_which_is_not_there_is_not_named():

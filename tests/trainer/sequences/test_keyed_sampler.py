@@ -10,7 +10,7 @@ from small import Regression, flat, loader, quiet, raises
 from torch.utils.data import DataLoader
 
 from echelon import ConfigError, KeyedSampler, SampleLedger, seed_everything
-from echelon.callbacks.samples.audit import audit, samples_folder
+from echelon.callbacks.samples.audit import audit_ledger, samples_folder
 from echelon.testing import run_ranks
 from echelon.trainer.sequences.keyed_permutation import KeyedPermutation
 
@@ -194,5 +194,5 @@ def test_a_resumed_run_goes_on_exactly_on_one_and_two_ranks(tmp_path):
 def test_the_ledger_counts_each_sample_once(tmp_path):
     trainer = quiet(tmp_path, max_epochs=2, callbacks=SampleLedger())
     trainer.fit(Regression(), loader(22, 4, sampler=KeyedSampler(22)))
-    found = audit(samples_folder(tmp_path))
+    found = audit_ledger(samples_folder(tmp_path))
     assert found.is_exact and [epoch.source.comes_once for epoch in found.epochs] == [1, 1]

@@ -16,7 +16,7 @@ from sweep import dealt
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from echelon import ConfigError, DataError, KeyedSampler, Mixture, PackedDataset, SampleLedger
-from echelon.callbacks.samples.audit import audit
+from echelon.callbacks.samples.audit import audit_ledger
 from echelon.trainer.data.index_stream import DataRanks
 from echelon.trainer.sequences.interleaving import Interleaving, keys_of
 
@@ -182,7 +182,7 @@ def test_the_share_of_each_source_is_logged_and_the_ledger_is_exact(tmp_path):
     read = [round(10 * float(x)) for batch in module.seen for x in batch[1].flatten()]
     expected = [mixture.draw(place, epoch).place for epoch in (0, 1) for place in range(24)]
     assert read == expected
-    assert audit(next(tmp_path.rglob("samples"))).is_exact
+    assert audit_ledger(next(tmp_path.rglob("samples"))).is_exact
 
 
 class Streams:

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from echelon import ConfigError, DataError, SampleLedger, TokenBatchSampler, TrainModule, lengths_of, seed_everything
-from echelon.callbacks.samples.audit import audit, samples_folder
+from echelon.callbacks.samples.audit import audit_ledger, samples_folder
 from echelon.testing import run_ranks
 
 MAX_TOKENS, VOCABULARY = 64, 11
@@ -148,5 +148,5 @@ def test_steps_are_the_mean_over_tokens_and_a_resumed_run_goes_on_exactly(tmp_pa
 
 def test_the_ledger_counts_each_sample_once(tmp_path):
     train(1, default_root_dir=tmp_path, callbacks=SampleLedger())
-    found = audit(samples_folder(tmp_path))
+    found = audit_ledger(samples_folder(tmp_path))
     assert found.is_exact and [epoch.source.comes_once for epoch in found.epochs] == [1, 1]

@@ -30,7 +30,7 @@ def link_target(path: AnyPath) -> AnyPath | None:
     return path.parent / target if is_name and isinstance(target, str) else None
 
 
-def followed(path: StorePath) -> StorePath:
+def follow_link(path: StorePath) -> StorePath:
     """Return the checkpoint at a path, or the one that a link there points to."""
     target = link_target(path)
     return target if isinstance(target, StorePath) else path

@@ -29,7 +29,7 @@ def committed_to_store(path: StorePath, *, is_file: bool, pending: Pending | Non
 
     With `is_file`, yield the name of a new local file instead, whose content becomes the object.
     """
-    before = _replaceable(path)
+    before = _id_of_replaced(path)
     if is_file:
         with copy_out(path, pending) as file:
             yield file
@@ -73,7 +73,7 @@ def discard_stored(path: StorePath) -> None:
     _delete_folder(path)
 
 
-def candidates(folder: StorePath) -> list[StorePath]:
+def list_checkpoints_in(folder: StorePath) -> list[StorePath]:
     """Return what is a checkpoint, or one in a single file, directly in a folder; no link, and nothing unfinished."""
     names = {entry.name for entry in folder.store.list(folder)}
     newest = link_target(folder / NEWEST)
@@ -83,7 +83,7 @@ def candidates(folder: StorePath) -> list[StorePath]:
     return [path for path, is_one in zip(paths, in_parallel(is_checkpoint, paths, threads=16), strict=True) if is_one]
 
 
-def linked(folder: StorePath) -> list[StorePath]:
+def list_link_targets(folder: StorePath) -> list[StorePath]:
     """Return what links directly in a folder point to."""
     entries = [folder / entry.name for entry in folder.store.list(folder) if not entry.is_folder]
     targets = [link_target(path) for path in entries if not path.name.startswith(".")]
@@ -125,7 +125,7 @@ def _is_id(name: str) -> bool:
     return len(name) == 16 and set(name) <= set("0123456789abcdef")
 
 
-def _replaceable(path: StorePath) -> str:
+def _id_of_replaced(path: StorePath) -> str:
     """Return the id of the checkpoint that is replaced; empty without one.
 
     Raises:

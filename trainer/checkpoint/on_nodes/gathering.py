@@ -20,7 +20,7 @@ from ....strategies.snapshots.recovery import plan_transfers
 from ....strategies.snapshots.shared_file import MemoryFile
 from ....strategies.state.lazy_tensor import OUTLINE
 from ..atomic_folder import PreparedFolder, find_part, working_folder
-from ..files import MappedFile, explain
+from ..files import MappedFile, explain_os_error
 from ..manifest import MANIFEST, Manifest, read_manifest
 from ..safetensors_file import bytes_of
 from .on_disk import manifest_digest
@@ -251,7 +251,7 @@ class SpreadCheckpoint:
             yield
         except OSError as error:
             raise CheckpointError(
-                f"What this node lacks of the checkpoint {self.path} cannot be received: {explain(error)}."
+                f"What this node lacks of the checkpoint {self.path} cannot be received: {explain_os_error(error)}."
             ) from error
 
 

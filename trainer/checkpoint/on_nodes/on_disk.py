@@ -10,7 +10,7 @@ from pathlib import Path
 from ....common.errors import CheckpointError
 from ....common.storage import AnyPath, StorePath
 from ..files import HASH_NAME
-from ..manifest import MANIFEST, Manifest, is_checkpoint_file, read_manifest, trailer
+from ..manifest import MANIFEST, Manifest, is_checkpoint_file, make_trailer, read_manifest
 from .parts import NodePart, files_elsewhere
 
 
@@ -21,7 +21,7 @@ def manifest_digest(path: Path) -> str:
             content = (path / MANIFEST).read_bytes()
         elif is_checkpoint_file(path):
             with path.open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - len(trailer(0))))
+                file.seek(max(0, file.seek(0, os.SEEK_END) - len(make_trailer(0))))
                 content = file.read()
         else:
             return ""

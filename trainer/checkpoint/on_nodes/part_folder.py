@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from ....common.errors import CheckpointError
-from ..atomic_folder import PreparedFolder, discard, find_part, sweep, unfinished
+from ..atomic_folder import PreparedFolder, delete_abandoned, discard_checkpoint, find_part, list_unfinished
 from ..files import write_bytes
 from ..finding import list_checkpoints
 from ..manifest import MANIFEST, STATE, manifest_from, read_manifest
@@ -78,13 +78,13 @@ class PartFolder(PreparedFolder):
             is_part = one.manifest is not None and one.manifest.nodes and one.manifest.lineage == self._lineage
             if is_part and one.path.name not in kept:
                 try:
-                    discard(one.path)
+                    discard_checkpoint(one.path)
                 except CheckpointError as error:
                     _logger.error("%s Training continues.", error)
-        if unfinished(parent):
+        if list_unfinished(parent):
             for name, digest in kept.items():
                 find_part(parent / name, digest)
-            sweep(parent)
+            delete_abandoned(parent)
 
 
 def _lineage_at(path: Path) -> str | None:

@@ -12,16 +12,16 @@ from typing import Final
 
 from ....common.console import say
 from ....common.local_path import local_path
-from ....common.table import boxed
+from ....common.table import render_boxed_table
 from ....strategies.cluster.environment import DEFAULT_PORT, Environment
 from ....strategies.cluster.launchers import detect_environment
-from ....strategies.doctor.examine import Patient, examine, examined
+from ....strategies.doctor.examine import Patient, describe_checks, examine_machine
 from ....strategies.doctor.finding import Finding
 from ....strategies.doctor.machine import NestedTimeouts
-from ....strategies.doctor.peers import NodeReport, Way, meet
+from ....strategies.doctor.peers import NodeReport, Way, measure_peers
 from ...savings.kinds import EXPLANATIONS
-from ..launch import seconds
-from ..output import printable, terminal_width
+from ..launch import parse_seconds
+from ..output import make_printable, terminal_width
 
 _EPILOG: Final = f"""\
 on one machine:
@@ -49,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the description of the run."""
     parser.epilog = _EPILOG
     parser.add_argument("--rdzv", metavar="HOST[:PORT]", help="where the nodes will meet, as for echelon launch")
-    parser.add_argument("--port", type=_port, metavar="N", help="a port of this machine that the run will take")
-    parser.add_argument("--nproc", type=_number, default=1, metavar="N", help="processes on this node (1)")
+    parser.add_argument("--port", type=_parse_port, metavar="N", help="a port of this machine that the run will take")
+    parser.add_argument("--nproc", type=_parse_count, default=1, metavar="N", help="processes on this node (1)")
     parser.add_argument("--folder", type=Path, default=Path(), metavar="DIR", help="where the run will write (.)")
     for name, default, what in (
         ("start-timeout", 300.0, "how long processes wait for each other at the start"),
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("hang-timeout", None, "how long a step may take"),
     ):
         shown = f" ({default:g})" if default is not None else ""
-        parser.add_argument(f"--{name}", type=seconds, default=default, metavar="S", help=what + shown)
+        parser.add_argument(f"--{name}", type=parse_seconds, default=default, metavar="S", help=what + shown)
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument("--advice", action="store_true", help="explain what a run may say of its time, and end")
 
@@ -66,10 +66,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print what is wrong; return 1 if anything would stop a run, else 0."""
     if options.advice:
-        say(json.dumps(dict(EXPLANATIONS)) if options.json else printable("\n".join(map(_explained, EXPLANATIONS))))
+        say(
+            json.dumps(dict(EXPLANATIONS))
+            if options.json
+            else make_printable("\n".join(map(_format_explanation, EXPLANATIONS)))
+        )
         return 0
     environment = detect_environment()
-    host, port = _endpoint(options)
+    host, port = _parse_endpoint(options)
     is_launched = environment.is_external and environment.num_nodes > 1
     if environment.is_external and environment.local_rank:
         return 0  # the first process of each node reports for it
@@ -80,24 +84,28 @@ def run(options: argparse.Namespace) -> int:
         None if is_launched else port,
         NestedTimeouts(options.start_timeout, options.timeout, options.hang_timeout),
     )
-    found = examine(patient)
+    found = examine_machine(patient)
     if is_launched:
-        return _tell_all(environment, meet(environment, found, patient.run_folder), as_json=options.json)
+        return _tell_all(environment, measure_peers(environment, found, patient.run_folder), as_json=options.json)
     if options.json:
-        checked = examined(patient)
+        checked = describe_checks(patient)
         say(json.dumps({"is_sound": not found, "findings": [asdict(one) for one in found], "checked": checked}))
     else:
-        say(printable("\n".join([*(one.describe() for one in found), _checked(patient), _verdict(found)])))
+        say(
+            make_printable(
+                "\n".join([*(one.describe() for one in found), _format_examined(patient), _format_verdict(found)])
+            )
+        )
     return int(any(one.stops for one in found))
 
 
-def _explained(kind: str) -> str:
+def _format_explanation(kind: str) -> str:
     width = terminal_width() or 120
     return textwrap.fill(f"{kind}: {EXPLANATIONS[kind]}", width, subsequent_indent="    ", break_on_hyphens=False)
 
 
-def _checked(patient: Patient) -> str:
-    text = f"Checked: {', '.join(examined(patient))}."
+def _format_examined(patient: Patient) -> str:
+    text = f"Checked: {', '.join(describe_checks(patient))}."
     return textwrap.fill(text, terminal_width() or 120, break_long_words=False, break_on_hyphens=False)
 
 
@@ -105,11 +113,11 @@ def _tell_all(environment: Environment, reports: Sequence[NodeReport], *, as_jso
     """Print the reports of all nodes on the first one; return the same exit code on each."""
     found = [one for report in reports for one in report.findings]
     if environment.node_rank == 0:
-        say(json.dumps(_as_values(reports)) if as_json else printable(describe(reports)))
+        say(json.dumps(_as_values(reports)) if as_json else make_printable(describe_reports(reports)))
     return int(any(one.stops for one in found))
 
 
-def describe(reports: Sequence[NodeReport]) -> str:
+def describe_reports(reports: Sequence[NodeReport]) -> str:
     """Return the findings of each node, and the network between them as a table."""
     lines = []
     for report in reports:
@@ -118,15 +126,18 @@ def describe(reports: Sequence[NodeReport]) -> str:
             lines += [one.describe() for one in report.findings]
     head = ["From \\ to", *(f"node {report.node}" for report in reports)]
     rows = [
-        [f"node {report.node} ({report.address})", *("-" if to == report.node else _cell(way) for to, way in ways)]
+        [
+            f"node {report.node} ({report.address})",
+            *("-" if to == report.node else _format_way(way) for to, way in ways),
+        ]
         for report in reports
         for ways in [list(enumerate(report.ways))]
     ]
-    lines += ["Round trip and bandwidth:", boxed(head, rows, "<" + ">" * len(reports))]
-    return "\n".join([*lines, _verdict([one for report in reports for one in report.findings])])
+    lines += ["Round trip and bandwidth:", render_boxed_table(head, rows, "<" + ">" * len(reports))]
+    return "\n".join([*lines, _format_verdict([one for report in reports for one in report.findings])])
 
 
-def _cell(way: Way) -> str:
+def _format_way(way: Way) -> str:
     if way.latency is None:
         return "unreachable"
     speed = "no large messages" if way.bandwidth is None else f"{way.bandwidth / 1e6:.0f} MB/s"
@@ -137,14 +148,14 @@ def _as_values(reports: Sequence[NodeReport]) -> dict[str, object]:
     return {"is_sound": not any(report.findings for report in reports), "nodes": [asdict(one) for one in reports]}
 
 
-def _verdict(found: Sequence[Finding]) -> str:
+def _format_verdict(found: Sequence[Finding]) -> str:
     stopping = sum(one.stops for one in found)
     if not found:
         return "No problems were found."
     return f"{stopping} error(s), which would stop a run, and {len(found) - stopping} warning(s)."
 
 
-def _endpoint(options: argparse.Namespace) -> tuple[str | None, int | None]:
+def _parse_endpoint(options: argparse.Namespace) -> tuple[str | None, int | None]:
     """Return the host and the port that the user names.
 
     Raises:
@@ -166,13 +177,13 @@ def _endpoint(options: argparse.Namespace) -> tuple[str | None, int | None]:
     return host, port
 
 
-def _number(text: str) -> int:
+def _parse_count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"must be a number from 1, got {text!r}")
     return int(text)
 
 
-def _port(text: str) -> int:
+def _parse_port(text: str) -> int:
     if not (text.isascii() and text.isdigit() and 0 < int(text) < 1 << 16):
         raise argparse.ArgumentTypeError(f"must be a number from 1 to 65535, got {text!r}")
     return int(text)

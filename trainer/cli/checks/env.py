@@ -14,7 +14,7 @@ import torch
 
 from ....common.console import say
 from ....strategies.cluster.version import VERSION
-from ..output import printable
+from ..output import make_printable
 
 _PACKAGES: Final = (
     *("numpy", "safetensors", "tensorboard", "tqdm", "omegaconf", "lightning", "pytorch-lightning", "torchmetrics"),
@@ -38,16 +38,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the versions and the hardware; return 0."""
-    known = surroundings()
+    known = describe_machine()
     if options.json:
         say(json.dumps(known))
     else:
         width = max(map(len, known))
-        say(printable("\n".join(f"{name:{width}}  {value}" for name, value in known.items())))
+        say(make_printable("\n".join(f"{name:{width}}  {value}" for name, value in known.items())))
     return 0
 
 
-def surroundings() -> dict[str, str]:
+def describe_machine() -> dict[str, str]:
     """Return what an issue should say of the machine, by name."""
     known = {
         "echelon": VERSION,
@@ -55,18 +55,18 @@ def surroundings() -> dict[str, str]:
         "python": f"{platform.python_version()} ({sys.executable})",
         "system": platform.platform(),
         "processors": f"{os.cpu_count()}, of which torch uses {torch.get_num_threads()}",
-        "devices": ", ".join(_devices()) or "none beside the CPU",
-        "backends": ", ".join(_backends()) or "torch.distributed is not built in",
+        "devices": ", ".join(_list_devices()) or "none beside the CPU",
+        "backends": ", ".join(_list_backends()) or "torch.distributed is not built in",
     }
     return known | {package: found for package in _PACKAGES if (found := _version_of(package)) is not None}
 
 
-def _devices() -> list[str]:
+def _list_devices() -> list[str]:
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return [] if kind is None else [f"{torch.accelerator.device_count()} x {kind.type}"]
 
 
-def _backends() -> list[str]:
+def _list_backends() -> list[str]:
     distributed = torch.distributed
     if not distributed.is_available():
         return []

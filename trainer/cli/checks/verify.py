@@ -17,8 +17,8 @@ from ...verify import Layout, Report, verify
 from ...verify.verify import OF_FLOAT32, SETTINGS, TOLERANCE
 from ..config import build_module, check_config
 from ..config_file import load_config
-from ..instantiate import build
-from ..output import printable, terminal_width
+from ..instantiate import build_targets
+from ..output import make_printable, terminal_width
 
 _EPILOG = f"""\
 strategies:
@@ -68,12 +68,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the report; return 0 if all layouts agree, else 1."""
     sys.path[:0] = [str(Path(options.config).resolve().parent), str(Path.cwd())]
-    report = _verify(options)
-    say(json.dumps(report.as_json()) if options.json else printable(report.as_text(terminal_width())))
+    report = _verify_config(options)
+    say(json.dumps(report.as_json()) if options.json else make_printable(report.as_text(terminal_width())))
     return 0 if report.is_same else 1
 
 
-def _verify(options: argparse.Namespace) -> Report:
+def _verify_config(options: argparse.Namespace) -> Report:
     config = load_config(options.config, options.overrides)
     check_config(config)
     values = FromEnvironment.mark(config.values, config.stored)
@@ -81,10 +81,10 @@ def _verify(options: argparse.Namespace) -> Report:
     names = [name.strip() for name in options.strategies.split(",") if name.strip()]
     strategies = [_of_config(given, options.ranks) if name == "config" else name for name in names]
     seed_everything(values.get("seed") or 0, verbose=False)
-    settings = build({name: value for name, value in given.items() if name in SETTINGS}, "trainer")
+    settings = build_targets({name: value for name, value in given.items() if name in SETTINGS}, "trainer")
     return verify(
         build_module(values),
-        build(values.get("data"), "data"),
+        build_targets(values.get("data"), "data"),
         strategies,
         ranks=options.ranks,
         steps=options.steps,
@@ -93,7 +93,7 @@ def _verify(options: argparse.Namespace) -> Report:
         freeze_batchnorm=options.freeze_batchnorm,
         tolerance=options.tolerance,
         timeout=options.timeout,
-        notify=None if options.json else _tell,
+        notify=None if options.json else _print_progress,
     )
 
 
@@ -109,10 +109,10 @@ def _of_config(given: Mapping[str, object], ranks: int) -> Layout:
             "as --strategies ddp,fsdp."
         )
     devices = given.get("devices")
-    strategy: str | Strategy = build(given["strategy"], "trainer.strategy")
+    strategy: str | Strategy = build_targets(given["strategy"], "trainer.strategy")
     number = devices if type(devices) is int and devices > 0 else ranks
     return Layout(strategy, number, f"the config's, x {number}")
 
 
-def _tell(name: str) -> None:
-    print(printable(f"echelon: {name} ..."), file=sys.stderr, flush=True)
+def _print_progress(name: str) -> None:
+    print(make_printable(f"echelon: {name} ..."), file=sys.stderr, flush=True)

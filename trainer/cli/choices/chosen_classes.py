@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, Sampler
 
 from ....common.errors import ConfigError
-from ..instantiate import find_class, targets
+from ..instantiate import find_class, find_targets
 
 _ALWAYS: Final = ("echelon", "torch")
 _OF_TORCH: Final = (nn.Module, Optimizer, LRScheduler, Dataset, Sampler)
@@ -23,7 +23,7 @@ def packages_of(paths: Iterable[object]) -> set[str]:
     return {path.partition(".")[0] for path in paths if isinstance(path, str) and "${" not in path}
 
 
-def chosen(raw: object, named: Collection[object], file: str) -> dict[str, str]:
+def find_chosen_classes(raw: object, named: Collection[object], file: str) -> dict[str, str]:
     """Return the classes, by key, that overrides have added to a config, without importing anything.
 
     Args:
@@ -36,7 +36,7 @@ def chosen(raw: object, named: Collection[object], file: str) -> dict[str, str]:
     """
     allowed = {*_ALWAYS, *packages_of(named)}
     found: dict[str, str] = {}
-    for key, path in targets(raw):
+    for key, path in find_targets(raw):
         if path in named or not isinstance(path, str) or "${" in path:
             continue
         if path.partition(".")[0] not in allowed:

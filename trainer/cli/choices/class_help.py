@@ -25,13 +25,13 @@ def help_of(wanted: str, values: Mapping[str, object]) -> str:
         is_index = isinstance(section, list) and part.isdigit() and int(part) < len(section)
         section = section[int(part)] if is_index else section.get(part) if isinstance(section, Mapping) else None
     if is_target(section):
-        return _described(find_class(section[TARGET], f"{wanted}.{TARGET}"), section[TARGET])
+        return _describe_class(find_class(section[TARGET], f"{wanted}.{TARGET}"), section[TARGET])
     if "." not in wanted:
         keys = [key for key, value in values.items() if is_target(value)]
         raise ConfigError(
             f"--help-for={wanted!r} is neither a class nor a key that has one.{did_you_mean(wanted, keys)}"
         )
-    return _described(find_class(wanted, "--help-for"), wanted)
+    return _describe_class(find_class(wanted, "--help-for"), wanted)
 
 
 def arguments_of(cls: type[object]) -> list[inspect.Parameter]:
@@ -57,10 +57,10 @@ def with_defaults(value: object) -> object:
     return {TARGET: value[TARGET], **defaults, **given}
 
 
-def _described(cls: type[object], path: str) -> str:
+def _describe_class(cls: type[object], path: str) -> str:
     """Return the first paragraph of a class's docstring, and a line for each argument."""
     summary = (inspect.getdoc(cls) or "").partition("\n\n")[0]
-    told = {name: text for doc in _docs(cls) for name, text in _entries(doc)}
+    told = {name: text for doc in _docstrings_of(cls) for name, text in _parse_arguments(doc)}
     lines = [path, *(f"  {line}" for line in summary.splitlines()), "", "arguments:"]
     for each in arguments_of(cls):
         hint = each.annotation
@@ -72,14 +72,14 @@ def _described(cls: type[object], path: str) -> str:
     return "\n".join(lines if lines[-1] != "arguments:" else [*lines, "  none"]) + "\n"
 
 
-def _docs(cls: type[object]) -> Iterator[str]:
+def _docstrings_of(cls: type[object]) -> Iterator[str]:
     """Yield the docstrings that may describe arguments, base classes first, so that subclasses override entries."""
     for base in reversed(cls.__mro__[:-1]):
         yield inspect.cleandoc(vars(base).get("__doc__") or "")
         yield inspect.cleandoc(getattr(vars(base).get("__init__"), "__doc__", None) or "")
 
 
-def _entries(doc: str) -> Iterator[tuple[str, str]]:
+def _parse_arguments(doc: str) -> Iterator[tuple[str, str]]:
     """Yield the names and texts of a Google-style section of arguments: ``name: text``, or ``name (type): text``."""
     name, depth = "", 0
     words: list[str] = []

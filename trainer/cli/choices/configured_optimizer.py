@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ....common.errors import ConfigError
 from ...module.train_module import TrainModule
-from ..instantiate import TARGET, build, check, is_target
+from ..instantiate import TARGET, build_targets, check_targets, is_target
 
 _OF_TRAINER: Final = ("interval", "frequency", "monitor", "strict", "name")
 """Keys of a scheduler that say when to step it."""
@@ -35,10 +35,10 @@ def check_optimizer(values: Mapping[str, Any]) -> None:
             f"lr_scheduler={scheduler!r} needs an optimizer in the config, got optimizer=None; add one, or leave both "
             "to the module."
         )
-    check(optimizer, "optimizer", Optimizer, provided=("params",))
+    check_targets(optimizer, "optimizer", Optimizer, provided=("params",))
     if scheduler is not None:
         arguments = {name: value for name, value in scheduler.items() if name not in _OF_TRAINER}
-        check(arguments, "lr_scheduler", LRScheduler, provided=("optimizer",))
+        check_targets(arguments, "lr_scheduler", LRScheduler, provided=("optimizer",))
 
 
 @dataclass
@@ -52,10 +52,10 @@ class ConfiguredOptimizer:
     def __call__(self) -> object:
         """Return the optimizer, and the scheduler if there is one."""
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        optimizer = build(self.optimizer, "optimizer", params=trained)
+        optimizer = build_targets(self.optimizer, "optimizer", params=trained)
         if self.scheduler is None:
             return optimizer
         when = {name: value for name, value in self.scheduler.items() if name in _OF_TRAINER}
         arguments = {name: value for name, value in self.scheduler.items() if name not in _OF_TRAINER}
-        scheduler = build(arguments, "lr_scheduler", optimizer=optimizer)
+        scheduler = build_targets(arguments, "lr_scheduler", optimizer=optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **when}}

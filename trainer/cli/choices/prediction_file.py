@@ -53,12 +53,12 @@ class PredictionFile(BasePredictionWriter):
         batches = list(chain.from_iterable(predictions)) if several else list(predictions)
         if isinstance(self.path, StorePath):
             with copy_out(self.path) as file:
-                _WRITERS[self.path.suffix](file, _columns(batches))
+                _WRITERS[self.path.suffix](file, _join_columns(batches))
             return
         # a file under the final name is always complete
         partial = self.path.with_name(f".{self.path.name}.partial")
         try:
-            _WRITERS[self.path.suffix](partial, _columns(batches))
+            _WRITERS[self.path.suffix](partial, _join_columns(batches))
             partial.replace(self.path)
         except OSError as error:
             raise ConfigError(
@@ -68,7 +68,7 @@ class PredictionFile(BasePredictionWriter):
             partial.unlink(missing_ok=True)
 
 
-def _columns(batches: Sequence[object]) -> dict[str, Tensor]:
+def _join_columns(batches: Sequence[object]) -> dict[str, Tensor]:
     """Return the tensors in all batches by name, each with a row per sample.
 
     Raises:
@@ -76,7 +76,7 @@ def _columns(batches: Sequence[object]) -> dict[str, Tensor]:
     """
     rows: dict[str, list[Tensor]] = {}
     for batch in batches:
-        found = {_named(name): value for name, value in named_leaves(batch)}
+        found = {_column_name(name): value for name, value in named_leaves(batch)}
         for name, value in found.items():
             if not isinstance(value, Tensor) or not value.dim():
                 raise ModuleError(
@@ -92,18 +92,18 @@ def _columns(batches: Sequence[object]) -> dict[str, Tensor]:
     return {name: torch.cat(parts) for name, parts in rows.items()}
 
 
-def _named(name: str) -> str:
+def _column_name(name: str) -> str:
     """Return a name such as ``logits`` or ``scores.0`` for ``['logits']`` or ``['scores'][0]``."""
     return name.replace("']['", ".").replace("'][", ".").strip("[]'").replace("][", ".") or _WHOLE
 
 
-def _rows(columns: Mapping[str, Tensor]) -> Iterator[list[object]]:
+def _iterate_rows(columns: Mapping[str, Tensor]) -> Iterator[list[object]]:
     return map(list, zip(*(column.tolist() for column in columns.values()), strict=True))
 
 
 def _write_jsonl(path: Path, columns: Mapping[str, Tensor]) -> None:
     with path.open("w", encoding="utf-8") as file:
-        for row in _rows(columns):
+        for row in _iterate_rows(columns):
             print(json.dumps(dict(zip(columns, row, strict=True))), file=file)
 
 
@@ -116,7 +116,7 @@ def _write_csv(path: Path, columns: Mapping[str, Tensor]) -> None:
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(flat)
-        writer.writerows(_rows(flat))
+        writer.writerows(_iterate_rows(flat))
 
 
 def _write_safetensors(path: Path, columns: Mapping[str, Tensor]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from .deploy import size
+from .deploy import parse_size
 from .deployed_run import CONFIG, ENV, RUNS, DeployedRun
 from .yaml_text import yaml_text
 
@@ -19,10 +19,14 @@ _NOTES: Final = {
 }
 
 
-def render(run: DeployedRun) -> str:
+def render_compose(run: DeployedRun) -> str:
     """Return the file."""
     heading = "`docker compose up -d` starts the run, `docker compose stop` ends it after a checkpoint."
-    services = {"rendezvous": _rendezvous(run), "node": _node(run)} if run.has_rendezvous else {"node": _node(run)}
+    services = (
+        {"rendezvous": _rendezvous_service(run), "node": _node_service(run)}
+        if run.has_rendezvous
+        else {"node": _node_service(run)}
+    )
     file = {
         "name": run.deploy.name,
         "services": services,
@@ -32,7 +36,7 @@ def render(run: DeployedRun) -> str:
     return yaml_text([file], heading, _NOTES)
 
 
-def _locked(run: DeployedRun) -> dict[str, object]:
+def _security_settings(run: DeployedRun) -> dict[str, object]:
     return {
         "user": f"{run.deploy.user}:{run.deploy.user}",
         "init": True,
@@ -43,7 +47,7 @@ def _locked(run: DeployedRun) -> dict[str, object]:
     }
 
 
-def _rendezvous(run: DeployedRun) -> dict[str, object]:
+def _rendezvous_service(run: DeployedRun) -> dict[str, object]:
     connect = f"import socket; socket.create_connection(('127.0.0.1', {run.deploy.port}), 5)"
     return {
         "image": run.image,
@@ -56,11 +60,11 @@ def _rendezvous(run: DeployedRun) -> dict[str, object]:
         },
         "restart": "unless-stopped",
         "deploy": {"resources": {"limits": {"cpus": "1", "memory": "1g"}}},
-        **_locked(run),
+        **_security_settings(run),
     }
 
 
-def _node(run: DeployedRun) -> dict[str, object]:
+def _node_service(run: DeployedRun) -> dict[str, object]:
     deploy = run.deploy
     rendezvous = {"depends_on": {"rendezvous": {"condition": "service_healthy"}}} if run.has_rendezvous else {}
     return {
@@ -72,20 +76,20 @@ def _node(run: DeployedRun) -> dict[str, object]:
             **{name: value.replace("$", "$$") for name, value in deploy.env.items()},
         },
         **({} if deploy.secret is None else {"env_file": [deploy.secret]}),
-        "deploy": {"replicas": deploy.max_nodes, "resources": _resources(run)},
+        "deploy": {"replicas": deploy.max_nodes, "resources": _resource_limits(run)},
         "restart": f"on-failure:{deploy.max_restarts}",
         "stop_grace_period": f"{deploy.grace}s",
-        "shm_size": _size(deploy.shared_memory, "shared_memory"),
-        **_locked(run),
+        "shm_size": _size_in_mebibytes(deploy.shared_memory, "shared_memory"),
+        **_security_settings(run),
         "configs": [{"source": "config", "target": CONFIG}],
         **({} if run.uses_store else {"volumes": [f"{deploy.runs}:{RUNS}"]}),
     }
 
 
-def _resources(run: DeployedRun) -> dict[str, object]:
+def _resource_limits(run: DeployedRun) -> dict[str, object]:
     deploy = run.deploy
     resources: dict[str, object] = {
-        "limits": {"cpus": str(deploy.cpus), "memory": _size(deploy.memory, "memory")},
+        "limits": {"cpus": str(deploy.cpus), "memory": _size_in_mebibytes(deploy.memory, "memory")},
     }
     if deploy.gpus:
         devices = [{"driver": "nvidia", "count": deploy.gpus, "capabilities": ["gpu"]}]
@@ -93,5 +97,5 @@ def _resources(run: DeployedRun) -> dict[str, object]:
     return resources
 
 
-def _size(text: str, name: str) -> str:
-    return f"{size(text, name) >> 20}m"
+def _size_in_mebibytes(text: str, name: str) -> str:
+    return f"{parse_size(text, name) >> 20}m"

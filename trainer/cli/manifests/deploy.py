@@ -10,7 +10,7 @@ from typing import Final, get_type_hints
 from ....common.errors import ConfigError, did_you_mean
 from ....common.storage import any_path, is_url
 from ....strategies.elastic import parse_nodes
-from ...session.setting_types import describe, fits
+from ...session.setting_types import fits_annotation, name_type
 
 _UNITS: Final = {"Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
 _AT_LEAST: Final = {"gpus": 0, "nproc": 1, "cpus": 1, "max_restarts": 0, "grace": 10, "port": 1024, "user": 1}
@@ -91,7 +91,7 @@ class Deploy:
             value = getattr(self, name)
             if value is not None and value < smallest:
                 raise ConfigError(f"deploy.{name} must be {smallest} or more, got {value}.")
-        if size(self.shared_memory, "shared_memory") >= size(self.memory, "memory"):
+        if parse_size(self.shared_memory, "shared_memory") >= parse_size(self.memory, "memory"):
             raise ConfigError(
                 f"deploy.shared_memory={self.shared_memory!r} must be less than deploy.memory={self.memory!r}, of "
                 "which it is a part."
@@ -143,20 +143,20 @@ def read_deploy(given: object) -> Deploy:
         if name not in known:
             raise ConfigError(f"deploy.{name}={value!r} is not a key of deploy.{did_you_mean(str(name), known)}")
         hint = hints[name]
-        if not _fits(value, hint):
+        if not _fits_hint(value, hint):
             raise ConfigError(
-                f"deploy.{name}={value!r} has the wrong type {type(value).__name__}; it must be {describe(hint)}."
+                f"deploy.{name}={value!r} has the wrong type {type(value).__name__}; it must be {name_type(hint)}."
             )
     return Deploy(**given)
 
 
-def _fits(value: object, hint: object) -> bool:
-    if not fits(value, hint):
+def _fits_hint(value: object, hint: object) -> bool:
+    if not fits_annotation(value, hint):
         return False
     return not isinstance(value, list) or all(isinstance(word, str) for word in value)
 
 
-def size(text: str, name: str) -> int:
+def parse_size(text: str, name: str) -> int:
     """Return a size such as ``16Gi`` in bytes.
 
     Raises:

@@ -50,35 +50,35 @@ _NOTES: Final[Mapping[str, str]] = {
 """Comments for `yaml_text` on fields that may surprise a reader."""
 
 
-def manifests(run: DeployedRun, jobs: Sequence[Object], notes: Mapping[str, str]) -> str:
+def render_manifests(run: DeployedRun, jobs: Sequence[Object], notes: Mapping[str, str]) -> str:
     """Return the objects of a job as YAML, after those that every run has; `notes` are comments on them."""
     name = run.deploy.name
     heading = f"`kubectl apply -f` starts the run {name!r}, `kubectl delete -f` ends it after a checkpoint."
-    objects = [manifest(run, "ConfigMap", {"data": {"config.yaml": run.text}}, "-config"), _network_policy(run)]
+    objects = [make_object(run, "ConfigMap", {"data": {"config.yaml": run.text}}, "-config"), _network_policy(run)]
     if run.has_rendezvous:
-        objects += [_disruption_budget(run), _rendezvous_service(run), _rendezvous(run)]
+        objects += [_disruption_budget(run), _rendezvous_service(run), _rendezvous_deployment(run)]
     return yaml_text([*objects, *jobs], heading, {**_NOTES, **notes})
 
 
-def manifest(run: DeployedRun, kind: str, body: Object, suffix: str = "") -> Object:
+def make_object(run: DeployedRun, kind: str, body: Object, suffix: str = "") -> Object:
     """Return an object of a kind, named after the run with a suffix."""
     namespace: Object = {} if run.deploy.namespace is None else {"namespace": run.deploy.namespace}
-    metadata = {"name": f"{run.deploy.name}{suffix}", **namespace, "labels": labels(run)}
+    metadata = {"name": f"{run.deploy.name}{suffix}", **namespace, "labels": make_labels(run)}
     return {"apiVersion": _API_VERSIONS[kind], "kind": kind, "metadata": metadata, **body}
 
 
-def labels(run: DeployedRun, component: str | None = None) -> Object:
+def make_labels(run: DeployedRun, component: str | None = None) -> Object:
     """Return the labels of all objects of a run, or of one component."""
     shared = {"app.kubernetes.io/name": "echelon", "app.kubernetes.io/instance": run.deploy.name}
     return shared if component is None else {**shared, "app.kubernetes.io/component": component}
 
 
-def command(run: DeployedRun) -> list[str]:
+def make_node_command(run: DeployedRun) -> list[str]:
     """Return the command of a node."""
-    return [_literally(word) for word in run.node_command(f"{run.deploy.name}-rendezvous")]
+    return [_escape_variables(word) for word in run.node_command(f"{run.deploy.name}-rendezvous")]
 
 
-def resources(run: DeployedRun) -> Object:
+def make_node_resources(run: DeployedRun) -> Object:
     """Return the requests and limits of a node."""
     deploy = run.deploy
     amounts = {"cpu": str(deploy.cpus), "memory": deploy.memory}
@@ -107,31 +107,31 @@ def node_pod(run: DeployedRun, container: Mapping[str, object], **spec: object) 
     started = ["sh", "-c", "ls -d /dev/shm/echelon-node-*"]
     whole = {
         **container,
-        "env": [{"name": name, "value": _literally(value)} for name, value in env.items()],
+        "env": [{"name": name, "value": _escape_variables(value)} for name, value in env.items()],
         **secret,
         "startupProbe": {"exec": {"command": started}, "periodSeconds": 5, "failureThreshold": 360},
         "securityContext": _LOCKED,
         "volumeMounts": [{"name": name, "mountPath": path} for name, path in places.items() if name in volumes],
     }
     return {
-        "metadata": {"labels": labels(run, "node"), "annotations": {"sidecar.istio.io/inject": "false"}},
+        "metadata": {"labels": make_labels(run, "node"), "annotations": {"sidecar.istio.io/inject": "false"}},
         "spec": {
             **spec,
             "terminationGracePeriodSeconds": run.deploy.grace,
             **({} if account is None else {"serviceAccountName": account}),
-            **_pod(run),
+            **_pod_settings(run),
             "containers": [whole],
             "volumes": [{"name": name, **volume} for name, volume in volumes.items()],
         },
     }
 
 
-def _literally(text: str) -> str:
+def _escape_variables(text: str) -> str:
     """Return a text escaped so that Kubernetes substitutes no variables."""
     return text.replace("$(", "$$(")
 
 
-def _pod(run: DeployedRun) -> Object:
+def _pod_settings(run: DeployedRun) -> Object:
     user = run.deploy.user
     return {
         "automountServiceAccountToken": False,
@@ -148,8 +148,10 @@ def _pod(run: DeployedRun) -> Object:
 
 
 def _network_policy(run: DeployedRun) -> Object:
-    pods = {"podSelector": {"matchLabels": labels(run)}}
-    return manifest(run, "NetworkPolicy", {"spec": {**pods, "policyTypes": ["Ingress"], "ingress": [{"from": [pods]}]}})
+    pods = {"podSelector": {"matchLabels": make_labels(run)}}
+    return make_object(
+        run, "NetworkPolicy", {"spec": {**pods, "policyTypes": ["Ingress"], "ingress": [{"from": [pods]}]}}
+    )
 
 
 def _disruption_budget(run: DeployedRun) -> Object:
@@ -157,17 +159,17 @@ def _disruption_budget(run: DeployedRun) -> Object:
         # an absolute number, since Kubernetes does not accept a percentage for the pods of a Job
         "minAvailable": min(run.deploy.min_nodes, run.deploy.max_nodes - 1),
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
-        "selector": {"matchLabels": labels(run, "node")},
+        "selector": {"matchLabels": make_labels(run, "node")},
     }
-    return manifest(run, "PodDisruptionBudget", {"spec": spec})
+    return make_object(run, "PodDisruptionBudget", {"spec": spec})
 
 
 def _rendezvous_service(run: DeployedRun) -> Object:
-    spec = {"selector": labels(run, "rendezvous"), "ports": [{"name": "store", "port": run.deploy.port}]}
-    return manifest(run, "Service", {"spec": spec}, "-rendezvous")
+    spec = {"selector": make_labels(run, "rendezvous"), "ports": [{"name": "store", "port": run.deploy.port}]}
+    return make_object(run, "Service", {"spec": spec}, "-rendezvous")
 
 
-def _rendezvous(run: DeployedRun) -> Object:
+def _rendezvous_deployment(run: DeployedRun) -> Object:
     probe = {"tcpSocket": {"port": "store"}, "periodSeconds": 5}
     container = {
         "name": "rendezvous",
@@ -184,10 +186,10 @@ def _rendezvous(run: DeployedRun) -> Object:
     spec = {
         "replicas": 1,
         "strategy": {"type": "Recreate"},
-        "selector": {"matchLabels": labels(run, "rendezvous")},
+        "selector": {"matchLabels": make_labels(run, "rendezvous")},
         "template": {
-            "metadata": {"labels": labels(run, "rendezvous")},
-            "spec": {**_pod(run), "containers": [container], "volumes": [{"name": "tmp", "emptyDir": {}}]},
+            "metadata": {"labels": make_labels(run, "rendezvous")},
+            "spec": {**_pod_settings(run), "containers": [container], "volumes": [{"name": "tmp", "emptyDir": {}}]},
         },
     }
-    return manifest(run, "Deployment", {"spec": spec}, "-rendezvous")
+    return make_object(run, "Deployment", {"spec": spec}, "-rendezvous")

@@ -6,7 +6,7 @@ from typing import Final
 
 from . import kubernetes
 from .deployed_run import DeployedRun
-from .kubernetes import Object, manifest
+from .kubernetes import Object, make_object
 
 _JOB_NOTES: Final = {
     "backoffLimitPerIndex": "a pod is given up after this many failures; maxFailedIndexes pods may be given up",
@@ -22,14 +22,14 @@ def render_indexed_job(run: DeployedRun) -> str:
     container = {
         "name": "node",
         "image": run.image,
-        "command": kubernetes.command(run),
-        "resources": kubernetes.resources(run),
+        "command": kubernetes.make_node_command(run),
+        "resources": kubernetes.make_node_resources(run),
     }
     pod = kubernetes.node_pod(run, container, restartPolicy="Never")
     numbers = {"completions": run.deploy.max_nodes, "parallelism": run.deploy.max_nodes}
-    spec = {"completionMode": "Indexed", **numbers, **_rules(run), "template": pod}
+    spec = {"completionMode": "Indexed", **numbers, **_job_rules(run), "template": pod}
     notes = {**_JOB_NOTES, "completions": "change both together and the run grows or shrinks: kubectl patch job"}
-    return kubernetes.manifests(run, [manifest(run, "Job", {"spec": spec})], notes)
+    return kubernetes.render_manifests(run, [make_object(run, "Job", {"spec": spec})], notes)
 
 
 def render_pytorchjob(run: DeployedRun) -> str:
@@ -38,8 +38,8 @@ def render_pytorchjob(run: DeployedRun) -> str:
     container = {
         "name": "pytorch",  # the operator requires this name
         "image": run.image,
-        "command": kubernetes.command(run),
-        "resources": kubernetes.resources(run),
+        "command": kubernetes.make_node_command(run),
+        "resources": kubernetes.make_node_resources(run),
     }
     workers = {
         "replicas": deploy.max_nodes,
@@ -64,7 +64,7 @@ def render_pytorchjob(run: DeployedRun) -> str:
         "cleanPodPolicy": "pods that still run when the job has ended are not needed",
         "restartPolicy": "exit codes from 128 are retried (143: saved and left; 137: killed), 1 and 2 are not",
     }
-    return kubernetes.manifests(run, [manifest(run, "PyTorchJob", {"spec": spec})], notes)
+    return kubernetes.render_manifests(run, [make_object(run, "PyTorchJob", {"spec": spec})], notes)
 
 
 def render_trainjob(run: DeployedRun) -> str:
@@ -76,7 +76,7 @@ def render_trainjob(run: DeployedRun) -> str:
     pod = kubernetes.node_pod(run, {"name": "node"}, restartPolicy="Never")
     template = {
         "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
-        "spec": {"completionMode": "Indexed", **_rules(run), "template": pod},
+        "spec": {"completionMode": "Indexed", **_job_rules(run), "template": pod},
     }
     runtime = {
         "mlPolicy": {"numNodes": run.deploy.max_nodes},
@@ -87,14 +87,14 @@ def render_trainjob(run: DeployedRun) -> str:
         "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": name},
         "trainer": {
             "image": run.image,
-            "command": kubernetes.command(run),
+            "command": kubernetes.make_node_command(run),
             "numNodes": run.deploy.max_nodes,
-            "resourcesPerNode": kubernetes.resources(run),
+            "resourcesPerNode": kubernetes.make_node_resources(run),
         },
     }
     objects = [
-        manifest(run, "TrainingRuntime", {"spec": runtime}, "-runtime"),
-        manifest(run, "TrainJob", {"spec": job}),
+        make_object(run, "TrainingRuntime", {"spec": runtime}, "-runtime"),
+        make_object(run, "TrainJob", {"spec": job}),
     ]
     notes = {
         **_JOB_NOTES,
@@ -102,10 +102,10 @@ def render_trainjob(run: DeployedRun) -> str:
         "trainer.kubeflow.org/trainjob-ancestor-step": "Trainer applies the TrainJob to the container named node of "
         "the job with this label",
     }
-    return kubernetes.manifests(run, objects, notes)
+    return kubernetes.render_manifests(run, objects, notes)
 
 
-def _rules(run: DeployedRun) -> Object:
+def _job_rules(run: DeployedRun) -> Object:
     """Return the rules by which a Job's pods are replaced or given up, and the Job has succeeded."""
     return {
         "backoffLimitPerIndex": run.deploy.max_restarts,

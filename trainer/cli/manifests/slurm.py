@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Final
 
-from .deploy import size
+from .deploy import parse_size
 from .deployed_run import DeployedRun
 
 _TEMPLATE: Final = """\
@@ -72,20 +72,20 @@ done
 """
 
 
-def render(run: DeployedRun) -> str:
+def render_script(run: DeployedRun) -> str:
     """Return the script."""
     setup = [*run.deploy.setup, *(f"export {name}={shlex.quote(value)}" for name, value in run.deploy.env.items())]
     return _TEMPLATE.format(
-        options="\n".join(f"#SBATCH --{name}={value}" for name, value in _options(run).items()),
+        options="\n".join(f"#SBATCH --{name}={value}" for name, value in _sbatch_options(run).items()),
         grace=run.deploy.grace,
         setup="\n".join(setup),
         rendezvous=_RENDEZVOUS.format(port=run.deploy.port) if run.has_rendezvous else "",
-        launch=_launch(run),
+        launch=_launch_command(run),
         end='kill -KILL "$rendezvous"\nwait "$rendezvous" 2>/dev/null\n' if run.has_rendezvous else "",
     )
 
 
-def _options(run: DeployedRun) -> dict[str, str]:
+def _sbatch_options(run: DeployedRun) -> dict[str, str]:
     deploy = run.deploy
     least, most = deploy.min_nodes, deploy.max_nodes
     optional = {"partition": deploy.partition, "account": deploy.account}
@@ -95,13 +95,13 @@ def _options(run: DeployedRun) -> dict[str, str]:
         # as many as are available; with ntasks-per-node, SLURM would give the minimum (22.05)
         "nodes": str(most) if least == most else f"{least}-{most}",
         "cpus-per-task": str(deploy.cpus),
-        "mem": f"{size(deploy.memory, 'memory') >> 20}M",
+        "mem": f"{parse_size(deploy.memory, 'memory') >> 20}M",
         **({"gpus-per-node": str(deploy.gpus)} if deploy.gpus else {}),
         "time": str(deploy.time),
     }
 
 
-def _launch(run: DeployedRun) -> str:
+def _launch_command(run: DeployedRun) -> str:
     rendezvous = ' --rdzv "$address:$port" --run-id "$SLURM_JOB_ID"' if run.has_rendezvous else ""
     program = shlex.join(run.program(run.path, run.overrides, run.deploy.runs))
     return f"echelon launch --nodes {run.nodes}{rendezvous} {shlex.join(run.process_options)} \\\n    {program}"

@@ -38,30 +38,30 @@ def yaml_text(documents: Iterable[Mapping[str, object]], heading: str, notes: Ma
             match in the documents.
     """
     left = dict(notes)
-    texts = [_document(document, left) for document in documents]
-    return "\n".join([*_comment(heading, 0), "---\n".join(texts)])
+    texts = [_render_document(document, left) for document in documents]
+    return "\n".join([*_wrap_comment(heading, 0), "---\n".join(texts)])
 
 
-def _document(document: Mapping[str, object], notes: dict[str, str]) -> str:
+def _render_document(document: Mapping[str, object], notes: dict[str, str]) -> str:
     text = yaml.dump(dict(document), Dumper=_Dumper, sort_keys=False, width=_WIDTH, allow_unicode=True)
     lines: list[list[str]] = [[line] for line in text.splitlines()]
-    for path, mark in _places(yaml.compose(text, Loader=yaml.SafeLoader), ()):
+    for path, mark in _iterate_keys(yaml.compose(text, Loader=yaml.SafeLoader), ()):
         note_path = next((note for note in notes if f".{'.'.join(path)}".endswith(f".{note}")), None)
         if note_path is not None:
-            lines[mark.line][:0] = _comment(notes.pop(note_path), mark.column)
+            lines[mark.line][:0] = _wrap_comment(notes.pop(note_path), mark.column)
     return "".join(f"{line}\n" for group in lines for line in group)
 
 
-def _places(node: yaml.Node | None, path: Sequence[str]) -> Iterator[tuple[Sequence[str], yaml.Mark]]:
+def _iterate_keys(node: yaml.Node | None, path: Sequence[str]) -> Iterator[tuple[Sequence[str], yaml.Mark]]:
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             yield (*path, key.value), key.start_mark
-            yield from _places(value, (*path, key.value))
+            yield from _iterate_keys(value, (*path, key.value))
     elif isinstance(node, yaml.SequenceNode):
         for item in node.value:
-            yield from _places(item, path)
+            yield from _iterate_keys(item, path)
 
 
-def _comment(text: str, column: int) -> list[str]:
+def _wrap_comment(text: str, column: int) -> list[str]:
     indent = " " * column
     return textwrap.wrap(text, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")

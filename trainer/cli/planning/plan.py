@@ -16,7 +16,7 @@ import yaml
 from ....callbacks.callback import Callback
 from ....common.console import say
 from ....common.errors import ConfigError
-from ....common.table import fitted
+from ....common.table import render_fitted_table
 from ....common.units import in_units
 from ....strategies import ActivationCheckpointing, Hardware, Precision
 from ....strategies.torch_internals.fake_tensors import make_fake_mode
@@ -25,15 +25,15 @@ from ...module.data_module import DataModule
 from ...planning.machine import Machine, nodes_for, parse_bytes, this_machine
 from ...planning.plan import Plan, PlannedLayout, Profiles, make_plan
 from ...planning.profiles import take_profiles
-from ...planning.profiling import ProfilingStrategy, building, lacks_values, needs_values
+from ...planning.profiling import ProfilingStrategy, build_without_memory, lacks_values, needs_values
 from ...planning.step_time import speed_of
 from ...session.settings import Settings
 from ...trainer import Trainer
 from ..config import build_module, check_config
 from ..config_file import load_config
-from ..instantiate import build
-from ..output import draw_for_command, printable, terminal_width
-from .plan_figure import draw
+from ..instantiate import build_targets
+from ..output import draw_for_command, make_printable, terminal_width
+from .plan_figure import draw_plan
 
 _KEPT: Final = ("precision", "gradient_clip_val", "gradient_clip_algorithm", "max_steps", "max_epochs")
 """The settings of a config's trainer that a profile needs."""
@@ -92,34 +92,34 @@ def run(options: argparse.Namespace) -> int:
     if asked is not None and asked < 1:
         raise ConfigError(f"--global-batch-size must be >= 1, got {asked}; give the samples per step over all ranks.")
     Settings(**{name: trainer[name] for name in _OF_A_STEP if name in trainer})
-    machine = _machine(options, Precision(trainer.get("precision", "32-true")))
-    profiles = _profiles(config.values, trainer, measures=options.measure)
+    machine = _make_machine(options, Precision(trainer.get("precision", "32-true")))
+    profiles = _profile_step(config.values, trainer, measures=options.measure)
     first = profiles.whole[""]
     plan = make_plan(profiles, machine, global_batch_size=_global_batch_size(asked, trainer, machine, profiles))
     number = sum(parameter.numel() for parameter in first.parameters)
     title = f"{type(first.module).__name__}, {f'{number / 1e6:,.1f} M' if number >= 1e5 else f'{number:,}'} parameters"
     if not options.json:
-        say(printable(render(plan, title, trainer, shows_all=options.all, width=terminal_width())))
-    draw_for_command(lambda path: draw(plan, path, title), options.png, Path("plan.png"), prints_json=options.json)
+        say(make_printable(render_plan(plan, title, trainer, shows_all=options.all, width=terminal_width())))
+    draw_for_command(lambda path: draw_plan(plan, path, title), options.png, Path("plan.png"), prints_json=options.json)
     if options.json:  # last, since an error is one JSON value, too
         say(json.dumps(as_json(plan, title, trainer), indent=2))
     return 0 if plan.best is not None else 1
 
 
-def _machine(options: argparse.Namespace, precision: Precision) -> Machine:
+def _make_machine(options: argparse.Namespace, precision: Precision) -> Machine:
     speed = None
     if options.gpu is not None:
-        speed = speed_of(options.gpu, precision.autocast_dtype or precision.param_dtype or _float32())
+        speed = speed_of(options.gpu, precision.autocast_dtype or precision.param_dtype or _default_dtype())
         if speed is None:
             raise ConfigError(
                 f"--gpu must be a device whose peak is known, got {options.gpu!r}; use H100, for example."
             )
     speeds: dict[str, Any] = {
         "speed": speed,
-        "bandwidth": _bytes(options.bandwidth, "--bandwidth"),
-        "node_bandwidth": _bytes(options.node_bandwidth, "--node-bandwidth"),
+        "bandwidth": _parse_optional_bytes(options.bandwidth, "--bandwidth"),
+        "node_bandwidth": _parse_optional_bytes(options.node_bandwidth, "--node-bandwidth"),
     }
-    memory = _bytes(options.memory, "--memory")
+    memory = _parse_optional_bytes(options.memory, "--memory")
     if speed is None and options.node_bandwidth is not None:
         raise ConfigError(
             f"--node-bandwidth {options.node_bandwidth} is for the time of a step, which also needs the kind of --gpu; "
@@ -141,32 +141,32 @@ def _machine(options: argparse.Namespace, precision: Precision) -> Machine:
     return Machine(num_devices=options.devices, num_nodes=number, memory=memory, **speeds)
 
 
-def _float32() -> Any:
+def _default_dtype() -> Any:
     import torch
 
     return torch.float32
 
 
-def _bytes(text: str | None, argument: str) -> float | None:
+def _parse_optional_bytes(text: str | None, argument: str) -> float | None:
     return None if text is None else parse_bytes(text, argument)
 
 
-def _profiles(values: Mapping[str, Any], trainer: Mapping[str, Any], *, measures: bool) -> Profiles:
+def _profile_step(values: Mapping[str, Any], trainer: Mapping[str, Any], *, measures: bool) -> Profiles:
     """Build the module, without memory unless it is measured, and return the profiles of its step."""
     if values.get("seed") is not None:
         seed_everything(values["seed"], verbose=False)
     mode = None if measures else make_fake_mode()
     try:
-        with building(mode) if mode is not None else nullcontext():
+        with build_without_memory(mode) if mode is not None else nullcontext():
             module = build_module(values)
     except Exception as error:
         if measures or not lacks_values(error):
             raise
         raise needs_values(str(values["module"].get("_target_")), error) from error
-    data: DataModule | None = build(values.get("data"), "data")
+    data: DataModule | None = build_targets(values.get("data"), "data")
     kept = {name: trainer[name] for name in _KEPT if name in trainer}
     given = ActivationCheckpointing.of(
-        build(trainer.get("activation_checkpointing"), "trainer.activation_checkpointing")
+        build_targets(trainer.get("activation_checkpointing"), "trainer.activation_checkpointing")
     )
 
     def fit(strategy: ProfilingStrategy, callback: Callback, setting: ActivationCheckpointing | None) -> None:
@@ -185,16 +185,19 @@ def _global_batch_size(asked: int | None, trainer: Mapping[str, Any], machine: M
     return profiles.batch_size * machine.num_devices * int(trainer.get("accumulate_grad_batches", 1))
 
 
-def render(
+def render_plan(
     plan: Plan, title: str, trainer: Mapping[str, object], *, shows_all: bool = False, width: int | None = None
 ) -> str:
     """Return a plan as text: a table, and what a config says for the first layout that fits."""
     shown = plan.layouts if shows_all else plan.layouts[:_SHOWN]
     has_times = any(planned.seconds is not None for planned in plan.layouts)
     head = [*_HEAD, "Step"] if has_times else list(_HEAD)
-    rows = [_row(planned, has_times=has_times) for planned in shown]
+    rows = [_format_row(planned, has_times=has_times) for planned in shown]
     batch = f"{plan.global_batch_size:,} samples per step"
-    lines = [f"{title}: {plan.machine}, {batch}", fitted(head, rows, "<<>>>><>" + (">" * (len(head) - 8)), width)]
+    lines = [
+        f"{title}: {plan.machine}, {batch}",
+        render_fitted_table(head, rows, "<<>>>><>" + (">" * (len(head) - 8)), width),
+    ]
     left = len(plan.layouts) - len(shown)
     lines += ["All is less than the sum if activations are freed before the gradients are complete."]
     lines += [f"--all shows {left} more."] if left else []
@@ -205,12 +208,12 @@ def render(
     if best is None:
         nearest = plan.layouts[0]
         lines.append(
-            f"No layout fits: the closest, {_label(nearest)}, lacks {in_units(nearest.missing)} on each device. Use "
+            f"No layout fits: the closest, {_label_of(nearest)}, lacks {in_units(nearest.missing)} on each device. Use "
             "more devices, or a smaller batch in the loader."
         )
         return "\n".join(lines)
     settings = {"trainer": settings_of(best, plan, trainer)}
-    lines += ["", "The first in a config:", _indented(yaml.safe_dump(settings, sort_keys=False))]
+    lines += ["", "The first in a config:", _indent_lines(yaml.safe_dump(settings, sort_keys=False))]
     if best.num_samples != plan.batch_size:
         lines.append(f"with batches of {best.num_samples} from the loader.")
     simplest = _of_auto(plan)
@@ -273,7 +276,7 @@ def as_json(plan: Plan, title: str, trainer: Mapping[str, object]) -> dict[str, 
     }
 
 
-def _row(planned: PlannedLayout, *, has_times: bool) -> list[str]:
+def _format_row(planned: PlannedLayout, *, has_times: bool) -> list[str]:
     estimate = planned.estimate
     state = estimate.parameters + estimate.gradients + estimate.optimizer
     cells = [
@@ -292,9 +295,9 @@ def _row(planned: PlannedLayout, *, has_times: bool) -> list[str]:
     return cells
 
 
-def _label(planned: PlannedLayout) -> str:
+def _label_of(planned: PlannedLayout) -> str:
     return planned.layout.name + planned.again
 
 
-def _indented(text: str) -> str:
+def _indent_lines(text: str) -> str:
     return "\n".join(f"  {line}" for line in text.splitlines())

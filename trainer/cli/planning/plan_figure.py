@@ -28,7 +28,7 @@ _MOST: Final = 24
 """The most bars to draw."""
 
 
-def draw(plan: Plan, path: Path, title: str) -> None:
+def draw_plan(plan: Plan, path: Path, title: str) -> None:
     """Draw a plan into a PNG file.
 
     Raises:
@@ -73,7 +73,7 @@ def draw_bars(axes: Axes, plan: Plan, shown: Sequence[PlannedLayout]) -> None:
         )
     axes.axvline(limit / unit, color="#b2182b", linewidth=1.5)
     axes.axvline(limit * (1 - plan.machine.margin) / unit, color="#b2182b", linewidth=1, linestyle=":")
-    axes.set_yticks(range(len(shown)), [_label(planned) for planned in shown], fontsize=8)
+    axes.set_yticks(range(len(shown)), [_label_of_bar(planned) for planned in shown], fontsize=8)
     axes.set_ylim(len(shown) - 0.4, -0.6)
     axes.set_xlim(0, end)
     memory = "the solid line is its memory, the dotted line what a plan may use"
@@ -94,6 +94,6 @@ def _shown_sizes(estimate: Estimate) -> dict[str, float]:
     return sizes
 
 
-def _label(planned: PlannedLayout) -> str:
+def _label_of_bar(planned: PlannedLayout) -> str:
     again = {"": "", "selective": ", selective", "full": ", recomputing"}[planned.recomputes]
     return f"{planned.layout.name}{again}, {planned.num_samples} x {planned.num_micro_batches}"

@@ -20,20 +20,20 @@ import torch
 from ....common.console import say
 from ....common.errors import ConfigError
 from ....common.process_memory import peak_of_process
-from ....common.table import fitted
+from ....common.table import render_fitted_table
 from ....common.units import in_units
 from ....strategies.launch.launcher import launch_all
 from ....strategies.placement import BY_NAME, is_auto
 from ....strategies.registry import find_strategy
 from ...data.seed import seed_everything
-from ...planning.profiling import building, lacks_values, needs_values
+from ...planning.profiling import build_without_memory, lacks_values, needs_values
 from ...planning.rehearsal import RehearsedStrategy, as_rank
 from ...planning.rehearsed_rank import RehearsedRank, TakeNotes
 from ...trainer import Trainer
 from ..config import build_module, check_config
 from ..config_file import load_config
-from ..instantiate import build
-from ..output import printable, terminal_width
+from ..instantiate import build_targets
+from ..output import make_printable, terminal_width
 
 _KEPT: Final = (
     *("precision", "gradient_clip_val", "gradient_clip_algorithm", "max_steps", "max_epochs"),
@@ -78,8 +78,8 @@ def run(options: argparse.Namespace) -> int:
     sys.path[:0] = [str(Path(options.config).resolve().parent), str(Path.cwd())]
     check_config(config)
     trainer = dict(config.values.get("trainer") or {})
-    nodes = _number("--nodes", options.nodes, trainer.get("num_nodes", 1))
-    nproc = _number("--nproc", options.nproc, trainer.get("devices"))
+    nodes = _check_number("--nodes", options.nodes, trainer.get("num_nodes", 1))
+    nproc = _check_number("--nproc", options.nproc, trainer.get("devices"))
     ranks = options.rank or [0]
     wrong = [rank for rank in ranks if not 0 <= rank < nodes * nproc]
     if wrong:
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
     # torch keeps much of a rank's mesh for the life of the process
     noted = [
         launch_all(
-            partial(_rehearsed, config.values, trainer, rank, nodes, nproc, shows=options.traceback),
+            partial(_rehearse_rank, config.values, trainer, rank, nodes, nproc, shows=options.traceback),
             num_processes=1,
             timeout=_SECONDS,
         )[0]
@@ -98,18 +98,18 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         say(json.dumps(as_json(noted)))
     else:
-        say(printable("\n\n".join(render(one, nproc, terminal_width()) for one in noted)))
+        say(make_printable("\n\n".join(render_findings(one, nproc, terminal_width()) for one in noted)))
     return 1 if any(one.problems for one in noted) else 0
 
 
-def _number(argument: str, given: int | None, of_config: object) -> int:
+def _check_number(argument: str, given: int | None, of_config: object) -> int:
     number = of_config if given is None else given
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise ConfigError(f"{argument} must be >= 1, got {number!r}; give the number in the run to rehearse.")
     return number
 
 
-def _rehearsed(
+def _rehearse_rank(
     values: Mapping[str, object], trainer: Mapping[str, object], rank: int, nodes: int, nproc: int, *, shows: bool
 ) -> RehearsedRank:
     """Rehearse one rank; what would end its run is noted as a problem."""
@@ -120,12 +120,12 @@ def _rehearsed(
     try:
         # what the user's code prints is not part of the answer
         with redirect_stdout(sys.stderr), as_rank(rank, nodes * nproc, nproc) as mode:
-            given = build(trainer.get("strategy", "auto"), "trainer.strategy")
+            given = build_targets(trainer.get("strategy", "auto"), "trainer.strategy")
             inner = find_strategy("ddp" if is_auto(given) else given, BY_NAME)()
             noted.strategy = given if isinstance(given, str) else type(inner).__name__
             strategy = RehearsedStrategy(inner, mode)
             doing = ""
-            _fit(values, trainer, strategy, noted, (nodes, nproc))
+            _rehearse_fit(values, trainer, strategy, noted, (nodes, nproc))
     # whatever a step raises would end the run
     except Exception as error:  # noqa: BLE001
         if shows:
@@ -139,7 +139,7 @@ def _rehearsed(
     return noted
 
 
-def _fit(
+def _rehearse_fit(
     values: Mapping[str, object],
     given: Mapping[str, object],
     strategy: RehearsedStrategy,
@@ -148,13 +148,13 @@ def _fit(
 ) -> None:
     nodes, nproc = size
     began = time.perf_counter()
-    kept: dict[str, Any] = build({name: given[name] for name in _KEPT if name in given}, "trainer")
-    notes = TakeNotes(noted, strategy, kept, _seeded(values))
+    kept: dict[str, Any] = build_targets({name: given[name] for name in _KEPT if name in given}, "trainer")
+    notes = TakeNotes(noted, strategy, kept, _set_seed(values))
     quiet: dict[str, Any] = {"accelerator": "cpu", "devices": nproc, "num_nodes": nodes, "barebones": True}
     trainer = Trainer(**quiet, **kept, limit_val_batches=0, strategy=strategy, callbacks=[notes])
-    with building(strategy.mode):
+    with build_without_memory(strategy.mode):
         module = build_module(values)
-    data = build(values.get("data"), "data")
+    data = build_targets(values.get("data"), "data")
     noted.seconds["build"] = time.perf_counter() - began
     trainer.fit(module, datamodule=data)
     if not noted.num_steps and not noted.problems:
@@ -163,7 +163,7 @@ def _fit(
         )
 
 
-def _seeded(values: Mapping[str, Any]) -> int:
+def _set_seed(values: Mapping[str, Any]) -> int:
     if values.get("seed") is not None:
         seed_everything(values["seed"], verbose=False)
     return torch.initial_seed()
@@ -194,12 +194,12 @@ def as_json(noted: Sequence[RehearsedRank]) -> dict[str, object]:
     return {"runs": not any(one.problems for one in noted), "ranks": ranks}
 
 
-def render(noted: RehearsedRank, nproc: int, width: int | None = None) -> str:
+def render_findings(noted: RehearsedRank, nproc: int, width: int | None = None) -> str:
     """Return the findings about a rank as text."""
     lines = [f"Rank {noted.rank} of {noted.world_size:,}, strategy {noted.strategy}"]
     lines[0] += f": {noted.rank % nproc} on node {noted.node_rank}" if noted.axes or noted.groups else ""
     rows = [*_of_layout(noted), *_of_samples(noted), *_of_module(noted), *_of_step(noted), *_of_files(noted)]
-    lines += [fitted(["", ""], rows, "<<", width)] if rows else []
+    lines += [render_fitted_table(["", ""], rows, "<<", width)] if rows else []
     lines += [f"Note: {warning}" for warning in noted.warnings]
     verdict = "It would fail." if noted.is_known else "It cannot be rehearsed."
     lines += [f"{verdict} {problem}" for problem in noted.problems]

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Final
 
 from ....common.errors import ConfigError
-from ....lightning.port import Ported, port
+from ....lightning.port import Ported, port_program
 from ....strategies.state.regular_file import read_regular
-from ..output import counted, printable
+from ..output import make_printable, with_noun
 
 _LARGEST: Final = 16 << 20
 """Bytes of a program."""
@@ -46,33 +46,33 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ConfigError: for a file that cannot be read or ported.
     """
-    sources = {file: _read(file) for file in options.files}
-    ported = {file: port(source, str(file)) for file, (source, _) in sources.items()}
+    sources = {file: _read_program(file) for file in options.files}
+    ported = {file: port_program(source, str(file)) for file, (source, _) in sources.items()}
     for file, result in ported.items():
         source, encoding = sources[file]
         if options.write:
-            _write(file, result.source, encoding)
+            _write_program(file, result.source, encoding)
         else:
-            print(printable("".join(_diff(source, result.source, str(file)))), end="")
+            print(make_printable("".join(_diff_lines(source, result.source, str(file)))), end="")
         _print_notes(file, result)
     return 0
 
 
 def _print_notes(file: Path, result: Ported) -> None:
     for note in result.notes:
-        print(printable(f"{file}:{note.line}: {note.kind}: {note.text}"))
+        print(make_printable(f"{file}:{note.line}: {note.kind}: {note.text}"))
     departing = sum(note.kind == "departs" for note in result.notes)
     missing = len(result.notes) - departing
     print(
-        printable(
-            f"{file}: {counted(result.num_changes, 'place')} changed, {counted(departing, 'note')} on differences, "
+        make_printable(
+            f"{file}: {with_noun(result.num_changes, 'place')} changed, {with_noun(departing, 'note')} on differences, "
             f"{missing} on missing counterparts"
         ),
         file=sys.stderr,
     )
 
 
-def _read(file: Path) -> tuple[str, str]:
+def _read_program(file: Path) -> tuple[str, str]:
     """Return the text of a program, with its line ends unchanged, and its encoding."""
     if file.is_dir():
         raise ConfigError(f"FILE must be a Python file, got the folder {str(file)!r}; give its files: {file}/*.py.")
@@ -95,14 +95,14 @@ def _read(file: Path) -> tuple[str, str]:
         ) from None
 
 
-def _write(file: Path, source: str, encoding: str) -> None:
+def _write_program(file: Path, source: str, encoding: str) -> None:
     try:
         file.write_bytes(source.encode(encoding))
     except OSError as error:
         raise ConfigError(f"{str(file)!r} must be writable, found {error.strerror}; check its permissions.") from None
 
 
-def _diff(before: str, after: str, name: str) -> list[str]:
+def _diff_lines(before: str, after: str, name: str) -> list[str]:
     lines = difflib.unified_diff(
         before.splitlines(keepends=True), after.splitlines(keepends=True), f"{name} (Lightning)", f"{name} (Echelon)"
     )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import yaml
 
-from echelon.trainer.cli.render import render
+from echelon.trainer.cli.render import render_target
 
 ROOT = Path(__file__).parents[4]
 CLUSTER = ROOT / "tests" / "trainer" / "cli" / "manifests" / "golden" / "cluster.yaml"
@@ -28,4 +28,4 @@ def config(folder, deploy):
 
 def documents(target, path, *overrides):
     """Return what is printed for a target, read as YAML: the objects by their kinds."""
-    return {one["kind"]: one for one in yaml.safe_load_all(render(target, path, overrides))}
+    return {one["kind"]: one for one in yaml.safe_load_all(render_target(target, path, overrides))}

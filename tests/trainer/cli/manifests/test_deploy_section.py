@@ -11,7 +11,7 @@ from echelon.common.errors import ConfigError
 from echelon.trainer.cli import launch
 from echelon.trainer.cli.config_file import load_config, read_config
 from echelon.trainer.cli.main import main
-from echelon.trainer.cli.render import render
+from echelon.trainer.cli.render import render_target
 
 
 def container(objects):
@@ -47,12 +47,12 @@ def container(objects):
 )
 def test_a_wrong_value_is_named_with_what_to_do(deploy, message, tmp_path):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        render("slurm", config(tmp_path, deploy))
+        render_target("slurm", config(tmp_path, deploy))
 
 
 def test_a_section_that_holds_no_keys_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="deploy=3 must hold keys and values; write, for example, deploy"):
-        render("slurm", config(tmp_path, 3))
+        render_target("slurm", config(tmp_path, 3))
 
 
 @pytest.mark.parametrize("target", ["compose", *ON_KUBERNETES])
@@ -84,13 +84,13 @@ def test_a_misspelt_section_is_found(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("deply: {nodes: 3}")
     with pytest.raises(ConfigError, match=r"deply=.* is not a key of a config. Did you mean 'deploy'\?"):
-        render("slurm", str(path))
+        render_target("slurm", str(path))
 
 
 def test_what_yaml_would_count_by_sixties_is_text_or_refused(tmp_path):
     path = config(tmp_path, {})
-    assert "--nodes=1-4\n" in render("slurm", path, ["deploy.nodes=1:4"])
-    assert "--time=12:30:00\n" in render("slurm", path, ["deploy.time=12:30:00"])
+    assert "--nodes=1-4\n" in render_target("slurm", path, ["deploy.nodes=1:4"])
+    assert "--time=12:30:00\n" in render_target("slurm", path, ["deploy.time=12:30:00"])
     assert load_config(path, ["deploy.nodes=2:3"]).values["deploy"] == {"nodes": "2:3"}
     (tmp_path / "config.yaml").write_text("# two lines\ndeploy:\n  nodes: 1:4\n")
     with pytest.raises(ConfigError, match=r'line 3: YAML reads 1:4 as a number; write "1:4"'):
@@ -98,7 +98,7 @@ def test_what_yaml_would_count_by_sixties_is_text_or_refused(tmp_path):
 
 
 def test_the_time_of_slurm_may_be_minutes(tmp_path):
-    assert "--time=90\n" in render("slurm", config(tmp_path, {}), ["deploy.time=90"])
+    assert "--time=90\n" in render_target("slurm", config(tmp_path, {}), ["deploy.time=90"])
 
 
 @pytest.mark.parametrize("nodes", [1, 3, "2:5"])
@@ -156,13 +156,13 @@ def test_nodes_that_keep_their_runs_in_a_store_share_no_volume(target):
 
 
 def test_a_store_is_named_by_the_section_or_by_the_config(tmp_path):
-    script = render("slurm", str(STORE), ["deploy.runs=gs://other/runs"])
+    script = render_target("slurm", str(STORE), ["deploy.runs=gs://other/runs"])
     assert "trainer.default_root_dir=gs://other/runs/digits" in script
-    file = yaml.safe_load(render("compose", str(STORE)))
+    file = yaml.safe_load(render_target("compose", str(STORE)))
     assert "volumes" not in file and "volumes" not in file["services"]["node"]
     assert file["services"]["node"]["env_file"] == ["bucket-credentials"]
     with pytest.raises(ConfigError, match=r"deploy\.runs='s4://bucket/runs' has the scheme 's4'"):
-        render("slurm", config(tmp_path, {"runs": "s4://bucket/runs"}))
+        render_target("slurm", config(tmp_path, {"runs": "s4://bucket/runs"}))
 
 
 @pytest.mark.parametrize("target", ON_KUBERNETES)
@@ -182,4 +182,4 @@ def test_a_program_of_ones_own_runs_in_place_of_the_config(tmp_path):
     deploy = {"image": "a", "program": ["train.py", "--lr", "$(0.1)"]}
     command = container(documents("indexed-job", config(tmp_path, deploy)))[0]["command"]
     assert command[-3:] == ["train.py", "--lr", "$$(0.1)"]
-    assert render("slurm", config(tmp_path, deploy)).count("train.py --lr '$(0.1)' &\n") == 1
+    assert render_target("slurm", config(tmp_path, deploy)).count("train.py --lr '$(0.1)' &\n") == 1

@@ -12,7 +12,7 @@ from kubeflow_trainer_api.models import TrainerV1alpha1TrainingRuntime, TrainerV
 from kubernetes.client import models as kubernetes_v1
 from printed import CLUSTER, ON_KUBERNETES, ROOT, STORE, config, documents
 
-from echelon.trainer.cli.render import render
+from echelon.trainer.cli.render import render_target
 
 VERSIONS = ("1.31", "1.37")  # the first that has all of it switched on, and the last whose schema there is
 SPECIAL = {"PyTorchJob", "TrainJob", "TrainingRuntime"}
@@ -60,7 +60,7 @@ def test_a_trainjob_and_its_runtime_have_the_fields_of_the_trainers_own_models(p
 @pytest.mark.parametrize("path", CONFIGS)
 def test_a_compose_file_is_valid_by_the_compose_specification(path):
     schema = files("check_jsonschema") / "builtin_schemas" / "vendor" / "compose-spec.json"
-    jsonschema.validate(yaml.safe_load(render("compose", path)), json.loads(schema.read_text()))
+    jsonschema.validate(yaml.safe_load(render_target("compose", path)), json.loads(schema.read_text()))
 
 
 @pytest.mark.parametrize(

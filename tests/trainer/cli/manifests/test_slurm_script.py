@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from printed import CLUSTER, ROOT, config
 
-from echelon.trainer.cli.render import render
+from echelon.trainer.cli.render import render_target
 
 SCRIPTS = [ROOT / "deploy" / "train.sbatch", CLUSTER.with_suffix("") / "train.sbatch"]
 SRUN = """
@@ -142,7 +142,7 @@ def test_a_job_without_a_place_to_meet_starts_no_node(folder):
 def test_one_node_needs_nothing_to_meet_at(folder):
     script = folder / "one.sbatch"
     overrides = ["module.lr=0.1", "deploy.name=second"]
-    text = render("slurm", config(folder, {"gpus": 4, "runs": "my runs"}), overrides)
+    text = render_target("slurm", config(folder, {"gpus": 4, "runs": "my runs"}), overrides)
     script.write_text(text)
     assert end(start(folder, script, CODE="0", SLURM_JOB_NUM_NODES="1"), folder) == 0
     (agent,) = (folder / "echelon-launch").read_text().splitlines()
