@@ -53,7 +53,8 @@ class GradientAccumulationScheduler(Callback):
         if not getattr(module, "automatic_optimization", True):
             raise ConfigError(
                 "GradientAccumulationScheduler needs automatic optimization, got "
-                f"{type(module).__name__} with automatic_optimization=False; accumulate in training_step instead."
+                f"{type(module).__name__} with automatic_optimization=False; set that to True, or accumulate in "
+                "training_step."
             )
         if trainer.accumulate_grad_batches != 1:
             raise ConfigError(

@@ -22,7 +22,7 @@ from ..trainer.trainer import Trainer
 from .extras.loggers import BY_NAME
 from .extras.plugins import PrecisionPlugin, precision_plugin, settings_of
 from .extras.saved_callbacks import SaverRead
-from .extras.strategy_read import shown
+from .extras.strategy_read import add_what_is_read
 from .fit_loop import EvaluationLoop, FitLoop, PredictionLoop
 from .parts import (
     Accelerator,
@@ -49,7 +49,7 @@ class AssignableState(TrainerState):
         fields: the values.
     """
 
-    def __init__(self, assigned: dict[str, Any], fields: Mapping[str, Any]) -> None:
+    def __init__(self, assigned: dict[str, object], fields: Mapping[str, Any]) -> None:
         super().__init__(**fields)
         self.__dict__["_assigned"] = assigned
 
@@ -59,7 +59,7 @@ class AssignableState(TrainerState):
 
     __hash__ = TrainerState.__hash__
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         self.__dict__["_assigned"][name] = self.__dict__[name] = value
 
 
@@ -100,7 +100,7 @@ class LightningTrainer(Trainer):
     """
 
     saves_single_files = True
-    runner_kind = LightningRunner
+    _runner_kind = LightningRunner
     keeps_classes = True  # libraries call them: hyper_parameters["encoder"].pop("cls")(...)
     _assigned_datamodule: DataModule | None = None
 
@@ -123,7 +123,7 @@ class LightningTrainer(Trainer):
         if isinstance(given, Accelerator):
             settings["accelerator"] = given.name()
         self._assigned_after: Any = None
-        self._assigned_state: dict[str, Any] = {}
+        self._assigned_state: dict[str, object] = {}
         super().__init__(**settings)
         # not used to read or write: libraries only look at it
         self.strategy.checkpoint_io = files[0] if files else TorchCheckpointIO()  # type: ignore[attr-defined]
@@ -131,7 +131,7 @@ class LightningTrainer(Trainer):
     @property
     def strategy(self) -> Strategy:
         """The strategy, with the module and the optimizers that programs read of it."""
-        return shown(super().strategy, self)
+        return add_what_is_read(super().strategy, self)
 
     @property
     def accelerator(self) -> Accelerator:
@@ -224,7 +224,7 @@ class LightningTrainer(Trainer):
 
     @state.setter
     def state(self, value: TrainerState) -> None:
-        fields = {"status": value.status, "fn": value.fn, "stage": value.stage}
+        fields: dict[str, object] = {"status": value.status, "fn": value.fn, "stage": value.stage}
         self._assigned_after, self._assigned_state = self._runner.current, fields
 
     training = _stage_property(RunningStage.TRAINING)

@@ -54,12 +54,11 @@ class Trainer(TrainerArguments, TrainerAttributes, Checkpoints, Trials):
         trainer.callback_metrics["val_loss"]
     """
 
-    runner_kind: ClassVar[type[Runner]] = Runner
-    """What carries out the requests."""
+    _runner_kind: ClassVar[type[Runner]] = Runner  # carries out the requests
 
     def _begin(self, settings: Settings) -> None:
         run: Run = self
-        self._runner = self.runner_kind(settings.effective(), run, self._loggers_by_name())
+        self._runner = self._runner_kind(settings.effective(), run, self._loggers_by_name())
 
     def _loggers_by_name(self) -> LoggersByName:
         """Return what makes a logger that is given by its name."""
@@ -406,10 +405,8 @@ class Trainer(TrainerArguments, TrainerAttributes, Checkpoints, Trials):
     @property
     def predictions(self) -> Sequence[Any] | None:
         current = self._runner.current
-        if current is None or current.predictions is None:
-            return None
-        collected = current.predictions.outputs
-        return collected[0] if len(collected) == 1 else collected
+        collected = None if current is None or current.predictions is None else current.predictions.outputs
+        return collected[0] if collected is not None and len(collected) == 1 else collected
 
     @property
     def batch_indices(self) -> Sequence[int]:

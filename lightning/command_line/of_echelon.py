@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
+from ...common.internals.config_paths import find_import_paths
 from ..extras.utilities import KNOWN_AS
 
 _OWN: Final = "OfEchelon"
@@ -18,7 +19,7 @@ def _bases() -> dict[str, type]:
     return found
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> type:
     bases = _bases()
     if name not in bases:
         raise AttributeError(name)
@@ -27,9 +28,7 @@ def __getattr__(name: str) -> Any:
 
 def let_short_names_mean_lightnings() -> None:
     """Tell jsonargparse another path of each of Echelon's classes: two of one name would be ambiguous."""
-    from jsonargparse import _util as paths
-
-    resolved = getattr(paths, "resolved_import_paths", None)
-    if resolved is not None:  # some versions have none, and need a class_path
+    paths = find_import_paths()
+    if paths is not None:  # some versions have none, and need a class_path
         for name, base in _bases().items():
-            resolved.add(base, f"{__name__}.{name}")
+            paths.add(base, f"{__name__}.{name}")

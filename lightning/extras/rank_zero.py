@@ -39,7 +39,7 @@ class RankZeroOnly:
         self._assigned: int | None = None
         self._was: int | None = None
 
-    def __call__(self, fn: Callable[..., Any] | None = None, default: Any = None) -> Any:
+    def __call__(self, fn: Callable[..., object] | None = None, default: object = None) -> Any:
         """Decorate a function so that only rank 0 runs it; it returns `default` on the others."""
         if fn is None:
             return partial(self, default=default)

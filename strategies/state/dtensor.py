@@ -225,11 +225,8 @@ def whole_on_cpu(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         if tensor is not None:
             found = whole_tensor(tensor) if is_dtensor(tensor) else tensor
-            if is_wrapper(found):
-                whole[name] = copy_wrapped(found, "cpu")
-                continue
-            dense = found.detach().to_dense() if found.is_sparse else found.detach()
-            whole[name] = dense.to("cpu", copy=True)
+            dense = found.to_dense() if found.is_sparse else found
+            whole[name] = copy_wrapped(dense, "cpu") if is_wrapper(dense) else dense.detach().to("cpu", copy=True)
     return whole
 
 
@@ -258,7 +255,7 @@ def whole_tensor(tensor: DTensor) -> Tensor:
     # a tensor that is offloaded to the CPU is moved to the device on which its mesh communicates
     local = local_shard(tensor).to(mesh.device_type)
     if mesh.ndim == 1:
-        return _gather_one_axis(local, mesh, tensor.placements[0], tensor.shape)
+        return _gather_axis(local, mesh, tensor.placements[0], tensor.shape)
     names, place = mesh.mesh_dim_names or (), mesh.get_coordinate() or ()
     shape, steps = list(tensor.shape), []
     for dim in range(tensor.dim()):
@@ -268,7 +265,7 @@ def whole_tensor(tensor: DTensor) -> Tensor:
             shape[dim] = shard_size(shape[dim], mesh.shape[axis], split_factor, place[axis])
     local = local if local.numel() else local.new_empty(shape)  # fully_shard gives an empty shard an odd shape
     for submesh, placement, whole in reversed(steps):
-        local = _gather_one_axis(local, submesh, placement, whole)
+        local = _gather_axis(local, submesh, placement, whole)
     return local
 
 
@@ -296,7 +293,7 @@ def _join_wrapped_shards(tensor: DTensor) -> Tensor:
         inner = {
             name: held
             if name in rule.shared or not held.dim()
-            else _gather_one_axis(
+            else _gather_axis(
                 held.to(mesh.device_type), axis, Shard(0), torch.Size((held.shape[0] * number, *held.shape[1:]))
             )
             for name, held in parts.tensors.items()
@@ -306,7 +303,7 @@ def _join_wrapped_shards(tensor: DTensor) -> Tensor:
     return whole
 
 
-def _gather_one_axis(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.Size) -> Tensor:
+def _gather_axis(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.Size) -> Tensor:
     """Return a whole tensor that is sharded over a mesh of one axis. Collective: the ranks of the mesh call it."""
     from torch.distributed.tensor import DTensor
 
