@@ -57,5 +57,11 @@ def is_split_by_node(dataset: object) -> bool:
 
 
 def is_shuffled(dataset: object) -> bool:
-    """Return whether ``shuffle`` of datasets has made a stream (`_shuffling`; datasets 5.2.0 has none)."""
-    return getattr(dataset, "_shuffling", None) is not None
+    """Return whether ``shuffle`` of datasets has made a stream, or one that it was made from.
+
+    It notes that in `_shuffling`; datasets 5.2.0 instead in what it reads from (`_ex_iterable`, by its class).
+    """
+    source = getattr(dataset, "_ex_iterable", None)
+    while source is not None and "Shuffled" not in type(source).__name__:
+        source = getattr(source, "ex_iterable", None)
+    return source is not None or getattr(dataset, "_shuffling", None) is not None

@@ -58,6 +58,19 @@ def test_shards_are_dealt_to_ranks_and_workers(layout):
     assert shuffled[0] != shuffled[1]
 
 
+@pytest.mark.parametrize("change", [lambda data: data, lambda data: data.map(dict).filter(bool).take(SIZE)])
+def test_shards_of_a_shuffled_stream_are_read_at_random(change):
+    def one_by_one():
+        return change(datasets.IterableDataset.from_generator(numbers, gen_kwargs={"shards": list(range(8))}))
+
+    in_order = read(one_by_one, (1, 0))
+    shuffled = [read(lambda: change(one_by_one().shuffle(3, buffer_size=1)), (1, 0), epoch=epoch) for epoch in (0, 1)]
+    assert in_order == [number for first in range(8) for number in range(first, SIZE, 8)]
+    assert [sorted(epoch) for epoch in shuffled] == [list(range(SIZE))] * 2
+    assert in_order not in shuffled
+    assert shuffled[0] != shuffled[1]
+
+
 @pytest.mark.filterwarnings("ignore:IterableDataset is dealt batch by batch")
 @pytest.mark.parametrize("layout", [(2, 0), (2, 2), (1, 2)])
 def test_one_shard_is_dealt_batch_by_batch(layout):
