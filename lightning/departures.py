@@ -269,6 +269,7 @@ UNSEEN: Final = frozenset(
         "AdvancedProfiler and PyTorchProfiler outside a run",
         "step of an optimizer's class",
         "A scheduler without step() in manual optimization",
+        "What training_step returns in manual optimization",
         "Fabric's module.logger without a logger",
         "limit_val_batches=3, limit_test_batches and limit_predict_batches on several ranks",
     }

@@ -66,10 +66,9 @@ class AssignableState(TrainerState):
 class LightningRunner(Runner):
     """A `Runner` whose hooks get the method as one of Lightning's enum, in ``setup(stage)`` and ``teardown(stage)``."""
 
-    def execute(self, work: Work, request: Request) -> Any:
+    def execute(self, work: Work, request: Request) -> object:
         """Do the work in this process, or in processes of its own."""
-        task: Any = TrainerFn(request.task)
-        return super().execute(work, replace(request, task=task))
+        return super().execute(work, replace(request, task=TrainerFn(request.task)))  # type: ignore[arg-type]
 
 
 def _stage_property(stage: RunningStage) -> property:
@@ -127,6 +126,10 @@ class LightningTrainer(Trainer):
         super().__init__(**settings)
         # not used to read or write: libraries only look at it
         self.strategy.checkpoint_io = files[0] if files else TorchCheckpointIO()  # type: ignore[attr-defined]
+
+    def __getstate__(self) -> dict[str, object]:
+        """Leave out what was assigned after the last run, which stays in this process."""
+        return {**self.__dict__, "_assigned_after": None, "_assigned_state": {}}
 
     @property
     def strategy(self) -> Strategy:

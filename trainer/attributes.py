@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 import torch
 
@@ -83,6 +83,8 @@ class TrainerAttributes(metaclass=_Names):
     """Lightning's names for the state, the parts and the processes of a run; read-only unless noted."""
 
     _runner: Runner
+    _runner_kind: ClassVar[type[Runner]] = Runner
+    """What carries out the requests."""
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute, or a setting of later runs; warn of a misspelt one, which no run would read.

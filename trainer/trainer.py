@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Never
+from typing import Any, Never
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -30,7 +30,6 @@ from .request import Request, evaluation_request, unwrap_compiled
 from .result import EndedRun
 from .resume.changed_settings import Winner
 from .resume.take_snapshot import take_snapshot
-from .runner import Runner
 from .session.arguments import TrainerArguments
 from .session.profiler import Profiler
 from .session.session import Session, Task
@@ -53,8 +52,6 @@ class Trainer(TrainerArguments, TrainerAttributes, Checkpoints, Trials):
         trainer.fit(module, train_loader, val_loader)
         trainer.callback_metrics["val_loss"]
     """
-
-    _runner_kind: ClassVar[type[Runner]] = Runner  # carries out the requests
 
     def _begin(self, settings: Settings) -> None:
         run: Run = self

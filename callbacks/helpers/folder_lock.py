@@ -43,12 +43,13 @@ class FolderLock:
     def __init__(self) -> None:
         self._path = Path()
         self._descriptor = -1
-        self._has_made_folder = False
+        self._keeps_folder = False
         self._in_store: StoreLock | None = None
         self._own: dict[str, Any] = {}
 
     def take_for(self, trainer: Run, folder: AnyPath) -> None:
-        """Lock a folder for a run; see `take`."""
+        """Lock a folder for a run; see `take`. One that is there already stays, whatever is saved."""
+        self._keeps_folder = isinstance(folder, Path) and folder.exists()
         supervisor = trainer.strategy.launcher.supervisor
         if supervisor is None:
             self.take(folder, run=id(trainer))
@@ -80,7 +81,6 @@ class FolderLock:
         if not hasattr(os, "O_DIRECTORY"):  # Windows: no folder can be opened, and no such lock is there
             return
         try:
-            self._has_made_folder = not folder.exists()
             while True:
                 folder.mkdir(parents=True, exist_ok=True)
                 with contextlib.suppress(FileNotFoundError), _hold_alone(folder):  # removed by the run that held it
@@ -101,7 +101,7 @@ class FolderLock:
             self.release()
 
     def release(self) -> None:
-        """Release the lock, and remove its file, and a folder that it has made and nothing was saved into."""
+        """Release the lock, and remove its file, and an empty folder that was not there before the run."""
         if self._in_store is not None:
             lock, self._in_store = self._in_store, None
             lock.release()
@@ -109,7 +109,7 @@ class FolderLock:
             with contextlib.suppress(OSError), _hold_alone(self._path.parent):
                 if os.path.samestat(os.fstat(self._descriptor), self._path.stat()):  # no other round has taken it over
                     self._path.unlink()
-                if self._has_made_folder:
+                if not self._keeps_folder:
                     self._path.parent.rmdir()
             descriptor, self._descriptor = self._descriptor, -1
             with contextlib.suppress(OSError):  # the descriptor is released anyway

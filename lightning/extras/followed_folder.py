@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, TypeVar
 
 from ...trainer.loggers.base import FolderLogger, VersionFolder
 
 _FOLLOWED: Final = ("name", "version", "save_dir", "root_dir", "sub_dir", "log_dir")
 _PACKAGE: Final = __name__.partition(".")[0]
+T = TypeVar("T")
 
 
 def follow(logger: FolderLogger, folder: VersionFolder) -> VersionFolder:
@@ -39,12 +40,13 @@ class FollowedFolder(VersionFolder):
         if overridden & {"version", "log_dir"}:
             self._is_numbered_by_us = False
 
-    def _of_logger(self, name: str, own: Callable[[], Any]) -> Any:
+    def _of_logger(self, name: str, own: Callable[[], T]) -> T:
         if name not in self._overridden or name in self._asked:
             return own()
         self._asked.add(name)
         try:
-            return getattr(self._logger, name)
+            found: T = getattr(self._logger, name)
+            return found
         finally:
             self._asked.remove(name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from ...trainer.loggers import MLFlowLogger as MLFlowLoggerOfEchelon
 from ...trainer.loggers import TensorBoardLogger as TensorBoardLoggerOfEchelon
 from ...trainer.loggers import WandbLogger as WandbLoggerOfEchelon
 from ...trainer.loggers.base import FolderLogger
+from ...trainer.loggers.dummy import DummyExperiment
 from ...trainer.loggers.wandb import default_project
 from .followed_folder import follow
 from .utilities import known_as
@@ -109,8 +111,8 @@ class _WithHparamsFile(_Named, FolderLogger):
 
     NAME_HPARAMS_FILE: ClassVar[str] = "hparams.yaml"
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
         self._folder = follow(self, self._folder)
 
     def _write_hparams(self) -> None:
@@ -135,6 +137,11 @@ class LightningCSVLogger(_WithHparamsFile, CSVLoggerOfEchelon):
     ) -> None:
         super().__init__(save_dir, name, version, prefix, flush_logs_every_n_steps)
 
+    @property
+    def experiment(self) -> Any:
+        """The logger itself; on ranks that write nothing, an object that accepts every call."""
+        return DummyExperiment() if self._is_silent else super().experiment
+
     def save(self) -> None:
         """Write the rows that are still in memory, and the hyper-parameters."""
         super().save()
@@ -157,7 +164,8 @@ class LightningTensorBoardLogger(_WithHparamsFile, TensorBoardLoggerOfEchelon):
         sub_dir: str | Path | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(save_dir, name, version, log_graph, default_hp_metric, prefix, sub_dir=sub_dir)
+        folder = os.path.expandvars(save_dir)  # as Lightning does, for this logger alone
+        super().__init__(folder, name, version, log_graph, default_hp_metric, prefix, sub_dir=sub_dir)
         self._writer_options.update(kwargs)
 
     def save(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -36,10 +37,10 @@ LEFT_OUT = (
 
 KINDS = {
     "inside": "look inside Lightning: private names, its loop objects, mocks of its functions, simulated devices",
-    "departs": "meet a departure of the tables above",
-    "words": "assert Lightning's words, or the type of its error",
+    "departs": "meet a row of the tables above, most of them a departure",
+    "words": "assert Lightning's words: of an error, of the log, or a warning that is its own",
     "missing": "use a name that Echelon does not have",
-    "lightning": "fail on Lightning as well, on this machine",
+    "lightning": "fail on Lightning as well, or need a package that is not installed",
 }
 """The kinds of decisions."""
 
@@ -82,6 +83,15 @@ def decisions(path: Path = DECISIONS) -> list[Decision]:
 def results(path: Path) -> list[Result]:
     """Return the results of an earlier run."""
     return [Result(*line.split("\t")) for line in path.read_text().splitlines()[1:]]
+
+
+def rows() -> set[str]:
+    """Return the first cells of the tables that compare the two frameworks, as plain text."""
+    pages = [(HERE.parents[1] / name).read_text() for name in ("docs/lightning.md", "README.md")]
+    cells = [
+        line.split(" | ")[0].removeprefix("| ") for page in pages for line in page.splitlines() if line[:2] == "| "
+    ]
+    return {re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", cell).replace("`", "") for cell in cells}
 
 
 # --- running ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 import warnings
@@ -20,6 +21,11 @@ from echelon.lightning.command_line.cli import LightningCLI
 from echelon.lightning.demos.boring import BoringModel
 
 pl = L.pytorch
+
+
+@pytest.fixture(autouse=True)
+def a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
 def trainer(**settings: Any) -> Any:
@@ -46,7 +52,7 @@ class Counted(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("profiler", [None, "simple"])
-def test_step_passes_arguments_of_an_optimizer_on_and_returns_its_loss(profiler: str | None) -> None:
+def test_step_passes_arguments_of_an_optimizer_on_and_returns_its_loss(profiler: str | None, tmp_path: Path) -> None:
     class Model(BoringModel):
         def __init__(self) -> None:
             super().__init__()
@@ -68,7 +74,7 @@ def test_step_passes_arguments_of_an_optimizer_on_and_returns_its_loss(profiler:
             optimizer = Counted(self.parameters(), lr=0.1)
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
-    model, own = Model(), trainer(profiler=profiler)
+    model, own = Model(), trainer(profiler=profiler, default_root_dir=tmp_path)
     own.fit(model)
     (optimizer,) = own.strategy.optimizers
     assert optimizer.factors == [1.0, 2.0]
@@ -156,6 +162,21 @@ def test_the_module_of_a_launched_fit_that_failed_is_still_the_trainers() -> Non
     assert isinstance(own.strategy, pl.strategies.DDPStrategy)
 
 
+def test_a_trainer_that_has_run_can_be_pickled() -> None:
+    own = trainer()
+    own.fit(BoringModel())
+    assert own.state.finished
+    assert pickle.loads(pickle.dumps(own)).max_epochs == 1
+
+
+@pytest.mark.parametrize(("value", "is_refused"), [(float("inf"), True), (float("-inf"), False), (float("nan"), False)])
+def test_an_infinite_loss_is_a_spike_also_where_it_may_be_infinite(value: float, is_refused: bool) -> None:
+    detection = pl.callbacks.SpikeDetection(finite_only=False, exclude_batches_path="skipped.json")._detection
+    detection._losses.append(1.0)
+    detection.last_val = 1.0
+    assert detection._is_spike(value) is is_refused
+
+
 # --- folders and files ---
 
 
@@ -182,13 +203,20 @@ def test_a_logger_that_overrides_its_properties_writes_where_they_say(tmp_path: 
     assert (tmp_path / "b" / "flat" / "checkpoints").is_dir() and not (tmp_path / "b" / "lightning_logs").exists()
 
 
+def test_a_tensorboard_logger_expands_variables_in_its_folder(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("MY_RUNS", str(tmp_path))
+    assert pl.loggers.TensorBoardLogger("$MY_RUNS/logs", version=0).log_dir == str(
+        tmp_path / "logs" / "lightning_logs" / "version_0"
+    )
+
+
 def test_a_folder_that_was_there_stays_when_nothing_is_saved_into_it(tmp_path: Path) -> None:
-    for folder in (tmp_path / "mine", tmp_path / "new"):
+    for folder in (tmp_path / "there" / "mine", tmp_path / "there" / "new"):
         if folder.name == "mine":
-            folder.mkdir()
+            folder.mkdir(parents=True)
         saver = pl.callbacks.ModelCheckpoint(folder, every_n_epochs=0, save_top_k=-1)
         trainer(callbacks=saver, enable_checkpointing=True).fit(BoringModel())
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["mine"]
 
 
 def test_a_name_of_the_last_checkpoint_with_fields_is_refused() -> None:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Final
 
 from torch import nn
+from torch.optim import Optimizer
 
 from ...callbacks.dispatch import overrides_method
 from ...common.errors import ModuleError
@@ -105,14 +106,14 @@ def check_called_methods(owner: object, base: type) -> None:
 
 
 @contextmanager
-def given_to_step(optimizer: Any, own: Mapping[str, object]) -> Iterator[None]:
+def given_to_step(optimizer: Optimizer, own: Mapping[str, object]) -> Iterator[None]:
     """Give an optimizer's ``step`` these arguments in a block, whoever calls it: a strategy, or torch's scaler."""
     replaced = vars(optimizer).get("step")  # by a scheduler, for instance
-    optimizer.step = partial(optimizer.step, **own)
+    optimizer.step = partial(optimizer.step, **own)  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
         if replaced is None:
             del optimizer.step
         else:
-            optimizer.step = replaced
+            optimizer.step = replaced  # type: ignore[method-assign]

@@ -205,7 +205,7 @@ def logged_hparams(module: HyperparametersMixin, datamodule: HyperparametersMixi
     return {name: without_environment(value) for name, value in {**of_data, **of_module}.items()}
 
 
-def _is_same(value: Any, other: Any) -> bool:
+def _is_same(value: object, other: object) -> bool:
     if isinstance(value, Tensor) and isinstance(other, Tensor):
         return value.device == other.device and value.equal(other)
     return type(value) is type(other) and bool(value == other)
