@@ -16,7 +16,6 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import (
     DataLoader,
-    IterableDataset,
     RandomSampler,
     SubsetRandomSampler,
     TensorDataset,
@@ -86,7 +85,7 @@ ORDERS = {
         )
     },
 }
-SOURCES = ("loader", "loader", "data module", "data module", "stream")
+SOURCES = ("loader", "data module")
 METRICS = {
     "none": None,
     "mean": torchmetrics.MeanMetric,
@@ -304,16 +303,6 @@ def module_of(program):
     return type("Drawn", (*(OWN[name] for name in program.overrides), Net), {})(program)
 
 
-class Stream(IterableDataset):
-    """Yields samples in their order."""
-
-    def __init__(self, samples):
-        self.samples = samples
-
-    def __iter__(self):
-        return iter([self.samples[index] for index in range(len(self.samples))])
-
-
 class Data(DataModule):
     """The data of a program; what it trains on differs from epoch to epoch."""
 
@@ -337,8 +326,6 @@ def data(number, seed):
 def train_loader(program, seed=0):
     """Return the training data of a program, in its order."""
     samples, order = data(program.samples, 1 + 100 * seed), dict(ORDERS[program.order])
-    if program.source == "stream":
-        samples, order = Stream(samples), {}
     if "sampler" in order:
         order["sampler"] = order["sampler"](samples, generator=torch.Generator().manual_seed(3 + seed))
     workers = {"num_workers": program.num_workers}
