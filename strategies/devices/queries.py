@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...common.errors import ConfigError
-from .kinds import CPU, device_module
+from .kinds import CPU, device_module, is_available
 
 
 def module_of(device: torch.device) -> Any:
@@ -39,7 +39,7 @@ def check_usable(device: torch.device) -> None:
         ConfigError: if it cannot be had, as where a device takes one process at a time (CUDA's compute mode
             EXCLUSIVE_PROCESS) or others have filled its memory.
     """
-    if device.type == CPU:
+    if device.type == CPU or not is_available(device.type):
         return
     try:
         torch.empty(1, device=device)

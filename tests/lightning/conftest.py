@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Any
 import beside
 import pytest
 import torch
+
+from echelon.lightning.stand_in import LightningNames
+from echelon.strategies.launch.worker import IMPORTED_FIRST
 
 
 @pytest.fixture(params=["echelon", "lightning"])
@@ -25,3 +29,14 @@ def framework(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytes
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what each has to say
         yield frameworks[request.param]
+
+
+@pytest.fixture(autouse=True)
+def _stands_in_no_longer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Undo that Echelon stands in for Lightning, which a LightningCLI makes it do: later tests look for Lightning."""
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    imported_first = list(IMPORTED_FIRST)
+    yield
+    IMPORTED_FIRST[:] = imported_first
+    for name in [name for name, module in sys.modules.items() if isinstance(module, LightningNames)]:
+        del sys.modules[name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,8 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import echelon
 import echelon.lightning as L
-from echelon.lightning.stand_in import LightningNames
-from echelon.strategies.launch.worker import IMPORTED_FIRST
 
 pytest.importorskip("jsonargparse")
 pytest.importorskip("typeshed_client")
@@ -85,16 +83,10 @@ class Data(L.LightningDataModule):
 
 
 @pytest.fixture(autouse=True)
-def _as_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run in a folder of the test's own, and undo that Echelon stands in for Lightning, which a CLI makes it do."""
+def _as_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run in a folder of the test's own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train.py"])
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    imported_first = list(IMPORTED_FIRST)
-    yield
-    IMPORTED_FIRST[:] = imported_first
-    for name in [name for name, module in sys.modules.items() if isinstance(module, LightningNames)]:
-        del sys.modules[name]
 
 
 def test_a_subcommand_reads_files_and_arguments_and_saves_its_config(capsys: pytest.CaptureFixture[str]) -> None:

@@ -205,6 +205,7 @@ def test_the_generators_of_all_devices_are_the_strategys(monkeypatch):
     """Or a GPU that is not the first would draw from numbers that no seed and no checkpoint of the run knows."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr("echelon.strategies.devices.queries.is_available", lambda name: False)  # none to take
     gpus = [torch.device("cuda", index) for index in range(3)]
     hardware = Hardware("cuda", (0, 1))
     found = []
