@@ -145,7 +145,7 @@ class LightningTrainer(Trainer):
     def _accelerator_connector(self) -> object:
         """The devices under the name that libraries read."""
         hardware = self._runner.hardware
-        devices = [hardware.device(index) for index in range(len(hardware.devices))]
+        devices = hardware.list_devices()
         is_distributed = self.strategy.world_size > 1
         return SimpleNamespace(
             _parallel_devices=devices, _accelerator_flag=hardware.device_type, is_distributed=is_distributed

@@ -11,7 +11,6 @@ from torch import nn
 
 from ..common.errors import ConfigError
 from .cluster.hardware import Hardware
-from .devices.queries import check_usable
 from .module.precision import Precision
 from .placed.placed import Placed
 from .placed.slices import PlacedSlices
@@ -55,9 +54,7 @@ class DataParallelStrategy(Strategy):
 
     def connect(self, hardware: Hardware, precision: Precision) -> None:
         super().connect(hardware, precision)
-        self._devices = [hardware.device(index) for index in range(len(hardware.devices))]
-        for device in self._devices:
-            check_usable(device)
+        self._devices = hardware.list_devices()
 
     @property
     def device(self) -> torch.device:

@@ -11,7 +11,6 @@ from torch import nn
 from ..common.errors import ConfigError
 from .cluster.hardware import Hardware
 from .devices.kinds import is_accelerator
-from .devices.queries import check_usable
 from .module.device_layout import check_device_map, deal_parts, match_device_map, room_on
 from .module.precision import Precision
 from .placed.by_map import PlacedByMap
@@ -62,9 +61,7 @@ class DeviceMapStrategy(Strategy):
 
     def connect(self, hardware: Hardware, precision: Precision) -> None:
         super().connect(hardware, precision)
-        self._devices = [hardware.device(index) for index in range(len(hardware.devices))]
-        for device in self._devices:
-            check_usable(device)
+        self._devices = hardware.list_devices()
         if len(self._devices) == 1 and self.device.type != "cpu":
             self._devices.append(torch.device("cpu"))
 

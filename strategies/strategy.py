@@ -152,7 +152,8 @@ class Strategy(RankMethods, PlacedMethods):
         self.hardware, self.precision = hardware, precision
         self.device = hardware.device(environment.local_rank)
         set_current(self.device)  # this thread's default for streams, events and collectives
-        check_usable(self.device)
+        for device in [self.device] if self.uses_processes else hardware.list_devices():
+            check_usable(device)
         group = ProcessGroup(environment, self.device, **self._process_settings) if has_peers else None
         if group is not None:
             group.join()

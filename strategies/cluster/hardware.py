@@ -56,6 +56,10 @@ class Hardware:
             return torch.device("cpu")
         return torch.device(self.device_type, self.devices[local_rank])
 
+    def list_devices(self) -> list[torch.device]:
+        """Return the devices of this node, in the order of the local ranks that have one each."""
+        return [self.device(index) for index in range(len(self.devices))]
+
     @classmethod
     def of(cls, accelerator: str, devices: int | str | Sequence[int], num_nodes: int) -> Hardware:
         """Resolve ``accelerator`` and ``devices`` as Lightning does: ``"auto"``, a count, ``-1``, or indices.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from ...common.lazy_names import is_imported
 from .versions import names_of_torch
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def set_float32_precisions(precisions: dict[tuple[str, str], str]) -> None:
 
 def is_compiler_imported() -> bool:
     """Return whether the module of ``torch.compile`` was imported already (`COMPILER_MODULE`; torch 2.11 to 2.15)."""
-    return COMPILER_MODULE in sys.modules
+    return is_imported(COMPILER_MODULE)
 
 
 def _precision(verb: str) -> Callable[..., str]:

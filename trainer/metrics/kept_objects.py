@@ -34,12 +34,12 @@ def objects_state(module: nn.Module | None, strategy: Strategy) -> dict[str, Any
     own = {path: state for path, part in parts.items() if (state := _state_of(part)) is not None}
     if strategy.world_size == 1:
         return own
-    of_ranks = strategy.ranks.count.all_gather_object(own)
+    of_ranks, gathering = strategy.ranks.count.all_gather_object(own), GatherOnce(strategy)
     merged = {}
     for path in dict.fromkeys(path for of_rank in of_ranks for path in of_rank):
         reductions, states = find_reductions(parts[path]), [of_rank.get(path) for of_rank in of_ranks]
         if all(getattr(each, "__name__", "") in _MERGED for each in reductions.values()):
-            counting = GatherOnce(strategy).ranks_that_count(parts[path])
+            counting = gathering.ranks_that_count(parts[path])
             heard = states if counting is None else [states[rank] for rank in counting]
             merged[path] = _merge_states([state for state in heard if state is not None], reductions)
         else:
