@@ -13,11 +13,11 @@ from ...common.errors import ConfigError
 
 LOOPBACK: Final = "127.0.0.1"
 DEFAULT_PORT: Final = 29500  # torchrun's
-NODE_FOLDER: Final = "echelonNODE_FOLDER"
+NODE_FOLDER: Final = "ECHELON_NODE_FOLDER"
 """The variable with which a worker of an elastic run finds its agent's folder, which outlives the worker."""
-CALLS_FILE: Final = "echelonCALLS_FILE"
+CALLS_FILE: Final = "ECHELON_CALLS_FILE"
 """The variable with which a worker started by Echelon finds the file in which it records its collectives."""
-LAUNCH: Final = "echelonLAUNCH"
+LAUNCH: Final = "ECHELON_LAUNCH"
 """The variable with which a process that `echelon launch` started finds the launch: its process id."""
 
 ENVIRON: Final[Mapping[str, str]] = os.environ

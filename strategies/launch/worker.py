@@ -302,7 +302,7 @@ def end_with_the_agent() -> None:
     if launch is not None and look_at(launch).state == "ended":
         raise ProcessError(
             f"Process {launch}, the `echelon launch` that started this one, has ended; start the program again, or "
-            "unset echelonLAUNCH if it is to run by itself."
+            "unset ECHELON_LAUNCH if it is to run by itself."
         )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-MARK: Final = "echelonTEST_MARK"
+MARK: Final = "ECHELON_TEST_MARK"
 MEMORY: Final = Path("/dev/shm")
 
 

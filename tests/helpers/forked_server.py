@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from echelon.strategies.launch import forkserver_preload
 
-MARK = "echelonTEST_MARK"
+MARK = "ECHELON_TEST_MARK"
 """The variable by which tests find the processes that they started."""
 
 _COMMAND = "from multiprocessing.forkserver import main"
