@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sweep import IS_SWEEP
 
 
 def pytest_configure():
@@ -91,10 +92,15 @@ def pytest_collection():
 def pytest_itemcollected(item):
     if is_slow(item.path):
         item.add_marker("slow")
+    if item.get_closest_marker("only_in_sweep"):
+        item.add_marker("sweep")
 
 
 @pytest.hookimpl(trylast=True)  # after `-m` has left some of them out
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if not IS_SWEEP:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("only_in_sweep")])
+        items[:] = [item for item in items if not item.get_closest_marker("only_in_sweep")]
     places = {path: place for place, path in enumerate(in_turn(dict.fromkeys(item.path for item in items)))}
     items.sort(key=lambda item: places[item.path])
     is_mixed = not all(item.get_closest_marker("gpu") for item in items)

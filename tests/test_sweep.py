@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import pytest
 import sweep
 
 TESTS = Path(__file__).parent
@@ -26,3 +27,8 @@ def test_what_takes_more_cases_in_a_sweep_is_marked():
     ]
     assert asking
     assert [path.name for path in asking if "pytest.mark.sweep" not in path.read_text()] == []
+
+
+@pytest.mark.parametrize("case", ["anywhere", pytest.param("in a sweep", marks=pytest.mark.only_in_sweep)])
+def test_cases_marked_so_run_in_a_sweep_alone(case):
+    assert case == "anywhere" or sweep.IS_SWEEP
