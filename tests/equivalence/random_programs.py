@@ -8,12 +8,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torchmetrics
 from as_rank import attempt
 from matrix import whole_state
+from random_modules import METRICS, OPTIMIZERS, OWN, SCHEDULES, module_of
 from recording_logger import RecordingLogger
-from torch import nn
-from torch.optim import lr_scheduler
 from torch.utils.data import (
     DataLoader,
     RandomSampler,
@@ -22,16 +20,16 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 from unusual_modules import LAYOUTS as UNUSUAL_LAYOUTS
-from unusual_modules import Layout, Plain
+from unusual_modules import Layout
 
 from echelon import (
+    BaseFinetuning,
     Callback,
     DataModule,
     EarlyStopping,
     EMAWeightAveraging,
     LambdaCallback,
     LearningRateMonitor,
-    Loss,
     ModelCheckpoint,
     StochasticWeightAveraging,
     Trainer,
@@ -51,28 +49,6 @@ LAYOUTS = {one.title: one for one in [*UNUSUAL_LAYOUTS, *_OWN] if one.title != "
 ACCELERATOR = os.environ.get("ECHELON_TEST_DEVICE", "cpu")
 """That of every layout but `single`, with which they are compared."""
 
-OPTIMIZERS = {
-    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
-    "adamw": partial(torch.optim.AdamW, lr=0.01, amsgrad=True),
-    "rmsprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True),
-    "adagrad": partial(torch.optim.Adagrad, lr=0.05),
-    "nadam": partial(torch.optim.NAdam, lr=0.01),
-}
-SCHEDULES = {
-    "none": None,
-    "by step": (partial(lr_scheduler.StepLR, step_size=2, gamma=0.5), {"interval": "step"}),
-    "by epoch": (partial(lr_scheduler.StepLR, step_size=1, gamma=0.5), {}),
-    "by two steps": (partial(lr_scheduler.ExponentialLR, gamma=0.7), {"interval": "step", "frequency": 2}),
-    "one cycle": (
-        partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=200, cycle_momentum=False),
-        {"interval": "step"},
-    ),
-    "restarts": (partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=2), {}),
-    "plateau": (
-        partial(lr_scheduler.ReduceLROnPlateau, patience=0, factor=0.5, threshold=0.5),
-        {"monitor": "reduced"},
-    ),
-}
 ORDERS = {
     "in order": {},
     "shuffled": {"shuffle": True},
@@ -86,16 +62,10 @@ ORDERS = {
     },
 }
 SOURCES = ("loader", "data module")
-METRICS = {
-    "none": None,
-    "mean": torchmetrics.MeanMetric,
-    "largest": torchmetrics.MaxMetric,
-    "all values": torchmetrics.CatMetric,
-    "squared error": torchmetrics.MeanSquaredError,
-    "rank correlation": torchmetrics.SpearmanCorrCoef,
-}
-OVERRIDES = ("optimizer_step", "configure_gradient_clipping", "optimizer_zero_grad", "lr_scheduler_step")
-CALLBACKS = ("average of steps", "average of epochs", "checkpoints", "stopping", "rates", "freezing")
+CALLBACKS = (
+    *("average of steps", "average of epochs", "checkpoints", "stopping", "rates", "freezing"),
+    *("unfreezing", "stopping by validation"),
+)
 
 
 @dataclass(frozen=True)
@@ -135,13 +105,18 @@ class Program:
     overrides: tuple[str, ...]
     last_epoch: int | None
     """The epoch after which a hook ends the run."""
+    returns_dict: bool
+    is_manual: bool
+    """Whether the step updates two optimizers itself, with the batches of one rank."""
 
     @classmethod
     def drawn(cls, seed):
         """Return the program of a seed."""
         draw = random.Random(seed)
-        batch = draw.choice((1, 2, 3))
+        batch, is_manual = draw.choice((1, 2, 3)), draw.random() < 0.15
         global_batch = batch * draw.choice((2, 4, 8)) + draw.choice((0, 0, 0, 1))
+        if is_manual:
+            global_batch = 12 * draw.choice((1, 2))  # for 1, 2, 3 or 4 ranks
         return cls(
             seed=seed,
             batch=batch,
@@ -178,140 +153,24 @@ class Program:
             metric=draw.choice([*METRICS, "none", "none"]),
             num_groups=draw.choice((1, 1, 2)),
             has_two_schedules=draw.random() < 0.15,
-            overrides=tuple(name for name in OVERRIDES if draw.random() < 0.15),
+            overrides=tuple(name for name in OWN if draw.random() < 0.12),
             last_epoch=draw.choice((None, None, None, draw.randint(0, 1))),
+            returns_dict=draw.random() < 0.2,
+            is_manual=is_manual,
         )
-
-
-class Net(Plain):
-    """A small network that logs what a program says."""
-
-    def __init__(self, program):
-        super().__init__()
-        self.program, self.rates = program, []
-        make_metric = METRICS[program.metric]
-        self.metrics = nn.ModuleDict(
-            {} if make_metric is None else {task: make_metric() for task in ("fit", "validate")}
-        )
-        if program.is_tied:
-            self.blocks[1].up.weight = self.blocks[0].up.weight
-
-    def errors(self, batch):
-        return (self.head(self.hidden(batch[0], 0)) - batch[1]).square().mean((1, 2))
-
-    def observe(self, name, errors, batch, dataloader_idx=0):
-        """Log a metric object of a batch of the first loader."""
-        if self.program.metric == "none" or dataloader_idx:
-            return
-        metric = self.metrics[name]
-        has_two = self.program.metric in ("squared error", "rank correlation")
-        metric(*(errors.detach(), batch[1].mean((1, 2))) if has_two else (errors.detach(),))
-        if self.program.metric != "all values":
-            self.log(f"{name} metric", metric, on_step=False, on_epoch=True, add_dataloader_idx=False)
-
-    def log_all_values(self, name):
-        """Log what a metric has kept of an epoch, and let it begin anew."""
-        if self.program.metric == "all values":
-            self.log(f"{name} metric", self.metrics[name].compute().square().sum())
-            self.metrics[name].reset()
-
-    def training_step(self, batch, batch_idx):
-        errors, units = self.errors(batch), batch[2]
-        self.observe("fit", errors, batch)
-        self.log("loss", errors.mean(), **self.program.log_how)
-        reduced = getattr(errors.detach(), self.program.reduce_fx)()
-        self.log("reduced", reduced, on_step=False, on_epoch=True, reduce_fx=self.program.reduce_fx)
-        return Loss((errors * units).sum(), units.sum()) if self.program.units else errors.mean()
-
-    def validation_step(self, batch, batch_idx, dataloader_idx=0):
-        errors = self.errors(batch)
-        self.observe("validate", errors, batch, dataloader_idx)
-        self.log("val", errors.mean())
-        self.log("val_max", errors.max(), reduce_fx="max")
-
-    def test_step(self, batch, batch_idx):
-        self.log("test", self.errors(batch).sum(), reduce_fx="sum")
-
-    def predict_step(self, batch, batch_idx):
-        return self.errors(batch)
-
-    def on_train_epoch_end(self):
-        self.log("number", float(self.current_epoch))
-        self.log_all_values("fit")
-        if self.current_epoch == self.program.last_epoch:
-            self.trainer.should_stop = True
-
-    def on_validation_epoch_end(self):
-        self.log_all_values("validate")
-
-    def on_train_step_end(self):
-        groups = [group for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
-        step = self.trainer.global_step
-        self.rates.extend(((step, f"lr {number}"), group["lr"]) for number, group in enumerate(groups))
-
-    def configure_optimizers(self):
-        head = {id(parameter) for parameter in self.head.parameters()}
-        rest = [parameter for parameter in self.parameters() if id(parameter) not in head]
-        groups = [{"params": [*self.head.parameters()], "lr": 0.02, "weight_decay": 0.1}, {"params": rest}]
-        optimizer = OPTIMIZERS[self.program.optimizer](groups if self.program.num_groups == 2 else self.parameters())
-        if self.program.schedule == "none":
-            return optimizer
-        make, settings = SCHEDULES[self.program.schedule]
-        second = {"scheduler": lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}
-        return [optimizer], [{"scheduler": make(optimizer), **settings}, *[second] * self.program.has_two_schedules]
-
-
-class OwnStep:
-    """Steps with the closure itself."""
-
-    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
-        optimizer.step(closure=optimizer_closure)
-
-
-class OwnClipping:
-    """Clips whatever the trainer is told."""
-
-    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
-        self.clip_gradients(optimizer, gradient_clip_val=0.02, gradient_clip_algorithm="norm")
-
-
-class OwnZeroing:
-    """Keeps gradients of zero."""
-
-    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
-        optimizer.zero_grad(set_to_none=False)
-
-
-class OwnScheduling:
-    """Steps each schedule twice."""
-
-    def lr_scheduler_step(self, scheduler, metric):
-        super().lr_scheduler_step(scheduler, metric)
-        super().lr_scheduler_step(scheduler, metric)
-
-
-OWN = {
-    "optimizer_step": OwnStep,
-    "configure_gradient_clipping": OwnClipping,
-    "optimizer_zero_grad": OwnZeroing,
-    "lr_scheduler_step": OwnScheduling,
-}
-
-
-def module_of(program):
-    """Return the module of a program, with the methods that it overrides."""
-    return type("Drawn", (*(OWN[name] for name in program.overrides), Net), {})(program)
 
 
 class Data(DataModule):
     """The data of a program; what it trains on differs from epoch to epoch."""
 
-    def __init__(self, program):
+    def __init__(self, program, checkpoint):
         super().__init__()
         self.program = program
+        self.is_of_one = checkpoint is not None and checkpoint.parent.name == "single"
 
     def train_dataloader(self):
-        return train_loader(self.program, self.trainer.current_epoch)
+        num_ranks = 1 if self.is_of_one else self.trainer.strategy.data_size  # its loader is cut for more ranks
+        return train_loader(self.program, self.trainer.current_epoch, num_ranks)
 
     def val_dataloader(self):
         return val_loaders(self.program)
@@ -323,13 +182,14 @@ def data(number, seed):
     return TensorDataset(x, torch.sin(x.sum(2, keepdim=True)), torch.arange(number) % 3)
 
 
-def train_loader(program, seed=0):
-    """Return the training data of a program, in its order."""
+def train_loader(program, seed=0, num_ranks=1):
+    """Return the training data of a program, in its order; in manual optimization the batches of a rank are a step."""
     samples, order = data(program.samples, 1 + 100 * seed), dict(ORDERS[program.order])
     if "sampler" in order:
         order["sampler"] = order["sampler"](samples, generator=torch.Generator().manual_seed(3 + seed))
     workers = {"num_workers": program.num_workers}
-    return DataLoader(samples, program.batch, drop_last=program.drop_last, **workers, **order)
+    batch = program.global_batch // num_ranks if program.is_manual else program.batch
+    return DataLoader(samples, batch, drop_last=program.drop_last, **workers, **order)
 
 
 def val_loaders(program):
@@ -352,6 +212,17 @@ class SaveAfter(Callback):
             trainer.save_checkpoint(self.path)
 
 
+class Unfreezing(BaseFinetuning):
+    """Trains the embedding from the second epoch on, at a rate of its own."""
+
+    def freeze_before_training(self, module):
+        self.freeze(module.embed)
+
+    def finetune_function(self, module, epoch, optimizer):
+        if epoch == 1 and optimizer is module.trainer.optimizers[0]:
+            self.unfreeze_and_add_param_group(module.embed, optimizer, lr=0.03)
+
+
 def callbacks_of(program, folder):
     """Return the callbacks of a program by their names."""
     makers = {
@@ -367,14 +238,25 @@ def callbacks_of(program, folder):
             **program.every,
         ),
         "stopping": partial(EarlyStopping, "reduced", patience=1, mode="max"),
+        "stopping by validation": partial(EarlyStopping, "val", patience=0, min_delta=0.05, strict=False),
         "rates": LearningRateMonitor,
+        "unfreezing": Unfreezing,
         "freezing": partial(
             LambdaCallback,
             on_train_epoch_start=lambda trainer, module: module.embed.requires_grad_(trainer.current_epoch != 1),
         ),
     }
-    has_two = {"average of steps", "average of epochs"} <= set(program.callbacks)
-    return {name: makers[name]() for name in program.callbacks if not (has_two and name == "average of epochs")}
+    names = dict.fromkeys(program.callbacks)
+    if "average of steps" in names:
+        names.pop("average of epochs", None)
+    if program.is_manual:  # it takes one optimizer
+        names.pop("average of epochs", None)
+    if "unfreezing" in names:
+        names.pop("freezing", None)
+    # LBFGS has one group, and schedules of torch that keep the rates of each fail with a new one
+    if program.optimizer == "lbfgs" or program.schedule in ("restarts", "one cycle"):
+        names.pop("unfreezing", None)
+    return {name: makers[name]() for name in names}
 
 
 @dataclass
@@ -404,7 +286,7 @@ def run(seed, layout, folder, checkpoint=None):
     program, where = Program.drawn(seed), LAYOUTS[layout]
     seed_everything(seed, verbose=False)
     module, logger, callbacks = module_of(program), RecordingLogger(str(folder)), callbacks_of(program, folder)
-    saver = callbacks.get("checkpoints")
+    saver, has_data_module = callbacks.get("checkpoints"), program.is_manual or program.source == "data module"
     extra = [] if checkpoint else [SaveAfter(program.stop, folder / "stopped.ckpt")]
     trainer = Trainer(
         strategy=where.make(),
@@ -413,7 +295,7 @@ def run(seed, layout, folder, checkpoint=None):
         precision="64-true",
         max_epochs=program.epochs,
         max_steps=program.max_steps,
-        global_batch_size=program.global_batch,
+        global_batch_size=None if program.is_manual else program.global_batch,
         num_sanity_val_steps=program.sanity,
         log_every_n_steps=program.log_every,
         callbacks=[*callbacks.values(), *extra],
@@ -422,12 +304,12 @@ def run(seed, layout, folder, checkpoint=None):
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
-        reload_dataloaders_every_n_epochs=int(program.source == "data module"),
-        **program.clip,
+        reload_dataloaders_every_n_epochs=int(has_data_module),
+        **({} if program.is_manual else program.clip),
         **(program.validation or {}),
     )
-    if program.source == "data module":
-        trainer.fit(module, datamodule=Data(program), ckpt_path=checkpoint)
+    if has_data_module:
+        trainer.fit(module, datamodule=Data(program, checkpoint), ckpt_path=checkpoint)
     else:
         trainer.fit(module, train_loader(program), val_loaders(program), ckpt_path=checkpoint)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}

@@ -43,8 +43,11 @@ def plan_log(session: Session, window: Window | None = None) -> None:
 
 
 def note_validated(session: Session) -> None:
-    """Note that the run has validated at this step. Collective: every rank calls it."""
-    session.timetable.validated_at = session.state.global_step
+    """Note that the run has validated at this step, and have ranks meet: callbacks may have asked to end training.
+
+    Collective: every rank calls it.
+    """
+    session.timetable.validated_at = session.timetable.next_check = session.state.global_step
     _plan_amount(session)
     if session.settings.validation_seconds is not None:
         (seconds,) = session.strategy.ranks.all.all_reduce([session.interruption.elapsed()], "max")

@@ -31,8 +31,8 @@ class SharedStep(Step):
     """
 
     __slots__ = (
-        "_from_others", "_has_come", "_has_spare", "_is_collective", "_manual_weight", "_spare_batch", "_unit",
-        "_watched",
+        "_from_others", "_has_come", "_has_spare", "_is_collective", "_last_batch_idx", "_manual_weight",
+        "_spare_batch", "_unit", "_watched",
     )  # fmt: skip
 
     def __init__(self, session: Session) -> None:
@@ -45,6 +45,8 @@ class SharedStep(Step):
         """What losses are weighted by, on all ranks; None before the first step."""
         self._manual_weight = 1.0
         """The factor of this window's losses in manual optimization."""
+        self._last_batch_idx = 0
+        """The index of a window's last micro-batch, which a rank may not have."""
         self._has_come = False
         """Whether all micro-batches of this rank came in a step that ended early."""
         self._watched: WatchedShards | None = None
@@ -57,6 +59,7 @@ class SharedStep(Step):
             window.total_size = window.size
         self.weights = self.make_weights(window)
         self.has_gradients, self.left, self.first_batch_idx = False, None, self.state.batches_in_epoch
+        self._last_batch_idx = self.first_batch_idx + window.length - 1
         self.metrics.position = self.state.global_step + 1
         self._has_come = False
         self.watch_shards(window)
@@ -340,7 +343,7 @@ class SharedStep(Step):
 
     def _run_unseen(self, lent: tuple[object, int] | None) -> None:
         """Run a step that does not count, with what a busy rank has lent, or with an earlier batch."""
-        batch, batch_idx = (self._batch_to_spare(), self.progress.batch_idx) if lent is None else lent
+        batch, batch_idx = (self._batch_to_spare(), self._last_batch_idx) if lent is None else lent
         with leave_no_trace(self.session, "training_step"):
             output = self.forward(batch, batch_idx)
             if self.is_automatic:
