@@ -257,7 +257,7 @@ def _warn_if_unlogged(session: Session) -> None:
         return
     logged = list(session.metrics.batch_values())
     if logged:
-        interval = f"once in {settings.log_every_n_steps}" if amount else f"of every {settings.log_steps}th only"
+        interval = f"once in {settings.log_every_n_steps}" if amount else f"of one step in {settings.log_steps} only"
         _log.warning(
             "The fit has %d steps, but loggers get the values %s, so none of %r; lower log_every_n_steps=%r.",
             *(state.global_step, interval, logged[0], settings.log_every_n_steps),
