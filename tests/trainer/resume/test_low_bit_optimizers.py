@@ -82,7 +82,7 @@ def bits(state, name="net.0.weight"):
 
 
 LAYOUTS = ("ddp", "zero", "fsdp")
-CASES = {1: [("single", kind) for kind in KINDS], 2: dealt(LAYOUTS, KINDS, [0, 1])}
+CASES = {1: [("single", kind) for kind in KINDS], 2: dealt(LAYOUTS, KINDS, [0])}
 """Strategies and optimizers, by the number of ranks."""
 
 

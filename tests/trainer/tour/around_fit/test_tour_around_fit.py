@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from scenario import LAUNCHED, STRATEGIES, Fit
@@ -28,6 +29,13 @@ OF_STRATEGIES = (
 REST = [name for name in SCENARIOS if name not in (WITH_ALL, OF_STRATEGIES[-1][1])]
 DEALT = [(CHEAP[number % len(CHEAP)], name) for number, name in enumerate(REST)]
 WITH_RANKS = list(dict.fromkeys([*((strategy, WITH_ALL) for strategy in LAUNCHED), *DEALT, *OF_STRATEGIES]))
+IMPORTING = (("single", OF_STRATEGIES[-1][1]), ("zero", "a_fit_in_a_process_of_multiprocessing"))
+"""What imports torch anew, for seconds, as the same without streams on "ps" and in a fork does."""
+
+
+def cases(pairs: list[tuple[str, str]]) -> list[Any]:
+    """Return strategies and scenarios; those that take long are left to a sweep."""
+    return [pytest.param(*pair, marks=[pytest.mark.only_in_sweep] * (pair in IMPORTING)) for pair in pairs]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,13 +49,13 @@ def test_the_tour_has_every_strategy_and_sixty_scenarios() -> None:
     assert len(SCENARIOS) >= 60
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_one_process(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("strategy", "name"), cases([("single", name) for name in SCENARIOS]))
+def test_one_process(strategy: str, name: str, tmp_path: Path) -> None:
     with unchanged():
-        SCENARIOS[name](Fit("single", tmp_path))
+        SCENARIOS[name](Fit(strategy, tmp_path))
 
 
-@pytest.mark.parametrize(("strategy", "name"), WITH_RANKS)
+@pytest.mark.parametrize(("strategy", "name"), cases(WITH_RANKS))
 def test_ranks(strategy: str, name: str, tmp_path: Path) -> None:
     with unchanged():
         SCENARIOS[name](Fit(strategy, tmp_path))
