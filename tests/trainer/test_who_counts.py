@@ -168,8 +168,7 @@ def log_torchmetrics(size):
     return {**{name: value.item() for name, value in trainer.callback_metrics.items()}, "copied": module.copied}
 
 
-if find_spec("torchmetrics"):
-    CASES["torchmetrics"] = (log_torchmetrics,)
+CASES |= {"torchmetrics": (log_torchmetrics,)} if find_spec("torchmetrics") else {}
 
 
 @needs_torchmetrics

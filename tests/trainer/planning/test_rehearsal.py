@@ -17,15 +17,15 @@ def parallel(**degrees):
 
 
 LAYOUTS = {
-    "ddp": ("ddp", {}),
     "hsdp": ({"_target_": "echelon.FSDPStrategy", "replicate": 2}, {}),
     "tp x cp": (parallel(tp=2, cp=2), {}),
     "pp x fsdp": (parallel(pp=2), {"accumulate_grad_batches": 2, "precision": "bf16-mixed"}),
     "ep x fsdp": (parallel(dp_shard=4, ep=2), {}),
 }
-ASKED = {"ddp": (0,), "hsdp": (3,), "tp x cp": (1,), "pp x fsdp": (3,), "ep x fsdp": (0,)}
+ASKED = {"hsdp": (3,), "tp x cp": (1,), "pp x fsdp": (3,), "ep x fsdp": (0,)}
 if IS_SWEEP:
     LAYOUTS |= {
+        "ddp": ("ddp", {}),
         "fsdp": ("fsdp", {}),
         "tp x fsdp": (parallel(tp=2), {}),
         "cp x fsdp": (parallel(cp=2), {}),
