@@ -121,7 +121,17 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+OF_THE_STRATEGY = (
+    *("heads that ranks cannot share", "replicas that do not divide the ranks", "stages and offloaded shards"),
+    *("a policy that matches nothing", "two open degrees"),
+)
+"""What a strategy refuses as it does in a run; a rehearsal tells it as it tells the others."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.only_in_sweep] * (case in OF_THE_STRATEGY)) for case in REFUSED],
+)
 def test_a_layout_that_cannot_work_is_refused_with_the_reason(capsys, tmp_path, case):
     strategy, settings, reason = REFUSED[case]
     code, [one] = rehearsed(capsys, tmp_path, ["--nodes", "16", "--nproc", "8"], strategy=strategy, **settings)

@@ -29,13 +29,26 @@ OF_STRATEGIES = (
 REST = [name for name in SCENARIOS if name not in (WITH_ALL, OF_STRATEGIES[-1][1])]
 DEALT = [(CHEAP[number % len(CHEAP)], name) for number, name in enumerate(REST)]
 WITH_RANKS = list(dict.fromkeys([*((strategy, WITH_ALL) for strategy in LAUNCHED), *DEALT, *OF_STRATEGIES]))
-IMPORTING = (("single", OF_STRATEGIES[-1][1]), ("zero", "a_fit_in_a_process_of_multiprocessing"))
-"""What imports torch anew, for seconds, as the same without streams on "ps" and in a fork does."""
+SHOWN_BY_OTHERS = (
+    *(
+        "should_stop",
+        "an_error_in_setup",
+        "an_error_in_configure_optimizers",
+        "a_pool_in_a_hook",
+        "a_program_in_a_hook",
+    ),
+    *("a_process_that_a_hook_terminates", "a_fork_that_leaves_at_once", "workers_of_a_loader", "sigusr1"),
+    *("a_timer_that_ticks", "an_error_in_a_fit_in_a_thread", "a_pickle_in_a_hook", "data_that_cannot_be_pickled"),
+    "a_fit_in_a_process_of_multiprocessing",
+)
+"""Scenarios beside which there is one for ranks that does the same in a harder way."""
 
 
 def cases(pairs: list[tuple[str, str]]) -> list[Any]:
-    """Return strategies and scenarios; those that take long are left to a sweep."""
-    return [pytest.param(*pair, marks=[pytest.mark.only_in_sweep] * (pair in IMPORTING)) for pair in pairs]
+    """Return strategies and scenarios; what others show is left to a sweep."""
+    # "ps" has the same without streams, which imports torch anew
+    left = {("single", OF_STRATEGIES[-1][1]), *((name, other) for name in CHEAP for other in SHOWN_BY_OTHERS)}
+    return [pytest.param(*pair, marks=[pytest.mark.only_in_sweep] * (pair in left)) for pair in pairs]
 
 
 @pytest.fixture(scope="module", autouse=True)
