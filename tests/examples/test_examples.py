@@ -41,6 +41,7 @@ def demo(tmp_path_factory):
     return folder, run(folder, str(EXAMPLES / "digits.py"))
 
 
+@pytest.mark.only_in_sweep  # `echelon demo` trains it for fewer epochs, in tests/test_packaging.py
 def test_digits_reaches_97_percent_and_draws_its_curves(demo):
     folder, output = demo
     assert accuracy_in(output) >= 0.97
