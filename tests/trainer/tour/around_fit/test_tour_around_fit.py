@@ -39,7 +39,9 @@ SHOWN_BY_OTHERS = (
     ),
     *("a_process_that_a_hook_terminates", "a_fork_that_leaves_at_once", "workers_of_a_loader", "sigusr1"),
     *("a_timer_that_ticks", "an_error_in_a_fit_in_a_thread", "a_pickle_in_a_hook", "data_that_cannot_be_pickled"),
-    "a_fit_in_a_process_of_multiprocessing",
+    *("the_end_of_the_data", "no_data", "an_error_in_teardown", "a_fit_inside_an_event_loop", "threads_in_a_hook"),
+    *("an_error_here_while_a_loader_has_workers", "a_handler_that_a_hook_sets", "a_fit_in_a_thread"),
+    *("streams_without_a_descriptor", "a_second_fit_of_a_trainer", "a_fit_in_a_process_of_multiprocessing"),
 )
 """Scenarios beside which there is one for ranks that does the same in a harder way."""
 
