@@ -33,7 +33,7 @@ CUT = {"tp": (GPT, ViT), "cp": (GPT,), "tp with sequences": (GPT,), "cp by heads
 def says_more(kind, setting, name, world_size):
     """Return whether a case does not repeat what others show."""
     if setting is FULL:
-        return kind is GPT and (IS_SWEEP or name in ("single", "tp", "fsdp x tp"))
+        return kind is GPT and (IS_SWEEP or name in ("single", "tp"))
     if kind is GPT:
         return True
     if IS_SWEEP:
@@ -73,7 +73,7 @@ def profiles():
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.only_in_sweep)])
 def test_what_ranks_hold_and_send_is_what_was_estimated(world_size, profiles):
     measured_rows = measured_on_ranks(1) if world_size == 1 else run_ranks(measured_on_ranks, world_size, world_size)[0]
     hardware = hardware_of(world_size)

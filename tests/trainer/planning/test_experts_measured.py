@@ -45,7 +45,7 @@ def measured(num_ranks):
 def test_what_ranks_hold_and_send_is_what_was_estimated():
     profile = profile_of(Mixture)
     wrong = []
-    for num_ranks in (2, 4) if IS_SWEEP else (4,):
+    for num_ranks in (2, 4) if IS_SWEEP else (2,):
         estimate = estimate_step(ParallelStrategy(dp_shard=num_ranks, ep=2), profile, hardware_of(num_ranks))
         found = run_ranks(measured, num_ranks, num_ranks)[0]
         wrong += [line for line in misestimated(f"ep on {num_ranks}", estimate, found) if "activations" not in line]

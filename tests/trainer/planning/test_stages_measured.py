@@ -6,7 +6,6 @@ import pytest
 import torch
 from as_rank import calm_down
 from planned_modules import GPT, hardware_of, loader, profile_of, settings_of
-from sweep import IS_SWEEP
 from watched_step import WatchedStep
 
 from echelon import Trainer
@@ -15,9 +14,7 @@ from echelon.strategies.estimate.by_strategy import estimate_step
 from echelon.testing import run_ranks
 
 NUM_MICRO_BATCHES = 4
-DEGREES = {2: ({"pp": 2}, {"pp": 2, "schedule": "gpipe"}), 4: ({"pp": 2, "tp": 2}, {"pp": 2, "cp": 2})}
-if IS_SWEEP:
-    DEGREES[4] = ({"pp": 2}, *DEGREES[4])
+DEGREES = {2: ({"pp": 2}, {"pp": 2, "schedule": "gpipe"}), 4: ({"pp": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "cp": 2})}
 
 
 def measured_on_ranks(world_size):
@@ -33,8 +30,7 @@ def measured_on_ranks(world_size):
     return answers
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.only_in_sweep)])
 def test_what_stages_hold_and_send_is_what_was_estimated(world_size):
     ranks = run_ranks(measured_on_ranks, world_size, world_size)
     profile = replace(profile_of(GPT), num_micro_batches=NUM_MICRO_BATCHES)
