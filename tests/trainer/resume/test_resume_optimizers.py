@@ -110,7 +110,7 @@ PRECISIONS = ("bf16-true", "64-true")
 ALONE = [*product(["single"], OPTIMIZERS, PRECISIONS)]
 ON_RANKS = [
     *(("fsdp", "averaging", "bf16-true"), ("zero", "averaging", "bf16-true"), ("ps", "averaging", "bf16-true")),
-    *(("fsdp", "asgd", "64-true"), ("ddp", "asgd", "bf16-true"), ("local_sgd", "nadam", "64-true")),
+    *(("zero", "nadam", "64-true"), ("ddp", "asgd", "bf16-true"), ("local_sgd", "nadam", "bf16-true")),
 ]
 if IS_SWEEP:
     ON_RANKS = [
