@@ -17,7 +17,7 @@ from echelon.strategies.fsdp import FSDPStrategy
 from echelon.testing import run_ranks
 from echelon.trainer.checkpoint import load
 
-WIDTH, DEPTH = 1024, 12
+WIDTH, DEPTH = 1024, 24
 STATE = 16 * DEPTH * WIDTH * WIDTH
 """Bytes: a parameter, its gradient and two moments, each in float32."""
 LIMIT = int(0.9 * STATE)
