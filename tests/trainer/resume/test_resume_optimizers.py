@@ -104,7 +104,6 @@ OPTIMIZERS = {
     "asgd": lambda module: torch.optim.ASGD(module.parameters(), 0.1, t0=1),
 }
 
-
 LAYOUTS = ("fsdp", "zero", "ddp", "ps")
 PRECISIONS = ("bf16-true", "64-true")
 ALONE = [*product(["single"], OPTIMIZERS, PRECISIONS)]
