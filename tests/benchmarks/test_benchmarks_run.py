@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from programs import run_program
+from sweep import IS_SWEEP
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -17,19 +18,24 @@ def run(name, *arguments, folder):
 
 
 SIZE = ("--steps", "3", "--warmup", "1", "--rounds", "2", "--contests", "2")
+TABLE = ("--steps", "2", "--warmup", "1", "--rounds", "1", "--contests", "2")
 
 
+@pytest.mark.sweep
 def test_overhead_prints_every_kind_of_run_relative_to_the_plain_loop(tmp_path):
-    title, header, *lines = run("overhead.py", *SIZE, folder=tmp_path).splitlines()
+    words = [] if IS_SWEEP else ["--step-us", "300"]
+    title, header, *lines = run("overhead.py", *TABLE, *words, folder=tmp_path).splitlines()
     assert title.split()[:7] == ["plain", "loop", "echelon", "engine", "echelon", "echelon", "barebones"]
     assert header.split()[:6] == ["loader", "optimizer", "us/step", "ratio", "+-", "excess"]
-    kinds = itertools.product(("shuffled", "ready", "iterable", "list"), ("100", "300"), ("sgd", "adam"))
+    kinds = itertools.product(
+        ("shuffled", "ready", "iterable", "list"), ("100", "300") if IS_SWEEP else ("300",), ("sgd", "adam")
+    )
     assert [line.split()[:3] for line in lines] == [[loader, name, step] for loader, step, name in kinds]
     assert all(float(cell) > 0 for line in lines for cell in line.split()[3:5])
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("clock", "index"), [("wall", 0), ("cpu", 1)])
+@pytest.mark.parametrize(("clock", "index"), [("wall", 0), pytest.param("cpu", 1, marks=pytest.mark.only_in_sweep)])
 def test_overhead_of_one_kind_as_json_holds_every_turn(clock, index, tmp_path):
     kind = {"loader": "iterable", "optimizer": "sgd", "step_us": 100}
     words = [word for name, value in kind.items() for word in (f"--{name.replace('_', '-')}", str(value))]
@@ -55,7 +61,7 @@ def test_overhead_of_comparing_replicas_is_printed_by_size(tmp_path):
 
 
 def test_data_prints_every_kind_of_data_set_relative_to_torchs_own_loop(tmp_path):
-    title, header, *lines = run("data.py", *SIZE, folder=tmp_path).splitlines()
+    title, header, *lines = run("data.py", *TABLE, folder=tmp_path).splitlines()
     assert title.split()[:2] == ["torch", "echelon"]
     assert header.split()[:8] == ["kind", "sample", "a", "sample", "a", "batch", "ratio", "+-"]
     kinds = ["tensors", "items", "many items", "ready", "iterable", "lists", "dicts"]

@@ -6,22 +6,18 @@ from pathlib import Path
 
 import pytest
 from programs import run_program
-from sweep import IS_SWEEP
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "finetune.py"
 SIZE = ("--width", "16", "--memory-width", "16", "--steps", "2", "--warmup", "1", "--rounds", "2", "--contests", "1")
 
 
-@pytest.mark.sweep
+@pytest.mark.only_in_sweep  # each contender imports transformers in a process of its own
 def test_each_contender_has_a_time_and_a_peak(tmp_path):
     pytest.importorskip("peft")
     pytest.importorskip("accelerate")
-    contenders = ["plain loop", "echelon", "transformers"]
-    if IS_SWEEP:
-        contenders += ["accelerate"]
-        contenders += ["lightning"] if find_spec("lightning") and find_spec("lightning.pytorch") else []
-    words = [] if IS_SWEEP else ["--contenders", *contenders]
-    done = run_program(SCRIPT, *SIZE, *words, "--json", folder=tmp_path)
+    contenders = ["plain loop", "echelon", "transformers", "accelerate"]
+    contenders += ["lightning"] if find_spec("lightning") and find_spec("lightning.pytorch") else []
+    done = run_program(SCRIPT, *SIZE, "--json", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert list(found["rows"]) == contenders

@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 from programs import run_program
-from sweep import IS_SWEEP
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("script", ["experts.py", "fsdp.py"] if IS_SWEEP else ["experts.py"])  # with fsdp as well
+@pytest.mark.only_in_sweep  # test_model_parallel_benchmark.py has two ranks against a script
+@pytest.mark.parametrize("script", ["experts.py", "fsdp.py"])
 def test_a_rank_holds_a_quarter_of_the_whole(script, tmp_path):
     size = ("--steps", "1", "--warmup", "0", "--rounds", "1", "--contests", "1", "--json")
     done = run_program(BENCHMARKS / script, *size, folder=tmp_path)

@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 from programs import run_program
-from sweep import IS_SWEEP
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "pipeline.py"
-IDLE = {"4": 1 / 5, "8": 1 / 9, "16": 1 / 17} if IS_SWEEP else {"4": 1 / 5}
+IDLE = {"4": 1 / 5, "8": 1 / 9, "16": 1 / 17}
 """The share of idle time in theory, by the number of micro-batches."""
 
 
-@pytest.mark.sweep
+@pytest.mark.only_in_sweep  # test_model_parallel_benchmark.py has two ranks against a script
 def test_a_rank_holds_its_own_stage_and_idle_shares_are_beside_the_theory(tmp_path):
     size = ("--steps", "1", "--warmup", "0", "--rounds", "1", "--contests", "1", "--idle-runs", "1", "--json")
     done = run_program(SCRIPT, *size, "--idle-numbers", *IDLE, folder=tmp_path)

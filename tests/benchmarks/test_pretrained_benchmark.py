@@ -9,6 +9,7 @@ from programs import run_program
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "pretrained.py"
 
 
+@pytest.mark.only_in_sweep  # tests/strategies/pretrained count what ranks keep of a folder
 def test_ranks_keep_half_of_the_folder_and_little_beside(tmp_path):
     pytest.importorskip("transformers")
     done = run_program(SCRIPT, "--size-mb", "4", "--json", folder=tmp_path)

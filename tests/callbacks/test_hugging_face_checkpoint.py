@@ -9,7 +9,7 @@ import pytest
 import torch
 from as_rank import double_trainer
 from safetensors.torch import load_file
-from sweep import IS_SWEEP
+from sweep import IS_SWEEP, dealt
 from torch.utils.data import DataLoader, TensorDataset
 
 import echelon
@@ -36,6 +36,13 @@ ADAPTERS = {
     "head": {"target_modules": ["down_proj"], "r": 2, "modules_to_save": ["lm_head"]},
     "packed": {"target_modules": ["c_attn"], "r": 2, "fan_in_fan_out": True},
 }
+
+
+def has(name, layout):
+    """Return whether a layout trains a model: not in stages what registers its embedding after its vision."""
+    return (name, layout) != ("gemma3", "pp")
+
+
 FULL = [*MODELS] if IS_SWEEP else ["llama", "mixtral"]
 LORA = ["llama", "gemma3_text", "mixtral"] if IS_SWEEP else []
 CASES = [
@@ -43,6 +50,8 @@ CASES = [
     *((adapter, "gpt2" if adapter == "packed" else "qwen3") for adapter in ADAPTERS),
     *(("lora", name) for name in LORA),
 ]
+TRAINED = [case for case in dealt(CASES, list(LAYOUTS), [0, 2]) if has(case[0][1], case[1])]
+"""Adapters and models, each with layouts."""
 TOKENS = torch.randint(24, (12, 8), generator=torch.Generator().manual_seed(3))
 
 
@@ -69,11 +78,6 @@ class Finetuning(TrainModule):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.5)
 
 
-def has(name, layout):
-    """Return whether a layout trains a model: not in stages what registers its embedding after its vision."""
-    return (name, layout) != ("gemma3", "pp")
-
-
 def train(folder, name, adapter, destination, strategy):
     """Train; write the folder, and what is merged; return the weights."""
     torch.manual_seed(11)
@@ -90,10 +94,8 @@ def train_all(folders, destination):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     return {
-        (adapter, name, layout): train(folders[name], name, adapter, destination / layout / adapter / name, make())
-        for adapter, name in CASES
-        for layout, make in LAYOUTS.items()
-        if has(name, layout)
+        (*case, layout): train(folders[case[1]], *case[::-1], destination.joinpath(layout, *case), LAYOUTS[layout]())
+        for case, layout in TRAINED
     }
 
 
@@ -112,9 +114,8 @@ def written(tmp_path_factory):
 
 
 def cases(*wanted):
-    """Return all cases of some adapters."""
-    layouts = ("single", *LAYOUTS)
-    return [(*case, layout) for case in CASES for layout in layouts if case[0] in wanted and has(case[1], layout)]
+    """Return the cases of some adapters."""
+    return [(*case, layout) for case, layout in [*((case, "single") for case in CASES), *TRAINED] if case[0] in wanted]
 
 
 @pytest.mark.sweep

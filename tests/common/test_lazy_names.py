@@ -70,12 +70,26 @@ def test_dir_and_a_star_import_have_every_name(package):
     assert set(module.__all__) <= set(names)
 
 
-def test_importing_echelon_imports_nothing_else_and_a_name_brings_it():
-    python(
-        "import sys, echelon; assert 'torch' not in sys.modules; echelon.__version__; dir(echelon); "
-        "assert 'torch' not in sys.modules; echelon.ConfigError; assert 'torch' not in sys.modules; "
-        "echelon.Trainer; assert 'torch' in sys.modules; echelon.trainer.checkpoint.load; echelon.common.errors"
-    )
+def test_importing_echelon_imports_nothing_else_and_threads_that_ask_for_a_name_at_once_get_the_same():
+    python("""
+import sys, threading
+import echelon
+assert "torch" not in sys.modules
+echelon.__version__; dir(echelon)
+assert "torch" not in sys.modules
+echelon.ConfigError
+assert "torch" not in sys.modules
+found, start = [], threading.Barrier(8)
+def ask():
+    start.wait()
+    found.append((echelon.Trainer, echelon.strategies.DDPStrategy, echelon.callbacks))
+threads = [threading.Thread(target=ask) for _ in range(8)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+assert len(found) == 8 and len(set(found)) == 1
+assert "torch" in sys.modules
+echelon.trainer.checkpoint.load; echelon.common.errors
+""")
 
 
 @pytest.mark.parametrize("words", [["--version"], ["--help"], ["completion", "bash"], ["ckpt", "--help"]])
@@ -112,22 +126,6 @@ def test_a_name_that_a_program_has_replaced_stays_replaced(monkeypatch):
     assert echelon.TrainModule is not None
     monkeypatch.undo()
     assert echelon.Trainer is importlib.import_module("echelon.trainer.trainer").Trainer
-
-
-def test_threads_that_ask_at_once_get_the_same():
-    program = """
-import threading
-import echelon
-found, start = [], threading.Barrier(8)
-def ask():
-    start.wait()
-    found.append((echelon.Trainer, echelon.strategies.DDPStrategy, echelon.callbacks))
-threads = [threading.Thread(target=ask) for _ in range(8)]
-[thread.start() for thread in threads]
-[thread.join() for thread in threads]
-assert len(found) == 8 and len(set(found)) == 1
-"""
-    python(program)
 
 
 def test_a_package_of_its_own_asks_each_module_when_its_name_is_used(tmp_path, monkeypatch):

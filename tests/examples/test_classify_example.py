@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "classify.py"
 
 def test_the_backbone_adds_to_what_a_head_has_learned_on_shards(tmp_path):
     pytest.importorskip("transformers")
-    short = ("--base-epochs", "2", "--head-epochs", "1", "--epochs", "3", "--strategy", "fsdp", "--devices", "2")
+    short = ("--base-epochs", "2", "--head-epochs", "1", "--epochs", "2", "--strategy", "fsdp", "--devices", "2")
     done = run_program("-W", "error", SCRIPT, *short, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     head, both = map(float, re.search(r"images: ([\d.]+)% with a new head, ([\d.]+)% with", done.stdout).groups())

@@ -41,6 +41,7 @@ def demo(tmp_path_factory):
     return folder, run(folder, str(EXAMPLES / "digits.py"))
 
 
+@pytest.mark.only_in_sweep  # `echelon demo` trains it for fewer epochs, in tests/test_packaging.py
 def test_digits_reaches_97_percent_and_draws_its_curves(demo):
     folder, output = demo
     assert accuracy_in(output) >= 0.97
@@ -59,6 +60,7 @@ def serving(command, folder):
             server.terminate()
 
 
+@pytest.mark.only_in_sweep  # tests/trainer/loggers read what its page shows with its own readers
 def test_the_tensorboard_page_of_digits_shows_its_scalars(demo, chromium):
     folder, output = demo
     command = re.search(r"TensorBoard: +(.+)", output)[1]
@@ -86,7 +88,7 @@ def test_gpt_learns_that_bytes_are_not_alike_and_prints_a_sample(tmp_path):
 
 
 def test_gan_trains_both_networks_and_draws_samples(tmp_path):
-    output = run(tmp_path, str(EXAMPLES / "gan.py"), "--max-epochs", "2")
+    output = run(tmp_path, str(EXAMPLES / "gan.py"), "--max-epochs", "1")
     assert is_drawn(tmp_path / re.search(r"Samples: +(\S+)", output)[1])
     assert all(re.search(rf"loss/{network}=\d", output) for network in ("generator", "discriminator"))
     [checkpoint] = (tmp_path / "echelon_logs" / "version_0" / "checkpoints").iterdir()
@@ -96,7 +98,8 @@ def test_gan_trains_both_networks_and_draws_samples(tmp_path):
 
 @pytest.mark.parametrize("name", ["digits", "gpt", "gan"])
 def test_an_example_is_a_config_too_and_overrides_reach_it(name, tmp_path):
-    short = ("trainer.max_epochs=1", "trainer.limit_train_batches=2", "trainer.val_check_interval=2")
+    short = ("trainer.max_epochs=1", "trainer.limit_train_batches=2", "trainer.limit_val_batches=2")
+    short += ("trainer.val_check_interval=2",)
     run(tmp_path, "-c", COMMAND, "fit", str(EXAMPLES / f"{name}.yaml"), "module.lr=1e-4", *short)
     folder = tmp_path / "echelon_logs" / "version_0"
     saved = yaml.safe_load((folder / "config.yaml").read_text())

@@ -8,7 +8,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "plan.py"
 
 
 def test_layouts_of_a_small_gpt_fit_and_are_drawn(tmp_path):
-    done = run_program("-W", "error", SCRIPT, "--sizes", "0.1B", folder=tmp_path)
+    done = run_program("-W", "error", SCRIPT, "--sizes", "0.1B", "--devices", "2", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     [line, drawn] = done.stdout.splitlines()
     assert line.startswith("0.1B: ")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from programs import run_program
 from torch import nn
 
 import echelon
@@ -288,13 +287,13 @@ def test_a_filter_of_lightnings_deprecations_leaves_others_alone() -> None:
     assert [str(one.message) for one in caught] == ["torch's own"]
 
 
-def test_names_that_a_star_imports_are_found() -> None:
+def test_names_that_a_star_imports_are_found(tmp_path: Path) -> None:
     program = (
         "import echelon.lightning; echelon.lightning.stand_in()\n"
         "from lightning.pytorch.callbacks import *\nfrom lightning.pytorch.loggers import *\n"
         "from lightning import *\nprint(EarlyStopping.__name__, CSVLogger.__name__, Trainer.__name__, Fabric.__name__)"
     )
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    said = run_program("-c", program, folder=tmp_path).stdout
     assert said.split() == ["EarlyStopping", "CSVLogger", "LightningTrainer", "Fabric"]
     for path in ("lightning.pytorch", "lightning.pytorch.utilities", "lightning.fabric.plugins"):
         exported = names.exported(path)

@@ -199,7 +199,7 @@ def run_all(folder):
 # --- what they gave
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.only_in_sweep), 3])
 def found(request, tmp_path_factory):
     """What an experiment gave on each rank, by its name."""
     results = run_ranks(run_all, request.param, tmp_path_factory.mktemp("ranks"))

@@ -1,11 +1,10 @@
 """The length of a run, the flags that it sets and restores, second runs, and evaluation alone."""
 
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
+from programs import run_program
 from small import Regression, flat, indices, loader, quiet
 from torch import nn
 
@@ -377,7 +376,6 @@ def test_a_plain_script_trains_and_exits_with_0(tmp_path):
         "trainer.fit(Net(), torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=4))\n"
         "print('steps:', trainer.global_step)\n"
     )
-    command = [sys.executable, "-W", "error", str(script)]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False)
+    run = run_program("-W", "error", script, folder=tmp_path)
     assert run.returncode == 0, run.stderr
     assert "steps: 4" in run.stdout

@@ -20,7 +20,8 @@ from echelon.testing import run_ranks
 
 NUM_SAMPLES = 36
 BATCH_SIZE = 12  # of all ranks; 3 steps
-LAYOUTS = pytest.mark.parametrize(("num_ranks", "size"), [(2, 2), (4, 2)])
+ONE_REPLICA = pytest.mark.only_in_sweep  # which is less than the two replicas of four ranks
+LAYOUTS = pytest.mark.parametrize(("num_ranks", "size"), [pytest.param(2, 2, marks=ONE_REPLICA), (4, 2)])
 
 needs_torchmetrics = pytest.mark.skipif(find_spec("torchmetrics") is None, reason="torchmetrics is not installed")
 
@@ -43,7 +44,7 @@ def loader(size=2, num_samples=NUM_SAMPLES):
 
 
 CASES = {}
-"""The runs whose results on several ranks are compared with those in one process: function and arguments, by name."""
+"""Runs that are compared with one process: function and arguments, by name."""
 OF_RANKS = {}
 """Those that mean something on several ranks only: the numbers of ranks, function and arguments."""
 
@@ -167,8 +168,7 @@ def log_torchmetrics(size):
     return {**{name: value.item() for name, value in trainer.callback_metrics.items()}, "copied": module.copied}
 
 
-if find_spec("torchmetrics"):
-    CASES["torchmetrics"] = (log_torchmetrics,)
+CASES |= {"torchmetrics": (log_torchmetrics,)} if find_spec("torchmetrics") else {}
 
 
 @needs_torchmetrics
@@ -310,7 +310,7 @@ TEXT = r"Ranks 0 and 1 hold parts of one replica, whose loaders must give both t
 OF_RANKS["dealt by rank"] = (2, 4), refuse_an_iterable, "rank", TEXT
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=ONE_REPLICA), 4])
 def test_an_iterable_that_deals_by_rank_is_an_error_in_the_first_step(num_ranks, ends):
     assert_on_ranks(ends, "dealt by rank", num_ranks, [None] * num_ranks)
 
@@ -372,7 +372,7 @@ OF_RANKS["sampled"] = (2, 4), sample_by, "data_rank"
 OF_RANKS["sampled by rank"] = (2, 4), refuse_a_sampler
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=ONE_REPLICA), 4])
 def test_a_sampler_with_the_numbers_of_the_trainer_deals_to_the_data_ranks(num_ranks, ends):
     assert_on_ranks(ends, "sampled", num_ranks, [NUM_SAMPLES] * num_ranks)
     assert_on_ranks(ends, "sampled by rank", num_ranks, [None] * num_ranks)

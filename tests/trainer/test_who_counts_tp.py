@@ -19,6 +19,7 @@ from echelon.strategies.state.dtensor import gather_whole, local_shard
 from echelon.testing import run_ranks
 
 NUM_SAMPLES, BATCH_SIZE, NUM_STEPS = 40, 8, 10
+DP_SHARD = pytest.mark.parametrize("dp_shard", [pytest.param(1, marks=pytest.mark.only_in_sweep), 2])
 
 
 def data():
@@ -102,7 +103,7 @@ def ends():
     return of_case
 
 
-@pytest.mark.parametrize("dp_shard", [1, 2])
+@DP_SHARD
 def test_counts_norms_and_decisions_are_those_of_one_process(dp_shard, ends):
     results = ends(count, 2 * dp_shard)
     assert all(result == results[0] for result in results)
@@ -119,7 +120,7 @@ def drop(dp_shard):
     return json.dumps({name: value.tolist() for name, value in whole.items()}), held
 
 
-@pytest.mark.parametrize("dp_shard", [1, 2])
+@DP_SHARD
 def test_dropout_leaves_the_parts_of_a_replica_equal_to_the_bit(dp_shard, ends):
     results = ends(drop, 2 * dp_shard)
     assert len({whole for whole, _ in results}) == 1
@@ -162,7 +163,7 @@ def overflow(dp_shard):
     return json.dumps([module.scales, {name: value.tolist() for name, value in whole.items()}]), held
 
 
-@pytest.mark.parametrize("dp_shard", [1, 2])
+@DP_SHARD
 def test_gradients_that_overflow_in_one_part_skip_the_update_of_all(dp_shard, ends):
     results = ends(overflow, 2 * dp_shard)
     assert len({whole for whole, _ in results}) == 1

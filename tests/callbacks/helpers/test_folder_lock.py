@@ -2,15 +2,13 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import run_program
+from programs import WatchedProgram, run_program
 from scripted import Scripted, batches, trainer_in
 
 from echelon import CSVLogger, TensorBoardLogger
@@ -34,12 +32,10 @@ time.sleep(600)
 """
 
 
-def holder_of(folder: Path, *of_round: str) -> tuple[subprocess.Popen[str], int]:
+def holder_of(folder: Path, *of_round: str) -> tuple[WatchedProgram, int]:
     """Start a process that holds the lock, and a child that inherits it; also return the child's process id."""
-    command = [sys.executable, "-c", HOLDER, str(folder), *of_round]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    return process, int(process.stdout.readline())
+    process = WatchedProgram(["-c", HOLDER, folder, *of_round], folder=folder.parent)
+    return process, int(process.readline())
 
 
 def test_another_process_is_refused_until_the_holder_is_dead_though_its_child_lives(tmp_path: Path) -> None:
@@ -57,10 +53,7 @@ def test_another_process_is_refused_until_the_holder_is_dead_though_its_child_li
         lock.release()
         assert not tmp_path.exists()  # nothing was saved into it
     finally:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
+        process.close()
         os.kill(child, signal.SIGKILL)
 
 
@@ -78,10 +71,7 @@ def test_a_later_round_of_a_run_does_not_wait_for_a_process_that_is_stopped(tmp_
         lock.release()
         assert not tmp_path.exists()
     finally:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
+        process.close()
 
 
 def test_who_has_lost_a_lock_does_not_remove_that_of_the_next_round(tmp_path: Path) -> None:
@@ -143,8 +133,7 @@ def test_who_finds_a_holder_dead_does_not_remove_the_lock_of_who_found_it_first(
         first.release()
         assert not tmp_path.exists()
     finally:
-        assert process.stdout is not None
-        process.stdout.close()
+        process.close()
         os.kill(child, signal.SIGKILL)
 
 
@@ -160,8 +149,7 @@ def test_a_run_waits_for_one_that_is_about_to_end(tmp_path: Path) -> None:
     lock.release()
     process.wait()
     killer.join()
-    assert process.stdout is not None
-    process.stdout.close()
+    process.close()
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[" * 100_000, b'{"host": "a", "pid": -5, "start": 1e25, "run": 0}'])

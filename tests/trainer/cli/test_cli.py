@@ -56,9 +56,9 @@ def test_every_command_of_the_table_has_help(name: str, capsys: pytest.CaptureFi
     assert "exit codes:" in shown
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(folder: Path) -> None:
-    words = [sys.executable, *_ECHELON, "fit", "configs/run.yaml", "--print-config"]
-    with subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
+    words = [sys.executable, *_ECHELON, "completion", "bash"]  # which does not import torch
+    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
         run.stdout.close()
         assert run.stderr is not None

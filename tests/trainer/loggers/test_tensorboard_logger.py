@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from programs import run_program
 from tensorboard.backend.event_processing import data_provider, plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
@@ -81,7 +80,8 @@ def test_importing_and_constructing_it_imports_no_tensorboard_and_writes_nothing
         f"print(TensorBoardLogger({str(tmp_path)!r}, 'a', sub_dir='b').log_dir); "
         "assert not any(name.split('.')[0] in ('tensorboard', 'yaml') for name in sys.modules)"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    run = run_program("-c", code, folder=tmp_path)
+    assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == str(tmp_path / "a" / "version_0" / "b")
     assert list(tmp_path.iterdir()) == []
 

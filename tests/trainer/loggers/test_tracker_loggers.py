@@ -15,6 +15,7 @@ import pytest
 import torch
 from recording_logger import RecordingLogger
 from small import Regression, loader, quiet, raises
+from sweep import IS_SWEEP
 
 from echelon import Callback, ConfigError, ElasticStrategy, Logger, MLFlowLogger, ModelCheckpoint, WandbLogger
 from echelon.trainer.loggers.tracker import is_same
@@ -201,8 +202,9 @@ class KilledOnce(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.sweep
 def test_a_launched_run_whose_rank_0_is_killed_is_one_curve(tmp_path: Path) -> None:
-    loggers = both(tmp_path)
+    loggers = both(tmp_path) if IS_SWEEP else both(tmp_path)[1:]  # each process imports MLflow for a second
     trainer = quiet(
         tmp_path,
         strategy=ElasticStrategy("ddp", snapshot_every=3),
@@ -216,9 +218,9 @@ def test_a_launched_run_whose_rank_0_is_killed_is_one_curve(tmp_path: Path) -> N
     assert (tmp_path / "killed").exists()
     for logger in loggers:
         assert [step for step, _ in points(logger, "loss_step")] == list(range(1, 9))
-    assert points(loggers[0], "loss_step") == points(loggers[1], "loss_step")
-    run = loggers[0].experiment.get_run(str(loggers[0].run_id))
-    assert run.info.status == "FINISHED"
+    if isinstance(loggers[0], MLFlowLogger):
+        assert points(loggers[0], "loss_step") == points(loggers[1], "loss_step")
+        assert loggers[0].experiment.get_run(str(loggers[0].run_id)).info.status == "FINISHED"
 
 
 class Refusing(Callback):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from as_rank import double_trainer
 from small import raises
-from sweep import dealt
+from sweep import IS_SWEEP, dealt
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -40,7 +40,9 @@ LIMITS = {
     "tokens": {"max_tokens": 2 * TOTAL - 60, "val_check_interval": "90 tokens", "log_every_n_steps": "60 tokens"},
     "samples": {"max_samples": 43, "val_check_interval": "9 samples", "log_every_n_steps": "7 samples"},
 }
-CASES = dealt(list(LAYOUTS), list(LIMITS), [0])
+CASES = [case for case in dealt(list(LAYOUTS), list(LIMITS), [0]) if IS_SWEEP or case[0] not in ("ddp", "tp")]
+BUDGETED = [("fsdp", 4), ("tp", 2), ("cp", 2)] if IS_SWEEP else [("tp", 2), ("cp", 2)]
+"""Layouts with limits, of which "ddp" is elastic as well, and with budgets and the batch size of one process."""
 SAVES = {"tokens": "70 tokens", "samples": "10 samples"}
 BUDGET = 80
 
@@ -148,7 +150,7 @@ def in_layouts(folder):
         rest, resumed, _ = fit(make(), settings, ckpt_path=next(here.glob(f"*step={at}.ckpt")))
         before = ([entry for entry in entries if entry[0] <= at] for entries in seen[:2])
         found[name, unit, "resumed"] = (*(a + b for a, b in zip(before, rest[:2], strict=True)),), resumed
-    for name in ("fsdp", "tp", "cp"):
+    for name, _ in BUDGETED:
         found[name, "budget"] = fit_to_a_budget(LAYOUTS[name](), 2)
     with raises(ConfigError, "A pipeline has the same number of micro-batches", "accumulate_tokens with pp=2"):
         fit_to_a_budget(ParallelStrategy(pp=2), 2)
@@ -195,7 +197,8 @@ def test_a_layout_ends_validates_and_saves_as_one_process(name, unit, found, alo
     assert_same(found[0][name, unit, "resumed"][1], weights)
 
 
-@pytest.mark.parametrize(("name", "batch_size"), [("fsdp", 4), ("tp", 2), ("cp", 2)])
+@pytest.mark.sweep
+@pytest.mark.parametrize(("name", "batch_size"), BUDGETED)
 def test_a_layout_reaches_a_budget_of_tokens_as_one_process(name, batch_size, found):
     # a micro-batch of two data ranks is one of twice the size
     steps, weights = fit_to_a_budget("single", batch_size)

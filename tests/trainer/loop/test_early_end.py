@@ -134,7 +134,7 @@ def ends() -> list[dict[str, Any]]:
     return run_ranks(partial(train_all, STRATEGIES, CASES), 2)
 
 
-CASES = dealt([*STRATEGIES], [*RUNS, "units"], [0, 2, 5])
+CASES = dealt([*STRATEGIES], [*RUNS, "units"], [0, 4])
 
 
 @pytest.mark.sweep
@@ -146,7 +146,7 @@ def test_a_step_that_ends_early_is_the_mean_of_what_came(ends, strategy, run):
 
 @pytest.mark.sweep
 def test_so_it_is_in_a_pipeline_with_several_data_ranks():
-    cases = dealt(["pp"], [*RUNS, "units"], [1, 2, 3, 5, 8])
+    cases = dealt(["pp"], [*RUNS, "units"], [3, 5, 8])
     for ends in run_ranks(partial(train_all, {"pp": ParallelStrategy(pp=2, dp_shard=2)}, cases), 4):
         for end in ends.values():
             check(end)

@@ -195,7 +195,7 @@ LAYOUTS = [
     Layout("cp x 2", 2, lambda: ParallelStrategy(cp=2), leaves_out=CANNOT_BE_CUT),
     Layout("ps x 2", 2, lambda: "ps"),
 ]
-CELLS = [(layout.title, kind) for layout, kind in dealt(LAYOUTS, [*KINDS], [0, 3]) if kind not in layout.leaves_out]
+CELLS = [(layout.title, kind) for layout, kind in dealt(LAYOUTS, [*KINDS], [0]) if kind not in layout.leaves_out]
 
 
 def train(strategy: str | Strategy, module: Tokens, batch_size: int = 2, **settings: Any) -> dict[str, Tensor]:

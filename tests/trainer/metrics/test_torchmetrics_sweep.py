@@ -29,7 +29,7 @@ LAYOUTS: dict[str, tuple[int, Any]] = {
     "fsdp 3": (3, lambda: "fsdp"),
     "dp_shard 2 x tp 2": (4, lambda: ParallelStrategy(dp_shard=2, tp=2, tp_plan={"up": "colwise", "down": "rowwise"})),
 }
-CELLS = dealt(list(LAYOUTS), NUMBERS, (0,)) if IS_SWEEP else [("single", 7), ("ddp 3", 7), ("dp_shard 2 x tp 2", 7)]
+CELLS = dealt(list(LAYOUTS), NUMBERS, (0,)) if IS_SWEEP else [("single", 7), ("ddp 3", 7)]
 """Layouts and numbers of samples."""
 ENTRIES, REASONS = table()
 

@@ -61,30 +61,26 @@ def climbed(memory, module=None, fits=None, **settings):
 
 
 @pytest.mark.parametrize(
-    ("memory", "layout", "recomputes"),
+    ("memory", "layout", "recomputes", "profiles"),
     [
-        (1.45, "ddp", ""),
-        (1.0, "zero", ""),
-        (0.58, "fsdp", ""),
-        (0.48, "fsdp", "full"),
-        (0.4, "tp=4 with fsdp", "full"),
+        (1.45, "ddp", "", [False]),
+        (1.0, "zero", "", [False]),
+        (0.58, "fsdp", "", [False, True]),
+        (0.48, "fsdp", "full", [False, True]),
+        (0.4, "tp=4 with fsdp", "full", [False, True]),
     ],
 )
-def test_the_ladder_is_climbed_until_a_step_fits(memory, layout, recomputes):
-    choice = climbed(memory * STATE)
+def test_the_ladder_is_climbed_until_a_step_fits_and_no_profile_taken_before_a_rung_needs_it(
+    memory, layout, recomputes, profiles
+):
+    fits = []
+    choice = climbed(memory * STATE, fits=fits)
+    assert fits == profiles  # by whether they recompute
     assert isinstance(choice, Choice), choice
     assert (choice.layout.name, choice.recomputes) == (layout, recomputes), choice.reason
     assert f"strategy='auto' takes {layout}" in choice.reason
     assert choice.num_micro_batches == (4 if "tp" in layout else 1)  # for the same global batch
-
-
-@pytest.mark.parametrize(
-    ("memory", "profiles"), [(1.45, [False]), (1.0, [False]), (0.58, [False, True]), (0.345, [False, True, True])]
-)
-def test_no_profile_is_taken_before_a_rung_needs_it(memory, profiles):
-    fits = []
-    climbed(memory * STATE, fits=fits)
-    assert fits == profiles  # by whether they recompute; the last one is of half a batch
+    assert "of which less than" not in choice.reason
 
 
 def test_replicas_of_a_module_with_unused_parameters_look_for_them():
@@ -101,12 +97,12 @@ def test_what_fits_only_without_the_margin_is_taken_if_nothing_else_fits():
     assert isinstance(choice, Choice), choice
     assert choice.layout.name == "tp=4 with fsdp"
     assert "of which less than 5% stay free" in choice.reason
-    assert "of which less than" not in climbed(0.4 * STATE).reason
 
 
 def test_what_does_not_fit_names_the_closest_layout_and_what_does():
-    said = climbed(0.345 * STATE)
+    said = climbed(0.345 * STATE, fits=(fits := []))
     assert isinstance(said, str)
+    assert fits == [False, True, True]  # the last one is of half a batch
     assert "the closest, tp=4 with fsdp with activation checkpointing, needs" in said
     assert f"; with batch_size={BATCH // 2} in the DataLoader and accumulate_grad_batches=8, for the same steps" in said
     assert climbed(1e6).endswith(" too much")
@@ -158,6 +154,7 @@ def test_a_run_trains_with_what_was_chosen(tmp_path):
     assert done.stdout.splitlines()[-1] == "fsdp 2 auto"
 
 
+@pytest.mark.only_in_sweep  # what it says is that of the ladder above
 def test_a_run_that_fits_nowhere_says_so_before_it_starts(tmp_path):
     done = told(tmp_path, room=int(4e6 + 150e6), width=768, reads=False)
     assert done.returncode == 1

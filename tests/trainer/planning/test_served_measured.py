@@ -6,6 +6,7 @@ import pytest
 import torch
 from as_rank import calm_down
 from planned_modules import GPT, MeasuredStep, hardware_of, loader, profile_of, settings_of
+from sweep import IS_SWEEP
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -44,13 +45,16 @@ def words_loader():
 
 
 CASES = {
-    "sync": (GPT, {}, 1),
     "two servers": (GPT, {"servers": 2}, 1),
     "async": (GPT, {"mode": "async", "max_staleness": 2}, 1),
-    "tables": (lambda: Words(sparse=False), {"dense": "ddp", "servers": 2}, 1),
     "sparse tables": (lambda: Words(sparse=True), {"dense": "ddp"}, 1),
     "tables of micro-batches": (lambda: Words(sparse=False), {"dense": "ddp"}, 2),
 }
+if IS_SWEEP:
+    CASES |= {
+        "sync": (GPT, {}, 1),
+        "tables": (lambda: Words(sparse=False), {"dense": "ddp", "servers": 2}, 1),
+    }
 
 
 def held_by_server():
@@ -110,6 +114,7 @@ def profile_of_case(make):
     return take_profile(fit, module, ProfilingStrategy(measures=module.first.sparse))
 
 
+@pytest.mark.sweep
 def test_what_trainers_and_servers_hold_and_exchange_is_what_was_estimated():
     ranks = run_ranks(measured_on_ranks, 2)
     for name, (make, choices, accumulate) in CASES.items():

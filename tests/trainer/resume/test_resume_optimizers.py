@@ -104,18 +104,19 @@ OPTIMIZERS = {
     "asgd": lambda module: torch.optim.ASGD(module.parameters(), 0.1, t0=1),
 }
 
-
 LAYOUTS = ("fsdp", "zero", "ddp", "ps")
 PRECISIONS = ("bf16-true", "64-true")
 ALONE = [*product(["single"], OPTIMIZERS, PRECISIONS)]
 ON_RANKS = [
-    *product(LAYOUTS, ["averaging"], PRECISIONS if IS_SWEEP else PRECISIONS[:1]),  # local_sgd does not average int8
-    *(
-        (strategy, *other)
-        for strategy, other in dealt([*LAYOUTS, "local_sgd"], [*product(["nadam", "asgd"], PRECISIONS)], [0])
-    ),
+    *(("fsdp", "averaging", "bf16-true"), ("zero", "averaging", "bf16-true"), ("ps", "averaging", "bf16-true")),
+    *(("zero", "nadam", "64-true"), ("ddp", "asgd", "bf16-true"), ("local_sgd", "nadam", "bf16-true")),
 ]
-"""Strategies, optimizers and precisions on one rank and on two."""
+if IS_SWEEP:
+    ON_RANKS = [
+        *product(LAYOUTS, ["averaging"], PRECISIONS),  # local_sgd does not average int8
+        *product([*LAYOUTS, "local_sgd"], ["nadam", "asgd"], PRECISIONS),
+    ]
+"""Strategies, optimizers and precisions."""
 ACROSS = dealt(LAYOUTS, list(OPTIMIZERS), [0])
 """Where a run of one process goes on, with which optimizer."""
 

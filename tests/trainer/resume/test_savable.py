@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from as_rank import calm_down, double_trainer, world_size
+from sweep import IS_SWEEP
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, StepLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -133,22 +134,21 @@ def fit(module, folder, *callbacks, saver=None, max_epochs=2, resumed=None, **se
 
 # --- weights that wrap other tensors
 
+ON_RANKS = ("ddp", "zero", "fsdp") if IS_SWEEP else ("zero", "fsdp")
+
 
 def wrapped_everywhere(folder):
     """Return, by strategy, the error of a module with wrapped weights, its steps, and what the way out saved."""
     calm_down()
     found = {}
-    for strategy in ("ddp", "zero", "fsdp") if world_size() > 1 else ("single",):
+    for strategy in ON_RANKS if world_size() > 1 else ("single",):
         module = Net()
         with pytest.raises(EchelonError) as raised:
             fit(module, f"{folder}/{strategy}", strategy=strategy)
         fit(WithoutFrozen(), f"{folder}/{strategy}", strategy=strategy, max_epochs=1)
-        resumed = WithoutFrozen()
-        fit(resumed, f"{folder}/{strategy}", strategy=strategy, resumed="last")
-        whole = WithoutFrozen()
-        fit(whole, f"{folder}/{strategy}/whole", strategy=strategy)
-        plain = Net(wraps=None)
-        fit(plain, f"{folder}/{strategy}/plain", strategy=strategy)
+        fit(WithoutFrozen(), f"{folder}/{strategy}", strategy=strategy, resumed="last")
+        fit(WithoutFrozen(), f"{folder}/{strategy}/whole", strategy=strategy)
+        fit(Net(wraps=None), f"{folder}/{strategy}/plain", strategy=strategy)
         saved = [load(f"{folder}/{strategy}{part}/last.ckpt")["model"] for part in ("", "/whole", "/plain")]
         found[strategy] = str(raised.value), module.steps, saved
     return found
@@ -171,6 +171,7 @@ def test_wrapped_weights_are_refused_at_the_start_and_can_be_left_out(memory_pat
     assert_refused(wrapped_everywhere(str(memory_path)))
 
 
+@pytest.mark.sweep
 def test_wrapped_weights_are_refused_at_the_start_in_every_layout(memory_path):
     for found in run_ranks(wrapped_everywhere, 2, str(memory_path)):
         assert_refused(found)
@@ -180,17 +181,17 @@ def kept(folder):
     """Return, by strategy, what runs with registered weights have at the end: resumed, whole, and with plain ones."""
     calm_down()
     found = {}
-    for strategy in ("ddp", "zero", "fsdp") if world_size() > 1 else ("single",):
+    for strategy in ON_RANKS if world_size() > 1 else ("single",):
         for name, wraps in (("", Kept), ("/plain", None)):
             place = f"{folder}/{strategy}{name}"
             fit(Net(wraps), place, EMAWeightAveraging(decay=0.5), strategy=strategy, max_epochs=1)
             fit(Net(wraps), place, EMAWeightAveraging(decay=0.5), strategy=strategy, resumed="last")
         fit(Net(Kept), f"{folder}/{strategy}/whole", strategy=strategy)
-        names = "", "/whole", "/plain"
-        found[strategy] = [load(f"{folder}/{strategy}{name}/last.ckpt") for name in names]
+        found[strategy] = [load(f"{folder}/{strategy}{name}/last.ckpt") for name in ("", "/whole", "/plain")]
     return found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_registered_weights_are_kept_and_averages_leave_them_alone(memory_path, ranks):
     for found in [kept(str(memory_path))] if ranks == 1 else run_ranks(kept, ranks, str(memory_path)):
@@ -354,9 +355,9 @@ def test_a_schedule_that_holds_another_one_is_saved_and_resumed(memory_path, cap
     def schedule(optimizer):
         return {"scheduler": Warmup(optimizer, Warmup(optimizer, ExponentialLR(optimizer, 0.5), 1)), "interval": "step"}
 
-    whole, begun, resumed = (Net(None, schedule) for _ in range(3))
+    whole, resumed = Net(None, schedule), Net(None, schedule)
     fit(whole, memory_path / "whole", max_epochs=4)
-    fit(begun, memory_path, max_epochs=2)
+    fit(Net(None, schedule), memory_path, max_epochs=2)
     with caplog.at_level("WARNING"):
         fit(resumed, memory_path, max_epochs=4, resumed="last")
     assert "other settings" not in caplog.text

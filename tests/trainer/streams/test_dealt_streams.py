@@ -147,7 +147,7 @@ LAYOUTS = [(1, 2), (2, 0), (2, 2), (3, 0), (3, 1)]
 
 @pytest.mark.filterwarnings("ignore:.* is dealt batch by batch")
 @pytest.mark.sweep
-@pytest.mark.parametrize(("kind", "layout"), dealt([Shuffled, Plain, Stateful, Told], LAYOUTS, [0, 2]))
+@pytest.mark.parametrize(("kind", "layout"), dealt([Shuffled, Plain, Stateful, Told], LAYOUTS, [1]))
 def test_each_layout_reads_the_order_of_one_process(kind, layout):
     num_ranks, workers = layout
     alone = epochs_of(lambda _: kind(), 1, num_epochs=2)
@@ -161,7 +161,7 @@ def test_each_layout_reads_the_order_of_one_process(kind, layout):
 
 @pytest.mark.filterwarnings("ignore:.* is dealt batch by batch")
 @pytest.mark.sweep
-@pytest.mark.parametrize(("num_ranks", "workers"), LAYOUTS if IS_SWEEP else [(2, 2), (3, 0)])
+@pytest.mark.parametrize(("num_ranks", "workers"), LAYOUTS if IS_SWEEP else [(2, 2)])
 def test_what_a_stream_divides_itself_is_not_divided_again(num_ranks, workers):
     def seen(make):
         [epoch] = epochs_of(make, num_ranks, workers)
@@ -175,7 +175,7 @@ CUT = [(Shards, 3), (StatefulShards, 8), (StatefulShards, 3), (Shards, 8)]
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(("cut", "layout"), dealt(CUT, LAYOUTS, [0, 2]))
+@pytest.mark.parametrize(("cut", "layout"), dealt(CUT, LAYOUTS, [1]))
 def test_each_shard_is_read_by_one_reader(cut, layout):
     kind, num_shards = cut
     with warnings.catch_warnings():
