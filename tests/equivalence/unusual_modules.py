@@ -55,12 +55,12 @@ class Layout:
     def kinds(self) -> list[str]:
         """The modules that are tried: all in one process, on shards and in stages; elsewhere a share of them each.
 
-        Each module is tried on one of the others of two processes, and each third one on one of the larger layouts,
+        Each module is tried on one of the others of two processes, and each sixth one on one of the larger layouts,
         where much is as on two; in a sweep on all.
         """
         others = [layout.title for layout in LAYOUTS if layout.processes == 2 and layout.title not in WHOLE]
         large = [layout.title for layout in LAYOUTS if layout.processes > 2]
-        met = [*dealt(list(MODULES), others, (0,)), *dealt(list(MODULES)[:: 1 if IS_SWEEP else 3], large, (0,))]
+        met = [*dealt(list(MODULES), others, (0,)), *dealt(list(MODULES)[:: 1 if IS_SWEEP else 6], large, (0,))]
         share = {kind for kind, title in met if title == self.title} | self.always
         return [
             kind
