@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from echelon import ParallelStrategy, Strategy, TrainModule
 from echelon.testing import run_ranks
 
-DATA = torch.randn(48, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+DATA = torch.randn(24, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 ACCUMULATE = 4
 TP_PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
@@ -126,7 +126,10 @@ def test_hooks_of_parameters_are_called_under_every_strategy(ends, run):
         assert by_rank == [sorted(calls)] * 2
 
 
-@pytest.mark.parametrize(("strategy", "accumulated"), [("ddp", False), ("ddp", True), ("fsdp", True)])
+@pytest.mark.parametrize(
+    ("strategy", "accumulated"),
+    [("ddp", False), pytest.param("ddp", True, marks=pytest.mark.only_in_sweep), ("fsdp", True)],
+)
 def test_hooks_go_with_a_module_to_the_processes_that_a_fit_starts(strategy, accumulated):
     states = []
     for name, devices in (("single", 1), (strategy, 2)):

@@ -180,7 +180,7 @@ KINDS = {
 
 
 def data():
-    tokens = torch.randint(0, WORDS, (24, 5), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(0, WORDS, (16, 5), generator=torch.Generator().manual_seed(1))
     return TensorDataset(tokens)
 
 
@@ -247,8 +247,8 @@ SETTINGS = {
     "replicas": ({"replicate": 2}, {}),
     "kept after forward": ({"reshard_after_forward": False}, {}),
     "prefetched": ({"forward_prefetch": 2, "backward_prefetch": 2}, {}),
-    "accumulated": ({}, {"accumulate_grad_batches": 3}),
-    "accumulated, reduced each time": ({"sync_each_micro_batch": True}, {"accumulate_grad_batches": 3}),
+    "accumulated": ({}, {"accumulate_grad_batches": 2}),
+    "accumulated, reduced each time": ({"sync_each_micro_batch": True}, {"accumulate_grad_batches": 2}),
     "offloaded": ({"cpu_offload": True}, {}),
     "clipped": ({}, {"gradient_clip_val": 0.1}),
     "computed again": ({}, {"activation_checkpointing": ActivationCheckpointing(modules=is_repeated)}),

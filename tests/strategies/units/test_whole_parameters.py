@@ -83,7 +83,7 @@ BOUND = {"scaled losses": 10.0}
 RESUMED_FROM = {"plain": (0, 1), "by hand": (0,), "deferred": (0, 1)}
 """Whose checkpoints a case resumes from: those of as many processes (0), or of one."""
 LAYOUTS = {"fsdp": (2, 1), "hsdp": (4, 2)}
-IN_REPLICAS = CASES if IS_SWEEP else ("plain", "clipped", "reduced each time", "by hand")
+IN_REPLICAS = CASES if IS_SWEEP else ("clipped", "reduced each time", "by hand")
 """The cases on four ranks."""
 CELLS = [(layout, name) for layout in LAYOUTS for name in (IN_REPLICAS if layout == "hsdp" else CASES)]
 
