@@ -111,7 +111,7 @@ USES_ELSEWHERE = {
     "hsdp 2 x 2": ("manual",),
     "fsdp 3": ("global batch of 6", "accumulating 2", "manual"),
     "ddp 3": ("manual",),
-    "fsdp 4": ("global batch of 12",),
+    "fsdp 4": ("", "global batch of 12"),
 }
 """Ways to use a strategy that another strategy, or the same on fewer ranks, has as well, by strategy."""
 CELLS = (
