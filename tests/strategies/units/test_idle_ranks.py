@@ -161,6 +161,19 @@ ON_FOUR = {
     "replicas that send by themselves": (SendsByItself, 1, whole(replicate=2)),
     "replicas of one rank": (Net, SAMPLES, {"strategy": ParallelStrategy(dp_replicate=4, dp_shard=1)}),
 }
+IN_A_SWEEP = (
+    ()
+    if IS_SWEEP
+    else (
+        "two samples",
+        "kept after forward",
+        "sends by itself, with compared calls",
+        "by hand at once",
+        "replicas",
+    )
+)
+"""Cases whose parts others have, the last in test_whole_parameters.py."""
+CASES, ON_FOUR = ({name: case for name, case in cases.items() if name not in IN_A_SWEEP} for cases in (CASES, ON_FOUR))
 ONLY_ON_THREE = ("sends by itself at once", "by hand")
 ON_THREE = {
     name: case
