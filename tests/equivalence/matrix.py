@@ -334,7 +334,8 @@ def cases_of_lines():
 
     In a sweep, each two settings in double precision meet in one case of every line. Else they meet in some of the
     lines: each takes its hardest case, and those whose settings have met least often in the lines before it. One
-    process takes all cases. Plain lines of two processes train two epochs, others one, and all lines fewer steps.
+    process takes all cases. The hardest case of a plain line of two processes has two epochs, others one, and all fewer
+    steps.
     """
     met, found = Counter(), {}
     for line in LINES:
@@ -346,14 +347,19 @@ def cases_of_lines():
             others = [case for case in cases if case not in double]
             cases = covering(double, vars) + others if line.processes > 1 else cases
             by_engine = covering(by_engine, vars)
-        length = {}
-        if line.processes > 1 and not IS_SWEEP:
-            length = {"fewer": GLOBAL_BATCH, "epochs": 2 if line.processes == 2 and line.network == "dense" else 1}
         found[line] = tuple(
-            [replace(case, by_engine=is_of_engine, **length) for case in of_kind]
+            [replace(case, by_engine=is_of_engine, **length_of(line, case)) for case in of_kind]
             for is_of_engine, of_kind in ((False, cases), (True, by_engine))
         )
     return found
+
+
+def length_of(line, case):
+    """Return what makes a case shorter than in a sweep."""
+    if line.processes == 1 or IS_SWEEP:
+        return {}
+    has_two_epochs = line.processes == 2 and line.network == "dense" and is_hardest(case)
+    return {"fewer": GLOBAL_BATCH, "epochs": 2 if has_two_epochs else 1}
 
 
 def dealt_cases(cases, number, met):
