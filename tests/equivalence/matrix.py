@@ -187,16 +187,24 @@ IN_A_SWEEP = (
     "tp x 4",
     "replicate 2 x tp 2",
     "replicate 2 x pp 2",
+    "pp x 2, gpipe",
+    "pp x 2, interleaved_1f1b",
+    "pp x 2, looped_bfs",
+    "pp x 4, 1f1b",
     "ep x 4",
     "replicate 2 x fsdp 2 x tp 2",
     "fsdp 2 x cp 2 x tp 2",
     "pp 2 x tp 2",
     "pp 2 x cp 2 x tp 2",
     "pp 2 x fsdp 2 x tp 2",
+    "pp 2 x ep 2",
     "pp 2 x ep 2, zbv_zero_bubble",
     "pp 2 x fsdp 2 x ep 2",
 )
-"""Lines whose axes `make test` has in other lines in pairs, on fewer ranks, or in test_layouts_in_turn.py."""
+"""Lines whose axes `make test` has in other lines in pairs, on fewer ranks or with a schedule of their kind.
+
+Else in test_layouts_in_turn.py or, experts in stages, in tests/strategies/experts.
+"""
 ENGINES = ("single", "ddp", "zero", "fsdp", "hsdp", "tp")
 """The strategies that `Engine` supports."""
 DENSE_PLAN = {

@@ -54,7 +54,7 @@ TP_PLAN = {
     "blocks.1.2": "rowwise",
 }
 TP = partial(ParallelStrategy, tp=2, tp_plan=TP_PLAN)
-IN_A_SWEEP = ("replicate 2 x tp 2", "pp 2 x cp 2")
+IN_A_SWEEP = ("fsdp x 2", "replicate 2 x tp 2", "pp 2 x tp 2", "pp 2 x cp 2")
 """Layouts whose axes `make test` has in others."""
 LAYOUTS = [
     Layout("single", 1, lambda: "single", {}),
