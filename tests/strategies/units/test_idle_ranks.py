@@ -178,7 +178,7 @@ ONLY_ON_THREE = ("sends by itself at once", "by hand")
 ON_THREE = {
     name: case
     for place, (name, case) in enumerate(CASES.items())
-    if IS_SWEEP or place % 3 == 1 and name != "sends by itself" or name in ("plain", *ONLY_ON_THREE)
+    if IS_SWEEP or (place % 3 == 1 and name != "sends by itself") or name in ("plain", *ONLY_ON_THREE)
 }
 ON_TWO = {name: case for name, case in CASES.items() if IS_SWEEP or name not in ON_THREE or name == "plain"}
 """Each case is tested on two ranks or on three, the plain one on both."""
