@@ -185,12 +185,15 @@ IN_A_SWEEP = (
     "fsdp x 4",
     "ps x 3 + 1 server",
     "tp x 4",
+    "tp 2 x fsdp 2",
     "replicate 2 x tp 2",
     "replicate 2 x pp 2",
     "pp x 2, gpipe",
     "pp x 2, interleaved_1f1b",
     "pp x 2, looped_bfs",
     "pp x 4, 1f1b",
+    "pp 2 x fsdp 2",
+    "fsdp 2 x ep 2",
     "ep x 4",
     "replicate 2 x fsdp 2 x tp 2",
     "fsdp 2 x cp 2 x tp 2",
@@ -203,7 +206,7 @@ IN_A_SWEEP = (
 )
 """Lines whose axes `make test` has in other lines in pairs, on fewer ranks or with a schedule of their kind.
 
-Else in test_layouts_in_turn.py or, experts in stages, in tests/strategies/experts.
+Else in test_layouts_in_turn.py, test_load_matrix.py or, with experts, in tests/strategies/experts.
 """
 ENGINES = ("single", "ddp", "zero", "fsdp", "hsdp", "tp")
 """The strategies that `Engine` supports."""
