@@ -3,13 +3,14 @@
 import functools
 import os
 import warnings
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import simulated_device
 from device_waits import waits_of_steps
 from matrix import (
     ALONE,
     CASES,
+    GLOBAL_BATCH,
     Line,
     attention,
     by_case,
@@ -30,8 +31,13 @@ from echelon.testing import run_ranks
 
 
 def is_dealt(case):
-    """Return whether a strategy other than the plainest trains a case: one of the two with units; in a sweep any."""
+    """Return whether ddp and fsdp train a case: one of the two with units; in a sweep any of the harder ones."""
     return is_harder(case) and (case.units or IS_SWEEP)
+
+
+def is_last(case):
+    """Return whether any other strategy trains a case: the hardest; in a sweep any of the harder ones."""
+    return is_harder(case) if IS_SWEEP else is_hardest(case)
 
 
 DEVICE = os.environ.get("ECHELON_TEST_DEVICE", "sim")
@@ -45,15 +51,15 @@ OF_DEVICE = {
         Line("single", takes=is_hard),
         Line("dp", devices=2, takes=is_harder),
         Line("device_map", devices=2, make=lambda: DeviceMapStrategy(MAP), takes=is_harder),
-        Line("ddp", 2, takes=is_harder),
-        Line("zero", 2, takes=is_dealt),
-        Line("fsdp", 2, takes=is_harder),
-        Line("fsdp", 2, note=", offload", make=lambda: FSDPStrategy(cpu_offload=True), takes=is_dealt),
+        Line("ddp", 2, takes=is_dealt),
+        Line("zero", 2, takes=is_last),
+        Line("fsdp", 2, takes=is_dealt),
+        Line("fsdp", 2, note=", offload", make=lambda: FSDPStrategy(cpu_offload=True), takes=is_last),
         Line("hsdp", 4, takes=is_hardest),
-        Line("local_sgd", 2, note=", warm-up", make=lambda: LocalSGDStrategy(warmup_steps=100), takes=is_dealt),
-        Line("ps", 2, note=" + 1 server", takes=is_dealt),
+        Line("local_sgd", 2, note=", warm-up", make=lambda: LocalSGDStrategy(warmup_steps=100), takes=is_last),
+        Line("ps", 2, note=" + 1 server", takes=is_last),
         Line("elastic", 2, takes=is_hardest),
-        attention("tp x 2", 2, takes=is_dealt, tp=2),
+        attention("tp x 2", 2, takes=is_last, tp=2),
         attention("cp x 2", 2, takes=is_hardest, network="sequences", cp=2),
         stages("pp x 2, gpipe", 2, schedule="gpipe"),
         *IN_A_SWEEP,
@@ -78,7 +84,8 @@ def results(title):
     """Return how far each rank of a line on devices is from one process on the CPU, by case, and where each waited."""
     warnings.simplefilter("ignore")
     line = OF_DEVICE[title]
-    cases = [case for case in line.cases if case.precision == "64-true"]
+    length = {} if IS_SWEEP or line.processes == 1 else {"epochs": 1, "fewer": GLOBAL_BATCH}
+    cases = [replace(case, **length) for case in line.cases if case.precision == "64-true"]
     ranks = [there(line, cases)] if line.processes == 1 else run_ranks(there, line.processes, line, cases, timeout=150)
     ends = by_case([ends for ends, _ in ranks])
     differences = {

@@ -135,8 +135,8 @@ class Line:
         if self.title in IN_A_SWEEP:
             return 0
         if self.network == "dense":
-            return 4 if self.processes == 2 else 2
-        return 2 if self.processes == 2 and "," not in self.title else 1
+            return 4 if self.processes == 2 and self.takes(CASES[0]) else 2
+        return 1
 
     @property
     def start(self):
@@ -181,14 +181,33 @@ def is_hardest(case):
 
 
 IN_A_SWEEP = (
+    "ddp x 4",
+    "fsdp x 4",
+    "ps x 3 + 1 server",
+    "tp x 4",
+    "tp 2 x fsdp 2",
+    "replicate 2 x tp 2",
+    "replicate 2 x pp 2",
+    "pp x 2, gpipe",
+    "pp x 2, interleaved_1f1b",
+    "pp x 2, looped_bfs",
+    "pp x 4, 1f1b",
+    "pp 2 x fsdp 2",
+    "fsdp 2 x ep 2",
+    "ep x 4",
     "replicate 2 x fsdp 2 x tp 2",
     "fsdp 2 x cp 2 x tp 2",
     "pp 2 x tp 2",
     "pp 2 x cp 2 x tp 2",
+    "pp 2 x fsdp 2 x tp 2",
+    "pp 2 x ep 2",
     "pp 2 x ep 2, zbv_zero_bubble",
     "pp 2 x fsdp 2 x ep 2",
 )
-"""Lines whose axes meet in pairs in other lines, which `make test` takes."""
+"""Lines whose axes `make test` has in other lines in pairs, on fewer ranks or with a schedule of their kind.
+
+Else in test_layouts_in_turn.py, test_load_matrix.py or, with experts, in tests/strategies/experts.
+"""
 ENGINES = ("single", "ddp", "zero", "fsdp", "hsdp", "tp")
 """The strategies that `Engine` supports."""
 DENSE_PLAN = {
@@ -326,7 +345,8 @@ def cases_of_lines():
 
     In a sweep, each two settings in double precision meet in one case of every line. Else they meet in some of the
     lines: each takes its hardest case, and those whose settings have met least often in the lines before it. One
-    process takes all cases. A line of more than two trains one epoch, and all lines fewer steps.
+    process takes all cases. The hardest case of a plain line of two processes has two epochs, others one, and all fewer
+    steps.
     """
     met, found = Counter(), {}
     for line in LINES:
@@ -338,14 +358,19 @@ def cases_of_lines():
             others = [case for case in cases if case not in double]
             cases = covering(double, vars) + others if line.processes > 1 else cases
             by_engine = covering(by_engine, vars)
-        length = {}
-        if line.processes > 1 and not IS_SWEEP:
-            length = {"fewer": GLOBAL_BATCH, "epochs": 1 if line.processes > 2 and line.strategy != "hsdp" else 2}
         found[line] = tuple(
-            [replace(case, by_engine=is_of_engine, **length) for case in of_kind]
+            [replace(case, by_engine=is_of_engine, **length_of(line, case)) for case in of_kind]
             for is_of_engine, of_kind in ((False, cases), (True, by_engine))
         )
     return found
+
+
+def length_of(line, case):
+    """Return what makes a case shorter than in a sweep."""
+    if line.processes == 1 or IS_SWEEP:
+        return {}
+    has_two_epochs = line.processes == 2 and line.network == "dense" and is_hardest(case)
+    return {"fewer": GLOBAL_BATCH, "epochs": 2 if has_two_epochs else 1}
 
 
 def dealt_cases(cases, number, met):
@@ -354,7 +379,7 @@ def dealt_cases(cases, number, met):
     for _ in range(min(number, len(cases))):
         left = [case for case in cases if case not in chosen]
         # whole numbers: the sum of others would depend on their order, which is another one in each process
-        rarity = {case: sum(10 ** max(9 - met[pair], 0) for pair in pairs_of(case)) for case in left}
+        rarity = {case: sum(3 ** max(9 - met[pair], 0) for pair in pairs_of(case)) for case in left}
         chosen.append(max(left, key=lambda case: (is_hardest(case), rarity[case])))
         met.update(pairs_of(chosen[-1]))
     return chosen

@@ -27,7 +27,7 @@ KINDS = ("metric", "list", "module-level list", "dict")
 STAGES = ("training", "sanity check", "fit's validation", "validate", "test", "predict")
 OWN_LOOPS = [(strategy, processes) for processes in (2, 3) for strategy in ("ddp", "fsdp")]
 """Where programs with an Engine run, and those that draw random numbers."""
-NUMBERS_OF_LOOPS = dealt(OWN_LOOPS, NUMBERS, (0, 1))
+NUMBERS_OF_LOOPS = dealt(OWN_LOOPS, NUMBERS, (0,))
 """On how many samples an Engine trains there."""
 
 OF_THE_MODULE: defaultdict[str, list[float]] = defaultdict(list)
@@ -106,11 +106,14 @@ LAYOUTS = [
 FIRST = {layout.strategy: layout for layout in reversed(LAYOUTS)}
 """The first layout of each strategy."""
 USES_ELSEWHERE = {
+    "fsdp 2": ("global batch of 8",),
+    "zero 2": ("manual",),
+    "hsdp 2 x 2": ("manual",),
     "fsdp 3": ("global batch of 6", "accumulating 2", "manual"),
     "ddp 3": ("manual",),
-    "fsdp 4": ("global batch of 12",),
+    "fsdp 4": ("", "global batch of 12"),
 }
-"""Ways to use a strategy on more ranks that are there on two ranks as well, by strategy."""
+"""Ways to use a strategy that another strategy, or the same on fewer ranks, has as well, by strategy."""
 CELLS = (
     covering(
         [(layout, number) for layout in LAYOUTS for number in NUMBERS],

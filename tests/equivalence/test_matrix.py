@@ -86,7 +86,13 @@ def test_a_custom_loop_ends_like_the_trainer_on_one_process(line, ends_of, expec
         assert max(largest(state, expected) for state in states) <= bound, case
 
 
-@pytest.mark.parametrize("line", LAUNCHED.values(), ids=LAUNCHED)
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(line, id=name, marks=[pytest.mark.only_in_sweep] * (name in ("zero", "local_sgd")))
+        for name, line in LAUNCHED.items()
+    ],
+)
 def test_a_fit_that_starts_processes_ends_in_the_caller_like_one_process(line, expected_of):
     case = next(case for case in CASES if case.optimizer == "sgd" and case.accumulate == 2 and case.samples == UNEVEN)
     case = replace(case, epochs=1, fewer=GLOBAL_BATCH)

@@ -13,5 +13,5 @@ MANY = [layout for layout in LAYOUTS if layout != "single"]
 @pytest.mark.timeout(3600 if IS_SWEEP else 600)
 @pytest.mark.filterwarnings("ignore")  # what programs are warned of is not the question here
 def test_random_programs_end_in_each_layout_as_in_one_process(memory_path):
-    layouts = {layout: SEEDS if IS_SWEEP else SEEDS[number % 4 :: 4] for number, layout in enumerate(MANY)}
+    layouts = {layout: SEEDS if IS_SWEEP else SEEDS[number % 8 :: 8] for number, layout in enumerate(MANY)}
     assert list(compare(SEEDS, layouts, memory_path)) == []

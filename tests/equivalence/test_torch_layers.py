@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from once import once
-from sweep import dealt
+from sweep import IS_SWEEP, dealt
 from torch_layers import ROWS
 from unusual_modules import LAYOUTS, End, Layout, train, train_all
 
@@ -13,7 +13,7 @@ from echelon.testing import run_ranks
 
 pytestmark = pytest.mark.sweep
 
-NUM_SAMPLES = 7
+NUM_SAMPLES = 7 if IS_SWEEP else 3
 """The last batch has one sample, which one of the ranks gets."""
 BY_TITLE = {layout.title: layout for layout in LAYOUTS if layout.processes < 3 and not layout.title.startswith("cp")}
 OF_THE_BATCH = {("dp x 2", "Embedding, by frequency")}

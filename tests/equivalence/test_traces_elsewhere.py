@@ -6,6 +6,7 @@ from traces_elsewhere import LAYOUTS, LISTED, NUMBER, PHASES, SUMMED, run_all
 
 from echelon.testing import run_ranks
 
+pytestmark = pytest.mark.sweep
 BY_TITLE = {layout.title: layout for layout in LAYOUTS}
 TITLES = pytest.mark.parametrize("title", BY_TITLE)
 IN_PHASES = pytest.mark.parametrize("phase", PHASES)

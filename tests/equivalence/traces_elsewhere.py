@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from as_rank import attempt
 from missing_samples import BATCH, Tracing, of, samples
+from sweep import IS_SWEEP
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data import DataLoader
 
@@ -23,7 +24,7 @@ LAYOUTS = [
     of("ddp 2", 2, lambda: "ddp"),
     of("fsdp 2", 2, lambda: "fsdp"),
     of("fsdp 3", 3, lambda: "fsdp"),
-    of("hsdp 2 x 2", 4, lambda: FSDPStrategy(replicate=2)),
+    *[of("hsdp 2 x 2", 4, lambda: FSDPStrategy(replicate=2))] * IS_SWEEP,
 ]
 LISTED = ("closure", "file", "logging", "database", "logger")
 """Places that hold the value of each sample."""

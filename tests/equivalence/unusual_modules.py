@@ -53,36 +53,45 @@ class Layout:
 
     @property
     def kinds(self) -> list[str]:
-        """The modules that are tried: all in one process, on shards and in stages; elsewhere a share of them each.
+        """The modules that are tried: all in one process; elsewhere, but for a sweep, a share of them each.
 
-        Each module is tried on one of the others of two processes, and each third one on one of the larger layouts,
-        where much is as on two; in a sweep on all.
+        Each module is tried on shards or in stages, each second one on one of the other layouts of two processes, and
+        each sixth one on one of the larger layouts, where much is as on two.
         """
-        others = [layout.title for layout in LAYOUTS if layout.processes == 2 and layout.title not in WHOLE]
+        others = [layout.title for layout in LAYOUTS if layout.processes == 2 and layout.title not in CUT]
         large = [layout.title for layout in LAYOUTS if layout.processes > 2]
-        met = [*dealt(list(MODULES), others, (0,)), *dealt(list(MODULES)[:: 1 if IS_SWEEP else 3], large, (0,))]
-        share = {kind for kind, title in met if title == self.title} | self.always
-        return [
-            kind
-            for kind in MODULES
-            if kind not in self.leaves_out and (kind in share or self.title not in {*large, *others})
+        met = [
+            pair
+            for layouts, each in ((CUT, 1), (others, 2), (large, 6))
+            for pair in dealt(list(MODULES)[:: 1 if IS_SWEEP else each], layouts, (0,))
         ]
+        share = {kind for kind, title in met if title == self.title} | self.always
+        return [kind for kind in MODULES if kind not in self.leaves_out and (kind in share or self.processes == 1)]
 
 
-WHOLE = ("fsdp x 2", "pp x 2")
-"""The layouts of two processes that try all modules: most of what they cannot train is refused there."""
+CUT = ("fsdp x 2", "pp x 2")
+"""Layouts of two processes that cut a module, for which most of what cannot be trained is refused."""
+REFUSED_ON_SHARDS = frozenset(("functional_call of a block", "a penalty on weights", "an embedding with max_norm"))
+REFUSED_IN_STAGES = frozenset(("auxiliary losses in attributes", "forward hooks", "recorded outputs"))
 FAIL_ON_ONE_STAGE = frozenset(("early exit", "gradient penalty", "a penalty on weights"))
 AS_THESE = frozenset(("heads by task", "experts by task", "a block called twice"))
 """Modules that a pipeline refuses as it does the former."""
 LAYOUTS = [
     Layout("dp x 2", 1, lambda: "dp", devices=2),
     Layout("device_map", 1, lambda: DeviceMapStrategy({"": "cpu"})),
-    Layout("ddp x 2", 2, lambda: DDPStrategy(find_unused_parameters=True)),
+    Layout("ddp x 2", 2, lambda: DDPStrategy(find_unused_parameters=True), always=frozenset(("early exit",))),
     Layout("zero x 2", 2, lambda: ZeroStrategy(ddp=DDPOptions(find_unused_parameters=True))),
-    Layout("fsdp x 2", 2, lambda: "fsdp"),
+    Layout("fsdp x 2", 2, lambda: "fsdp", always=REFUSED_ON_SHARDS | AS_THESE),
     Layout("tp x 2", 2, lambda: ParallelStrategy(tp=2)),
-    Layout("cp x 2", 2, lambda: ParallelStrategy(cp=2), always=frozenset(("gradient penalty",))),
-    Layout("pp x 2", 2, lambda: ParallelStrategy(pp=2), fails_on_one=FAIL_ON_ONE_STAGE, leaves_out=AS_THESE),
+    Layout("cp x 2", 2, lambda: ParallelStrategy(cp=2), always=frozenset(("gradient penalty", "packed sequences"))),
+    Layout(
+        "pp x 2",
+        2,
+        lambda: ParallelStrategy(pp=2),
+        fails_on_one=FAIL_ON_ONE_STAGE,
+        leaves_out=AS_THESE,
+        always=FAIL_ON_ONE_STAGE | REFUSED_IN_STAGES,
+    ),
     Layout("ps x 2 + 1 server", 2, lambda: "ps"),
     Layout("hsdp 2 x 2", 4, lambda: FSDPStrategy(replicate=2), global_batch=8),
     Layout("tp 2 x fsdp 2", 4, lambda: ParallelStrategy(dp_shard=2, tp=2)),

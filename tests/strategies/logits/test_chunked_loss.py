@@ -189,8 +189,8 @@ MEASURE = """
 import sys, torch, torch.nn.functional as F, echelon
 torch.set_num_threads(1)
 torch.manual_seed(0)
-hidden = torch.randn(2048, 576, requires_grad=True)
-head = torch.nn.Linear(576, 49152, bias=False)
+hidden = torch.randn(2048, 96, requires_grad=True)
+head = torch.nn.Linear(96, 49152, bias=False)
 labels = torch.randint(49152, (2048,))
 peak = lambda: next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 head(hidden[:8]).sum().backward()  # libraries are loaded

@@ -6,6 +6,7 @@ import pytest
 import torch
 from as_rank import calm_down, double_trainer
 from published_optimizers import SGDP, AdamP, CAdamW, Kron, Lamb, Lion, Mars, NovoGrad, PlainState, RowSums
+from sweep import IS_SWEEP
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -146,7 +147,7 @@ REFUSED = [
     (Draws, "zero", "draws random numbers when it updates them, which would be others on each rank"),
     (SharesAStepSize, "fsdp", "fails on shards (RuntimeError: max(): Expected reduction dim"),
     (OfShards, "fsdp", "updates shards otherwise than whole parameters; use strategy='zero' or 'ddp'"),
-    *((kind, "fsdp", "fails on shards (RuntimeError: aten.") for kind in (AdamP, SGDP, CAdamW, Kron)),
+    *((kind, "fsdp", "fails on shards (RuntimeError: aten.") for kind in (AdamP, *[SGDP, CAdamW] * IS_SWEEP, Kron)),
     (NovoGrad, "fsdp", "fails on shards (AssertionError); use strategy='zero' or 'ddp'"),
     (Adafactor, "fsdp", "fails on shards (RuntimeError: aten.pow_"),
     (Muon, "fsdp", "; use strategy='zero' or 'ddp', or an optimizer whose operations know DTensors"),
@@ -155,8 +156,9 @@ ACCEPTED = [
     (TrustsNorms, "pp"),
     (AdamP, "ps"),
     *((kind, "zero") for kind in (Base, TrustsNorms, Orthogonal, OfShards)),
-    *((kind, "fsdp") for kind in (Base, ClipsAll, Lamb, TrustsNorms, Mars, Lion, PlainState, RowSums)),
-    *((kind, "zero") for kind in (AdamP, SGDP, CAdamW, Kron, NovoGrad, Adafactor, Muon, PlainState)),
+    *((kind, "fsdp") for kind in (Base, ClipsAll, Lamb, Mars, PlainState, RowSums, *[TrustsNorms, Lion] * IS_SWEEP)),
+    *((kind, "zero") for kind in (Kron, NovoGrad, Muon, PlainState)),
+    *((kind, "zero") for kind in [AdamP, SGDP, CAdamW, Adafactor] * IS_SWEEP),
 ]
 
 
@@ -189,6 +191,7 @@ def found(tmp_path_factory):
     return run_ranks(fit_all, 2, cases, str(tmp_path_factory.mktemp("runs")))[0]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("kind", "strategy", "text"), REFUSED)
 def test_what_would_be_another_update_is_refused_by_name(found, kind, strategy, text):
     error = found[kind.__name__, strategy]
@@ -197,6 +200,7 @@ def test_what_would_be_another_update_is_refused_by_name(found, kind, strategy, 
     assert text in error
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("kind", "strategy"), ACCEPTED)
 def test_others_train_as_in_one_process(found, kind, strategy):
     for name, value in fit(kind, "single").items():

@@ -263,7 +263,7 @@ def fit_blocks(strategy, culprit=None, changed=None):
     seed_everything(3, verbose=False)
     module = Blocks()
     module.culprit, module.changed = culprit, changed
-    data = TensorDataset(torch.randn(32, 4, generator=torch.Generator().manual_seed(1)).double())
+    data = TensorDataset(torch.randn(24, 4, generator=torch.Generator().manual_seed(1)).double())
     double_trainer(strategy=strategy, max_epochs=1).fit(module, DataLoader(data, 2))
 
 
@@ -278,7 +278,8 @@ def train_sharded():
     }
     found = {}
     for name, make in layouts.items():
-        fit_blocks(make())
+        if name in ("hsdp", "tp alone"):  # elsewhere, a change of what one rank alone has is no error either
+            fit_blocks(make())
         for changed in ("up.weight", "norm.weight", "table"):
             try:
                 fit_blocks(make(), 3, changed)

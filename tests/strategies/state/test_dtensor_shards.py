@@ -23,7 +23,8 @@ CUTS = {
     "cut": Shard,
     "packed": lambda dim: _StridedShard(dim, split_factor=3),
 }
-LENGTHS = (6, 9, 12, 18)
+MESHES = [(2, 2), (4, 1), (1, 4), (2, 1, 2), (2, 2, 1)]
+LENGTHS = (6, 9, 12)
 """Along the dimension that is cut: shards may be of different sizes, or empty."""
 
 
@@ -54,8 +55,13 @@ def sharded(shape):
     return found
 
 
-def what_ranks_hold(shape):
-    join()
+def what_ranks_hold():
+    """Return what this rank holds on each mesh, and a number that was clipped by gradients on several."""
+    collectives = join()
+    return {shape: what_is_held(shape) for shape in MESHES}, clipped_by_all(collectives)
+
+
+def what_is_held(shape):
     holders = Holders()
     found = {}
     for name, (whole, weight) in sharded(shape).items():
@@ -74,11 +80,16 @@ def join():
     return Collectives(group, torch.device("cpu"))
 
 
-@pytest.fixture(scope="module", params=[(2, 2), (4, 1), (1, 4), (2, 1, 2), (2, 2, 1)], ids=str)
-def held(request):
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(what_ranks_hold, 4, timeout=400)
+
+
+@pytest.fixture(params=MESHES, ids=str)
+def held(request, ranks):
     """Return the tensors, and what each rank holds of them."""
     by_name = {name: whole for name, whole, _ in tensors(request.param[-1])}
-    return by_name, run_ranks(what_ranks_hold, 4, request.param, timeout=400)
+    return by_name, [of_meshes[request.param] for of_meshes, _ in ranks]
 
 
 def test_shards_are_cut_and_put_together_as_torch_does(held):
@@ -108,9 +119,8 @@ def test_ranks_that_hold_the_same_agree_on_it(held):
             assert all(ranks[other][name][1] == same for other in same)
 
 
-def clip_on_ranks():
+def clipped_by_all(collectives):
     """Return a gradient that every rank has, clipped together with gradients on several meshes."""
-    collectives = join()
     gradients = [
         DTensor.from_local(weight.to_local().detach().double(), weight.device_mesh, weight.placements)
         for _, weight in sharded((2, 1, 2)).values()
@@ -120,8 +130,8 @@ def clip_on_ranks():
     return everywhere[0].item()
 
 
-def test_the_norm_of_gradients_on_all_meshes_is_that_of_one_process():
+def test_the_norm_of_gradients_on_all_meshes_is_that_of_one_process(ranks):
     whole = [whole.double().flatten() for _, whole, _ in tensors(2)]
     norm = torch.cat([*whole, torch.ones(5, dtype=torch.float64)]).norm().item()
-    for clipped in run_ranks(clip_on_ranks, 4, timeout=400):
+    for _, clipped in ranks:
         assert clipped == pytest.approx(1.0 / (norm + 1e-6), rel=1e-14)

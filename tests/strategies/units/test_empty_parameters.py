@@ -1,6 +1,5 @@
 """Parameters without an element, as of a layer whose width is a difference that is 0, train and are saved anywhere."""
 
-import pytest
 import torch
 from as_rank import calm_down
 from cut_run import fit_words
@@ -46,26 +45,19 @@ def on_ranks(folder):
     return {name: fit_words(Words, 12, path=folder / name, **degrees)[3] for name, degrees in LAYOUTS.items()}
 
 
-def test_they_train_as_in_one_process_and_their_checkpoints_go_on_in_one(memory_path):
-    states = run_ranks(on_ranks, 2, memory_path, timeout=120)[0]
+def test_they_train_as_in_one_process_and_their_checkpoints_go_on_in_one_and_its_own_on_several(memory_path):
     calm_down()
-    expected, straight = fit_words(Words, 12)[3], fit_words(Words, 12, epochs=3)[3]
-    for name, state in states.items():
+    expected = fit_words(Words, 12, path=memory_path / "one")[3]
+    straight = fit_words(Words, 12, epochs=3)[3]
+    for name, state in run_ranks(on_ranks, 2, memory_path, timeout=120)[0].items():
         torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
         assert state["blocks.0.extra.weight"].shape == (0, 8)
         resumed = fit_words(Words, 12, ckpt_path=memory_path / name, epochs=3)[3]
         torch.testing.assert_close(resumed, straight, rtol=0, atol=1e-12)
+    for state in run_ranks(go_on, 2, memory_path / "one", timeout=120)[0].values():
+        torch.testing.assert_close(state, straight, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_checkpoint_of_one_process_goes_on_on_several(layout, memory_path):
+def go_on(path):
     calm_down()
-    fit_words(Words, 12, path=memory_path / "one")
-    expected = fit_words(Words, 12, epochs=3)[3]
-    state = run_ranks(goes_on, 2, memory_path / "one", LAYOUTS[layout], timeout=120)[0]
-    torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
-
-
-def goes_on(path, degrees):
-    calm_down()
-    return fit_words(Words, 12, ckpt_path=path, epochs=3, **degrees)[3]
+    return {name: fit_words(Words, 12, ckpt_path=path, epochs=3, **degrees)[3] for name, degrees in LAYOUTS.items()}

@@ -161,14 +161,27 @@ ON_FOUR = {
     "replicas that send by themselves": (SendsByItself, 1, whole(replicate=2)),
     "replicas of one rank": (Net, SAMPLES, {"strategy": ParallelStrategy(dp_replicate=4, dp_shard=1)}),
 }
-ALSO_ON_THREE = ("plain", "sends by itself at once", "by hand")
+IN_A_SWEEP = (
+    ()
+    if IS_SWEEP
+    else (
+        "two samples",
+        "kept after forward",
+        "sends by itself, with compared calls",
+        "by hand at once",
+        "replicas",
+    )
+)
+"""Cases whose parts others have, the last in test_whole_parameters.py."""
+CASES, ON_FOUR = ({name: case for name, case in cases.items() if name not in IN_A_SWEEP} for cases in (CASES, ON_FOUR))
+ONLY_ON_THREE = ("sends by itself at once", "by hand")
 ON_THREE = {
     name: case
     for place, (name, case) in enumerate(CASES.items())
-    if IS_SWEEP or place % 3 == 1 or name in ALSO_ON_THREE
+    if IS_SWEEP or (place % 3 == 1 and name != "sends by itself") or name in ("plain", *ONLY_ON_THREE)
 }
-ON_TWO = {name: case for name, case in CASES.items() if IS_SWEEP or name not in ON_THREE or name in ALSO_ON_THREE}
-"""Each case is tested on two ranks or on three, the hardest on both."""
+ON_TWO = {name: case for name, case in CASES.items() if IS_SWEEP or name not in ON_THREE or name == "plain"}
+"""Each case is tested on two ranks or on three, the plain one on both."""
 RUNS_STEPS = ("sends by itself", "sends by itself at once", "replicas that send by themselves")
 
 

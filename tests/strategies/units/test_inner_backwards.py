@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from echelon import Engine, FSDPStrategy, ParallelStrategy, TrainModule
 from echelon.testing import run_ranks
 
-ROWS = torch.randn(16, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+ROWS = torch.randn(8, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
 class Block(nn.Module):

@@ -98,7 +98,7 @@ STRATEGIES = {
 def train(name, kind):
     module = ByHand(PROGRAMS[name])
     trainer = double_trainer(strategy=STRATEGIES[kind](), max_epochs=1)
-    x = torch.randn(9, 4, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x = torch.randn(5, 4, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     trainer.fit(module, DataLoader(TensorDataset(x), 4 // world_size()), DataLoader(TensorDataset(x), 2))
     return trainer.callback_metrics["loss"].double(), trainer.strategy.full_model_state()
 

@@ -216,7 +216,17 @@ ON_FOUR = {
     "experts, cut": case(Experts, "some", ParallelStrategy(tp=2, tp_plan=CUT)),
     "heads in stages": case(HeadsBehindBlocks, "some", ParallelStrategy(pp=2, schedule="gpipe"), global_batch_size=8),
 }
-IN_A_SWEEP = ("experts", "equal heads, alike at first", "heads, accumulated", "exits", "heads in replicas")
+IN_A_SWEEP = (
+    "experts with zero",
+    "experts",
+    "experts, fetched ahead",
+    "experts, without samples",
+    "equal heads, alike at first",
+    "heads, accumulated",
+    "exits",
+    "gathers, one without samples",
+    "heads in replicas",
+)
 """Cases whose parts others have."""
 ALL = {
     number: {name: case for name, case in cases.items() if IS_SWEEP or name not in IN_A_SWEEP}
