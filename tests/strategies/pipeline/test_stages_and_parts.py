@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from as_rank import calm_down, double_trainer
+from sweep import IS_SWEEP
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -104,13 +105,13 @@ class RefusingPart(Model):
 
 IN_PARTS, IN_STAGES = "different results from parts of a sequence", "computes something else in stages"
 CASES = {
-    "right": (Model, (8,) * 8, ""),
-    "wrong in parts": (OwnPlaces, (8,) * 8, IN_PARTS),
-    "wrong in stages": (Calls, (8,) * 8, IN_STAGES),
-    "wrong in both": (Both, (8,) * 8, IN_PARTS),
+    "right": (Model, (8,) * 4, ""),
+    "wrong in parts": (OwnPlaces, (8,) * 4, IN_PARTS),
+    "wrong in stages": (Calls, (8,) * 4, IN_STAGES),
+    "wrong in both": (Both, (8,) * 4, IN_PARTS),
     "longer in the third step": (Model, (8, 12, 8, 8, 8, 24, 8, 8), IN_PARTS),
     "of another length in the second step": (Model, (8, 8, 8, 7), ""),
-    "refused on one rank": (RefusingPart, (8,) * 8, "This part of a sequence is refused"),
+    "refused on one rank": (RefusingPart, (8,) * 4, "This part of a sequence is refused"),
 }
 
 
@@ -128,28 +129,35 @@ def train(degrees: dict[str, int], kind: type[Model], lengths: tuple[int, ...], 
     return ""
 
 
-def train_all(degrees: dict[str, int], names: list[str]) -> dict[tuple[str, str], str]:
+TASKS = ("fit", "validate")
+LAYOUTS: list[tuple[dict[str, int], list[str], tuple[str, ...]]] = [({"pp": 2, "cp": 2}, list(CASES), TASKS)]
+if IS_SWEEP:
+    cases = ["right", "wrong in stages", "wrong in both", "longer in the third step"]
+    LAYOUTS += [({"pp": 2, "cp": 2, "tp": 2}, cases, TASKS), ({"pp": 2, "cp": 2, "dp_shard": 2}, cases[:3], TASKS)]
+else:  # eight ranks
+    LAYOUTS += [
+        ({"pp": 2, "cp": 2, "tp": 2}, ["right", "wrong in both"], ("fit",)),
+        ({"pp": 2, "cp": 2, "dp_shard": 2}, ["right", "wrong in stages"], ("fit",)),
+    ]
+
+
+def train_all(degrees: dict[str, int], names: list[str], tasks: tuple[str, ...]) -> dict[tuple[str, str], str]:
     calm_down()
     found = {}
     for name in names:
         kind, lengths, _ = CASES[name]
-        for task in ("fit", "validate"):
+        for task in tasks:
             found[name, task] = train(degrees, kind, lengths, task)
     return found
 
 
-@pytest.mark.parametrize(
-    ("degrees", "names"),
-    [
-        ({"pp": 2, "cp": 2}, list(CASES)),
-        ({"pp": 2, "cp": 2, "tp": 2}, ["right", "wrong in stages", "wrong in both", "longer in the third step"]),
-        ({"pp": 2, "cp": 2, "dp_shard": 2}, ["right", "wrong in stages", "wrong in both"]),
-    ],
-    ids=lambda value: " x ".join(value) if isinstance(value, dict) else None,
-)
-def test_each_comparison_is_made_and_all_ranks_raise_what_it_finds(degrees: dict[str, int], names: list[str]) -> None:
+@pytest.mark.sweep
+@pytest.mark.parametrize(("degrees", "names", "tasks"), LAYOUTS, ids=[" x ".join(one[0]) for one in LAYOUTS])
+def test_each_comparison_is_made_and_all_ranks_raise_what_it_finds(
+    degrees: dict[str, int], names: list[str], tasks: tuple[str, ...]
+) -> None:
     size = torch.tensor(list(degrees.values())).prod().item()
-    for rank, found in enumerate(run_ranks(train_all, size, degrees, names, timeout=500)):
+    for rank, found in enumerate(run_ranks(train_all, size, degrees, names, tasks, timeout=500)):
         for (name, task), said in found.items():
             expected = CASES[name][2]
             assert re.search(expected, said) if expected else not said, (rank, name, task, said)
