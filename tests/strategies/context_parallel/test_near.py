@@ -92,7 +92,7 @@ def compare(size: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.only_in_sweep), 4])
 def test_keys_of_a_window_are_exchanged_as_far_as_it_reaches(size: int) -> None:
     token = 2 * 2 * WIDTH * 8 * 2  # of two sequences with two heads, key and value in float64
     ranks = run_ranks(compare, size, size)
