@@ -172,13 +172,13 @@ FEATURES = {
         "accumulate_grad_batches": 2,
         "activation_checkpointing": ActivationCheckpointing(modules=nn.Sequential),
     },
-    "accumulation by epoch, exchanges by data": {
-        "callbacks": lambda: [GradientAccumulationScheduler({0: 1, 1: 2})],
-        "make": Swaps,
-    },
+    "exchanges by data": {"make": Swaps},
     "all that watches": {"callbacks": everything, "logger": True},
     "edits by data": {"make": Clamps},
-    "compiled": {"compile": {"backend": "eager"}},
+    "compiled, accumulation by epoch": {
+        "compile": {"backend": "eager"},
+        "callbacks": lambda: [GradientAccumulationScheduler({0: 1, 1: 2})],
+    },
 }
 MARKS = {"edits by data": pytest.mark.only_in_sweep}  # exchanges are harder to notice
 
