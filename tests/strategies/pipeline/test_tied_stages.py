@@ -105,15 +105,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "only in blocks": {"pp": 2, "tp": 2, "tp_plan": IN_BLOCKS, "schedule": "gpipe"},
     "units": {"pp": 2, "dp_shard": 2, "policy": (nn.Embedding, nn.Linear, Block)},
 }
-COLLECTING = ("by rows", "units")
-"""Layouts on which the module with a hook is tried, one of each kind of cut."""
+COLLECTING = ("by rows", "units") if IS_SWEEP else ("by rows",)
+"""Layouts on which the module with a hook is tried, in a sweep one of each kind of cut."""
 
 
 def cases_of(layout: str) -> list[tuple[type[Tied], int]]:
     """Return what is trained on a layout: modules, and the micro-batches of their steps; 1f1b takes no single one."""
-    if layout in ("by columns, sharded", "only in blocks", "units"):
-        return [(WithUnits, 2)]
-    return [(WithUnits, 2), (Tied, 1 if "schedule" in LAYOUTS[layout] else 2)]
+    if layout == "by columns" or (IS_SWEEP and layout != "by columns, sharded"):  # which is of eight ranks
+        return [(WithUnits, 2), (Tied, 1 if "schedule" in LAYOUTS[layout] else 2)]
+    return [(WithUnits, 2)]
 
 
 def num_processes(layout: str) -> int:
