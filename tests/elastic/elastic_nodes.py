@@ -219,8 +219,10 @@ def nodes_of_a_run(folder: Path, plan: Plan, namespaces: Sequence[Node] = (), **
             one.process.wait()
 
 
-def train_amid_a_kill(inner: Strategy, folder: Path, make: type[Regression], *data: Any) -> dict[str, torch.Tensor]:
-    """Train on four ranks for an epoch, in which one of them is killed; return the weights."""
+def train_amid_a_kill(
+    inner: Strategy, steps: int, folder: Path, make: type[Regression], *data: Any
+) -> dict[str, torch.Tensor]:
+    """Train on four ranks, one of which is killed after the fourth step; return the weights."""
     seed_everything(1)
     trainer = Trainer(
         strategy=ElasticStrategy(inner, snapshot_every=3, chaos="kill:rank=2@step=5"),
@@ -228,6 +230,7 @@ def train_amid_a_kill(inner: Strategy, folder: Path, make: type[Regression], *da
         devices=4,
         global_batch_size=BATCH,
         max_epochs=1,
+        max_steps=steps,
         num_sanity_val_steps=0,
         logger=False,
         default_root_dir=folder,

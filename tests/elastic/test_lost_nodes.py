@@ -8,17 +8,24 @@ from datetime import timedelta
 import pytest
 from elastic_nodes import Undisturbed, nodes_of, nodes_of_a_run
 from elastic_program import Plan
+from once import once
 from torch.distributed import TCPStore
 
 from echelon.strategies.resilience.store_process import LIFE
 
-EPOCHS = 3
+EPOCHS = 2
 TWO = Plan(epochs=EPOCHS, strategy="ddp", last_call=60.0)  # both come before the first step
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    return Undisturbed.run(tmp_path_factory.mktemp("undisturbed"), EPOCHS)
+def run_of(tmp_path_factory):
+    """Return a function of a number of epochs that returns the undisturbed run."""
+    return once(lambda epochs: Undisturbed.run(tmp_path_factory.mktemp("undisturbed"), epochs))
+
+
+@pytest.fixture
+def undisturbed(run_of):
+    return run_of(EPOCHS)
 
 
 @pytest.mark.timeout(1200)
@@ -26,18 +33,24 @@ def undisturbed(tmp_path_factory):
     "what",
     [
         pytest.param({"chaos": "lose:node=1@step=1"}, id="first_step"),
-        pytest.param({"chaos": "lose:node=1+delay=0.3@step=5", "sleeps": "0 1 5 20"}, id="all_reduce"),
+        pytest.param(
+            {"chaos": "lose:node=1+delay=0.3@step=5", "sleeps": "0 1 5 20"},
+            id="all_reduce",
+            marks=pytest.mark.only_in_sweep,
+        ),
         pytest.param({"chaos": "lose:node=1@snapshot=2", "strategy": "fsdp"}, id="snapshot"),
         pytest.param({"chaos": "lose:node=0+delay=0.002@snapshot=2"}, id="snapshot_of_the_first"),
         pytest.param({"lost_at": "commit", "checkpoint_every": 5, "snapshot_every": 0}, id="checkpoint_commit"),
-        pytest.param({"chaos": "lose:node=1@validation=1"}, id="evaluation"),
+        pytest.param(
+            {"chaos": "lose:node=1@validation=1", "epochs": 3}, id="evaluation", marks=pytest.mark.only_in_sweep
+        ),
         pytest.param({"lost_at": "on_train_end"}, id="shutdown"),
     ],
 )
-def test_a_node_is_lost(memory_path, undisturbed, what):
+def test_a_node_is_lost(memory_path, run_of, what):
     with nodes_of_a_run(memory_path, TWO) as nodes:
         weights = nodes.lose_one(**what)
-    nodes.check_no_scar(weights, undisturbed)
+    nodes.check_no_scar(weights, run_of(what.get("epochs", EPOCHS)))
 
 
 def test_workers_whose_agent_is_stopped_do_not_train_beside_those_that_go_on_without_them(memory_path, undisturbed):

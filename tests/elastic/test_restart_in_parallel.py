@@ -10,18 +10,18 @@ from elastic_program import TP_PLAN, Plan, Regression
 
 from echelon import ParallelStrategy
 
-EPOCHS = 1
-TWO = Plan(epochs=EPOCHS, strategy="tp", devices=2, last_call=60.0)  # both come before the first step
+STEPS = 8
+TWO = Plan(epochs=1, steps=STEPS, strategy="tp", devices=2, last_call=60.0)  # both come before the first step
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return Undisturbed.run(tmp_path_factory.mktemp("undisturbed"), EPOCHS)
+    return Undisturbed.run(tmp_path_factory.mktemp("undisturbed"), 1, steps=STEPS)
 
 
 def test_a_worker_is_killed(memory_path: Any, undisturbed: Any) -> None:
     inner = ParallelStrategy(dp_shard=2, tp=2, tp_plan=TP_PLAN)
-    weights = train_amid_a_kill(inner, memory_path, Regression)
+    weights = train_amid_a_kill(inner, STEPS, memory_path, Regression)
     assert difference(weights, undisturbed.weights) <= EXACT
 
 

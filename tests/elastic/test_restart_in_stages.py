@@ -12,22 +12,25 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import ParallelStrategy
 
-EPOCHS = 1
-TWO = Plan(epochs=EPOCHS, strategy="pp", devices=2, is_tied=True, last_call=60.0)  # both come before the first step
+STEPS = 9
+TWO = Plan(
+    epochs=1, steps=STEPS, strategy="pp", devices=2, is_tied=True, last_call=60.0
+)  # both come before the first step
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return Undisturbed.run(tmp_path_factory.mktemp("undisturbed"), EPOCHS, is_tied=True)
+    return Undisturbed.run(tmp_path_factory.mktemp("undisturbed"), 1, steps=STEPS, is_tied=True)
 
 
 def test_a_stage_is_killed(memory_path: Any, undisturbed: Any) -> None:
     inner = ParallelStrategy(pp=2, dp_shard=2)
     loader = DataLoader(TensorDataset(*samples()), BATCH // 4, shuffle=True)
-    weights = train_amid_a_kill(inner, memory_path, TiedRegression, loader)
+    weights = train_amid_a_kill(inner, STEPS, memory_path, TiedRegression, loader)
     assert difference(weights, undisturbed.weights) <= EXACT
 
 
+@pytest.mark.only_in_sweep
 def test_a_node_is_lost_and_the_other_has_all_stages(memory_path: Any, undisturbed: Any) -> None:
     with nodes_of_a_run(memory_path, TWO) as nodes:
         weights = nodes.lose_one(chaos="lose:node=1@step=5")

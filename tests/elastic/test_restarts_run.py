@@ -20,7 +20,7 @@ from echelon.callbacks.goodput.ledger import read_ledger
 from echelon.callbacks.goodput.spans import account_for_time
 from echelon.common.errors import ProcessError
 
-EPOCHS = 3
+EPOCHS = 2
 STEPS = EPOCHS * STEPS_OF_EPOCH
 
 
@@ -55,7 +55,7 @@ def fit(folder: Path, *callbacks: Callback, checkpoints: bool = False, **options
         devices=2,
         global_batch_size=BATCH,
         max_epochs=EPOCHS,
-        check_val_every_n_epoch=3,
+        check_val_every_n_epoch=2,
         num_sanity_val_steps=0,
         log_every_n_steps=1,
         callbacks=list(callbacks),
@@ -130,7 +130,7 @@ class DiesWithItsSnapshots(Dies):
 def test_whatever_befalls_the_workers_the_run_takes_the_same_steps(memory_path, undisturbed, rounds):
     chaos = (
         "kill:rank=1@step=5, raise:rank=0@step=9, kill:node=0@step=14, exit:rank=1+code=3@snapshot=2, "
-        "kill:rank=1@validation=1, stop:rank=1@step=22, hang:rank=0@step=31"
+        "kill:rank=1@validation=1, stop:rank=1@step=22, hang:rank=0@step=24"
     )
     weights = fit(memory_path, chaos=chaos, hang_timeout=timedelta(seconds=2))
     told = rounds()

@@ -22,7 +22,7 @@ class Regression(echelon.TrainModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
     def train_dataloader(self):
-        inputs = torch.randn(64, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        inputs = torch.randn(32, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=8, shuffle=True)
 
 

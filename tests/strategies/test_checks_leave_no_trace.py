@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import functools
+import math
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import chain
 
 import pytest
 import torch
 from as_rank import calm_down, double_trainer, world_size
+from once import once
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -17,7 +19,7 @@ from echelon.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(find_spec("torchmetrics") is None, reason="torchmetrics is not installed")
 
-NUM_SAMPLES, BATCH_SIZE, LENGTH, NUM_EPOCHS = 32, 8, 4, 2
+NUM_SAMPLES, BATCH_SIZE, LENGTH, NUM_EPOCHS = 16, 8, 4, 2
 SEEN: list[int] = []
 CALLS = {"hook": 0}
 
@@ -115,7 +117,7 @@ class Net(TrainModule):
         """Return what was counted here."""
         return {
             "seen": self.seen,
-            "module-level list": SEEN,
+            "module-level list": [*SEEN],
             "validated": self.validated,
             "metric": self.total.metric_state["sum_value"].item(),
             "mean metric": self.mean.metric_state["weight"].item(),
@@ -136,38 +138,72 @@ def loader(num_readers):
     return DataLoader(dataset, batch_size=BATCH_SIZE // num_readers)
 
 
-def run(degrees, options, settings, predicts=False):
-    calm_down()
-    strategy = ParallelStrategy(**degrees) if world_size() > 1 else "single"
-    readers = degrees.get("dp_shard", 1) if world_size() > 1 else 1
-    trainer = double_trainer(strategy=strategy, max_epochs=NUM_EPOCHS, accumulate_grad_batches=2, **settings)
-    module = Net(**options)
+def run(case):
+    SEEN.clear()
+    CALLS["hook"] = Net.num_steps = 0
+    strategy = ParallelStrategy(**case.degrees) if world_size() > 1 else "single"
+    readers = case.degrees.get("dp_shard", 1) if world_size() > 1 else 1
+    sanity = 0 if "dp_shard" in case.degrees else 1  # in which all ranks read the same samples
+    settings = {"max_epochs": NUM_EPOCHS, "accumulate_grad_batches": 2, "num_sanity_val_steps": sanity}
+    trainer = double_trainer(strategy=strategy, **settings, **case.settings)
+    module = Net(**case.options)
     trainer.fit(module, loader(readers), [loader(readers), loader(readers)])
     counts = module.counts()
-    if predicts:
-        before = module.layers[0].calls
-        trainer.predict(module, loader(readers))
-        counts["predicted"] = module.layers[0].calls - before
+    before = module.layers[0].calls
+    trainer.predict(module, loader(readers))
+    counts["predicted"] = module.layers[0].calls - before
     return trainer.strategy.data_rank, counts, module.weights
 
 
-def compared(degrees, options=None, settings=None, **more):
-    sanity = 0 if "dp_shard" in degrees else 1  # in which all ranks read the same samples
-    function = functools.partial(
-        run, degrees, options or {}, {"num_sanity_val_steps": sanity, **(settings or {})}, **more
-    )
-    of_ranks = run_ranks(function, functools.reduce(int.__mul__, degrees.values()))
-    ((_, alone, weights),) = run_ranks(function, 1)
-    return of_ranks, alone, weights
+def run_all(cases):
+    calm_down()
+    return {name: run(case) for name, case in cases.items()}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Degrees of parallelism, options of the module, and settings of the trainer."""
+
+    degrees: dict
+    options: dict = field(default_factory=dict)
+    settings: dict = field(default_factory=dict)
+
+    @property
+    def num_ranks(self):
+        return math.prod(self.degrees.values())
+
+
+CASES = {
+    # another number for each micro-batch, which data ranks cut differently
+    **{name: Case(degrees, {"noise": 0.0 if "dp_shard" in degrees else 1.0}) for name, degrees in LAYOUTS.items()},
+    **{f"{name}, batch norm": Case(LAYOUTS[name], {"is_normed": True}) for name in ("tp", "pp")},
+    "tp, dropout": Case(LAYOUTS["tp"], {"dropout": 0.5}),
+    "tp, recomputed": Case(LAYOUTS["tp"], settings={"activation_checkpointing": "full"}),
+    **{f"{name}, nan": Case(LAYOUTS[name], {"divisor": float("nan")}) for name in ("pp", "pp with dp_shard")},
+}
+
+
+@pytest.fixture(scope="module")
+def compared():
+    """Return what each rank of a case gave, and what one process gave: one launch for each number of ranks."""
+
+    def run_on(num_ranks):
+        cases = {name: case for name, case in CASES.items() if num_ranks in (1, case.num_ranks)}
+        return run_ranks(run_all, num_ranks, cases)
+
+    ends = once(run_on)
+
+    def get(name):
+        ((_, alone, weights),) = (of_rank[name] for of_rank in ends(1))
+        return [of_rank[name] for of_rank in ends(CASES[name].num_ranks)], alone, weights
+
+    return get
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_a_step_counts_is_counted_once(layout):
-    degrees = LAYOUTS[layout]
-    # another number for each micro-batch, which data ranks cut differently
-    noise = 0.0 if "dp_shard" in degrees else 1.0
-    of_ranks, alone, weights = compared(degrees, {"noise": noise}, predicts=True)
-    pp, groups = degrees.get("pp", 1), {}
+def test_what_a_step_counts_is_counted_once(layout, compared):
+    of_ranks, alone, weights = compared(layout)
+    pp, groups = LAYOUTS[layout].get("pp", 1), {}
     for rank, (data_rank, counts, _) in enumerate(of_ranks):
         stage = rank * pp // len(of_ranks)
         groups.setdefault(data_rank, {}).setdefault(stage, []).append(counts)
@@ -194,31 +230,26 @@ def check_blocks(counts, alone, blocks):
         assert counts["predicted"] == alone["predicted"]
 
 
-@pytest.mark.parametrize("layout", ["tp", "pp"])
-def test_batch_norm_in_a_checked_block_counts_each_batch_once(layout):
-    of_ranks, _, weights = compared(LAYOUTS[layout], {"is_normed": True})
+@pytest.mark.parametrize("name", ["tp, batch norm", "pp, batch norm", "tp, dropout"])
+def test_batch_norm_and_dropout_in_a_checked_block_count_and_draw_once_for_each_batch(name, compared):
+    of_ranks, _, weights = compared(name)
     torch.testing.assert_close(of_ranks[0][2], weights, rtol=1e-9, atol=1e-12)
 
 
-def test_dropout_in_a_checked_block_draws_as_in_one_process():
-    of_ranks, _, weights = compared({"tp": 2}, {"dropout": 0.5})
-    torch.testing.assert_close(of_ranks[0][2], weights, rtol=1e-9, atol=1e-12)
-
-
-def test_recomputed_activations_leave_the_counts_of_the_step_alone():
-    of_ranks, alone, weights = compared(LAYOUTS["tp"], settings={"activation_checkpointing": "full"})
+def test_recomputed_activations_leave_the_counts_of_the_step_alone(compared):
+    of_ranks, alone, weights = compared("tp, recomputed")
     for _, counts, _ in of_ranks:
         assert counts["seen"] == alone["seen"]
         assert counts["metric"] == alone["metric"]
     torch.testing.assert_close(of_ranks[0][2], weights, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("degrees", [{"pp": 2}, {"pp": 2, "dp_shard": 2}])
-def test_a_step_that_is_traced_for_nan_leaves_no_trace(degrees):
-    of_ranks, alone, _ = compared(degrees, {"divisor": float("nan")})
+@pytest.mark.parametrize("layout", ["pp", "pp with dp_shard"])
+def test_a_step_that_is_traced_for_nan_leaves_no_trace(layout, compared):
+    of_ranks, alone, _ = compared(f"{layout}, nan")
     last = [counts for _, counts, _ in of_ranks][-1]
     for name in ("steps", "next draw"):
         assert last[name] == alone[name]
     for name in ("seen", "seen at the end", "module-level list", "validated"):
-        assert len(last[name]) * degrees.get("dp_shard", 1) == len(alone[name]), name
+        assert len(last[name]) * LAYOUTS[layout].get("dp_shard", 1) == len(alone[name]), name
     assert last["calls"][1] == alone["calls"][1]

@@ -145,26 +145,23 @@ class Case:
     num_optimizers: int = 1
     kind: type = Net
     trainer: dict = field(default_factory=dict)
+    epochs: int = 1
+
+
+def by_name(name, part):
+    return name.endswith("up")
 
 
 CASES = {
-    "adamw": Case(),
-    "sgd": Case(optimizer="sgd"),
-    "accumulation": Case(accumulate=2),
-    "accumulation that syncs each time": Case({"sync_each_micro_batch": True}, accumulate=2),
-    "units": Case(units=True, accumulate=2),
+    "units by size, two epochs": Case({"policy": 40}, epochs=2),
+    "units, accumulated and clipped by norm": Case(clip=0.05, units=True, accumulate=2),
     "one sample left": Case(samples=17, accumulate=2),
     "one sample left, synced each time": Case({"sync_each_micro_batch": True}, samples=17, accumulate=2),
-    "clipped by norm": Case(clip=0.05, units=True),
-    "clipped by value": Case(clip=0.01, clip_by="value", optimizer="sgd"),
+    "two optimizers, clipped by value": Case(num_optimizers=2, clip=0.01, clip_by="value", optimizer="sgd"),
     "replicas": Case({"replicate": 2}, accumulate=2, clip=0.05),
-    "kept after forward": Case({"reshard_after_forward": False}, accumulate=2),
-    "prefetched": Case({"forward_prefetch": 2, "backward_prefetch": 2}),
-    "offloaded": Case({"cpu_offload": True}, clip=0.05),
-    "units by class": Case({"policy": (nn.Linear, Block)}),
-    "units by size": Case({"policy": 40}),
-    "units by name": Case({"policy": lambda name, part: name.endswith("up")}),
-    "two optimizers": Case(num_optimizers=2),
+    "units by name, kept after forward": Case({"policy": by_name, "reshard_after_forward": False}, accumulate=2),
+    "units by class, prefetched": Case({"policy": (nn.Linear, Block), "forward_prefetch": 2, "backward_prefetch": 2}),
+    "offloaded, synced each time": Case({"cpu_offload": True, "sync_each_micro_batch": True}, accumulate=2, clip=0.05),
     "sharded by itself": Case(kind=ShardsItself),
     "recomputed": Case(trainer={"activation_checkpointing": "full"}, accumulate=2),
     "compiled": Case(trainer={"compile": {"backend": "eager"}}),
@@ -174,7 +171,6 @@ CASES = {
     "manual with all of a child in units": Case({"policy": (nn.Linear, nn.LayerNorm)}, kind=Manual, num_optimizers=2),
 }
 ON_FOUR = {
-    "clipped by norm": CASES["clipped by norm"],
     "one sample left, synced each time": CASES["one sample left, synced each time"],
     "replicas": CASES["replicas"],
     "kept among two ranks": Case({"reshard_after_forward": 2}, accumulate=2),
@@ -191,7 +187,7 @@ def make_trainer(case, **options):
     return Trainer(
         accelerator="cpu",
         precision="64-true",
-        max_epochs=2,
+        max_epochs=case.epochs,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

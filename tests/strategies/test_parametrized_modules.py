@@ -11,6 +11,7 @@ import torch
 from as_rank import attempt
 from once import once
 from small import quiet
+from sweep import dealt
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 from torch.nn.utils.parametrize import is_parametrized, register_parametrization
@@ -102,7 +103,11 @@ STRATEGIES: dict[str, Callable[[], str | Strategy]] = {
 }
 OF_BLOCKS = ("weight norm", "orthogonal", "symmetric")
 """Kinds that a pipeline takes; spectral norms count the forwards, of which it makes several a step."""
-CELLS = [(s, kind) for s in STRATEGIES for kind in (KINDS if s not in ("pp", "tp") else OF_BLOCKS)]
+CELLS = [
+    *dealt(["ddp", "zero", "fsdp", "ps"], list(KINDS), (0, 1, 3)),
+    *dealt(["pp"], OF_BLOCKS, (0, 1)),
+    *dealt(["tp"], OF_BLOCKS, (0,)),
+]
 
 
 def built(kind: str) -> Net:
@@ -151,6 +156,7 @@ def ends_of() -> Callable[[str], Any]:
     return once(run)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("strategy", "kind"), CELLS)
 def test_a_parametrized_module_trains_as_by_hand(strategy, kind, ends_of):
     end = ends_of("all")[strategy, kind]

@@ -178,7 +178,9 @@ def test_what_objects_counted_before_a_stop_counts_once_after_it(tmp_path: Any) 
         assert resumed["samples"] == 12
 
 
-@pytest.mark.parametrize("degrees", [{"pp": 2, "cp": 2}, {"cp": 2, "tp": 2}])
+@pytest.mark.parametrize(
+    "degrees", [{"pp": 2, "cp": 2}, pytest.param({"cp": 2, "tp": 2}, marks=pytest.mark.only_in_sweep)]
+)
 def test_samples_count_once_where_stages_or_layers_are_split_as_well(degrees: dict[str, int]) -> None:
     (alone,) = run_ranks(run, 1, degrees)
     for end in run_ranks(run_once, 4, degrees, timeout=400):

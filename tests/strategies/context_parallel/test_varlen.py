@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from as_rank import double_trainer, world_size
+from sweep import IS_SWEEP
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.varlen import AuxRequest, varlen_attn, varlen_attn_out
@@ -22,7 +23,10 @@ from echelon import EchelonError, PackedDataset, ParallelStrategy, TrainModule, 
 from echelon.testing import run_ranks
 
 WINDOWS = {"causal": (-1, 0), "whole": (-1, -1), "window": (3, 0), "shared heads": (-1, 0), "joined documents": (-1, 0)}
-PROGRAMS = (*WINDOWS, "causal, ulysses", "causal, recomputed", "causal, 4 chunks", "whole, 4 chunks")
+PLAIN = ("causal", "whole")
+"""Programs that others contain: only a sweep takes them."""
+PROGRAMS = (*(name for name in WINDOWS if IS_SWEEP or name not in PLAIN),)
+PROGRAMS += ("causal, ulysses", "causal, recomputed", "causal, 4 chunks", "whole, 4 chunks")
 REFUSED = {
     "looks ahead": r"window_size .* must be \(-1, -1\), \(-1, 0\) or \(tokens, 0\), got \(2, 2\)",
     "ends of the part": "joins this rank's parts of sequences of 16 tokens, .* cu_seqlens that end at 16; pass the",
@@ -120,6 +124,7 @@ def of_two() -> Any:
     return run_ranks(train_all, 2, (*PROGRAMS, *REFUSED), timeout=240)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_parts_of_joined_documents_train_as_whole_ones(name: str, of_two: Any) -> None:
     for key, value in train(name).items():
@@ -127,8 +132,9 @@ def test_parts_of_joined_documents_train_as_whole_ones(name: str, of_two: Any) -
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_parts_of_any_number_of_tokens_train_as_whole_ones() -> None:
-    names = ("causal", "window", "whole", "joined documents")
+    names = ("causal", "window", "whole", "joined documents") if IS_SWEEP else ("window", "joined documents")
     (alone,) = run_ranks(train_all, 1, names, timeout=120)
     of_three = run_ranks(train_all, 3, names, timeout=240)[0]  # parts of 16 tokens have 5 or 6
     for name in names:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
+from sweep import IS_SWEEP
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -115,12 +116,16 @@ def train(strategy: str | Strategy, recomputed: Any = None, **options: Any) -> d
     }
 
 
+SEGMENTS = (1, 3, 4) if IS_SWEEP else (1, 3)
+"""How many blocks are checkpointed together."""
+
+
 def train_all() -> dict[str, Any]:
     make = partial(ParallelStrategy, pp=2)
     ends = {"plain": train(make()), "dropped": train(make(), dropout=0.3)}
     ends["in order"] = train(make(), dropout=0.3, factor=1.0)
     ends["in halves"] = train(make(schedule="zbv_zero_bubble"), recomputed="selective", dropout=0.3, factor=1.0)
-    return ends | {f"segments of {size}": train(make(), dropout=0.3, segment=size) for size in (1, 3, 4)}
+    return ends | {f"segments of {size}": train(make(), dropout=0.3, segment=size) for size in SEGMENTS}
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +147,8 @@ def test_hooks_metrics_and_containers_are_those_of_one_process(ends: list[dict[s
         torch.testing.assert_close(end["plain"], alone, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.sweep
+@pytest.mark.parametrize("size", SEGMENTS)
 def test_a_checkpoint_around_blocks_computes_with_the_random_numbers_of_forward(
     size: int, ends: list[dict[str, Any]]
 ) -> None:

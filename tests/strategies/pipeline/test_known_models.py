@@ -104,7 +104,7 @@ def loader(*tensors: Tensor) -> DataLoader[Any]:
 
 
 def train(name: str, strategy: str | Strategy) -> dict[str, Any]:
-    """Train two epochs in this process; return what is left on this rank."""
+    """Train an epoch in this process; return what is left on this rank."""
     module, data = make(name)
     trainer = Trainer(
         strategy=strategy,
@@ -113,7 +113,7 @@ def train(name: str, strategy: str | Strategy) -> dict[str, Any]:
         precision="64-true",
         accumulate_grad_batches=4,
         gradient_clip_val=0.5,
-        max_epochs=2,
+        max_epochs=1,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -173,8 +173,8 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-TESTED = RUNS if IS_SWEEP else {name: run for name, run in RUNS.items() if name != "interleaved, computed again"}
-EVALUATED = ("1f1b", "zero bubble, ulysses, computed again", "resumed")
+TESTED = RUNS if IS_SWEEP else {name: RUNS[name] for name in ("1f1b", "zero bubble, ulysses, computed again")}
+EVALUATED = ("1f1b",) * IS_SWEEP + ("zero bubble, ulysses, computed again", "resumed")
 """Runs after which sequences are tested and predicted as well: with each exchange, and without stages."""
 
 

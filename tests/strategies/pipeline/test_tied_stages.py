@@ -11,6 +11,7 @@ import pytest
 import torch
 from as_rank import attempt, calm_down, double_trainer
 from once import once
+from sweep import IS_SWEEP
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -100,19 +101,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "by rows": {"pp": 2, "tp": 2, "tp_plan": BY_ROWS},
     "by rows, in halves": {"pp": 2, "tp": 2, "tp_plan": BY_ROWS, "schedule": "zbv_zero_bubble"},
     "by columns": {"pp": 2, "tp": 2, "tp_plan": BY_COLUMNS, "schedule": "gpipe"},
-    "by columns, sharded": {"pp": 2, "tp": 2, "tp_plan": BY_COLUMNS, "dp_shard": 2},
+    **({"by columns, sharded": {"pp": 2, "tp": 2, "tp_plan": BY_COLUMNS, "dp_shard": 2}} if IS_SWEEP else {}),
     "only in blocks": {"pp": 2, "tp": 2, "tp_plan": IN_BLOCKS, "schedule": "gpipe"},
     "units": {"pp": 2, "dp_shard": 2, "policy": (nn.Embedding, nn.Linear, Block)},
 }
-COLLECTING = ("by rows", "units")
-"""Layouts on which the module with a hook is tried, one of each kind of cut."""
+COLLECTING = ("by rows", "units") if IS_SWEEP else ("by rows",)
+"""Layouts on which the module with a hook is tried, in a sweep one of each kind of cut."""
 
 
 def cases_of(layout: str) -> list[tuple[type[Tied], int]]:
     """Return what is trained on a layout: modules, and the micro-batches of their steps; 1f1b takes no single one."""
-    if layout == "by columns, sharded":  # of eight ranks
-        return [(WithUnits, 2)]
-    return [(WithUnits, 2), (Tied, 1 if "schedule" in LAYOUTS[layout] else 2)]
+    if layout == "by columns" or (IS_SWEEP and layout != "by columns, sharded"):  # which is of eight ranks
+        return [(WithUnits, 2), (Tied, 1 if "schedule" in LAYOUTS[layout] else 2)]
+    return [(WithUnits, 2)]
 
 
 def num_processes(layout: str) -> int:
@@ -152,6 +153,7 @@ def alone() -> Callable[[tuple[type[Tied], int]], dict[str, Any]]:
     return once(lambda case: train(*case, None))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tied_parameters_are_trained_as_in_one_process(
     layout: str,

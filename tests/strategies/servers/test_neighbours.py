@@ -160,27 +160,36 @@ def everything():
 
 
 FEATURES = {
-    "exponential average": {"callbacks": lambda: [EMAWeightAveraging(decay=0.7)]},
+    "exponential average, rates by a metric, clipping by value": {
+        "callbacks": lambda: [EMAWeightAveraging(decay=0.7)],
+        "make": partial(Net, plateau=True),
+        "gradient_clip_val": 0.01,
+        "gradient_clip_algorithm": "value",
+    },
     "stochastic average": {"callbacks": lambda: [StochasticWeightAveraging(0.01, swa_epoch_start=2)]},
-    "clipping by norm": {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2},
-    "clipping by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-    "rates by a metric": {"make": partial(Net, plateau=True)},
-    "accumulation by epoch": {"callbacks": lambda: [GradientAccumulationScheduler({0: 1, 1: 2})]},
+    "clipping by norm, checkpointed activations": {
+        "gradient_clip_val": 0.05,
+        "accumulate_grad_batches": 2,
+        "activation_checkpointing": ActivationCheckpointing(modules=nn.Sequential),
+    },
+    "exchanges by data": {"make": Swaps},
     "all that watches": {"callbacks": everything, "logger": True},
     "edits by data": {"make": Clamps},
-    "exchanges by data": {"make": Swaps},
-    "compiled": {"compile": {"backend": "eager"}},
-    "checkpointed activations": {"activation_checkpointing": ActivationCheckpointing(modules=nn.Sequential)},
+    "compiled, accumulation by epoch": {
+        "compile": {"backend": "eager"},
+        "callbacks": lambda: [GradientAccumulationScheduler({0: 1, 1: 2})],
+    },
 }
+MARKS = {"edits by data": pytest.mark.only_in_sweep}  # exchanges are harder to notice
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("feature", [pytest.param(name, marks=MARKS.get(name, ())) for name in FEATURES])
 def test_a_feature_gives_the_numbers_of_one_process(feature, tmp_path):
     given = dict(FEATURES[feature])
-    make_callbacks = given.pop("callbacks", list)
+    make_callbacks, is_compiled = given.pop("callbacks", list), given.pop("compile", False)
     (one, alone), (many, served) = (
-        fit(strategy, devices, tmp_path / str(devices), callbacks=make_callbacks(), **given)
-        for strategy, devices in (("single", 1), (SERVED(), 2))
+        fit(strategy, devices, tmp_path / str(devices), callbacks=make_callbacks(), compile=compiled, **given)
+        for strategy, devices, compiled in (("single", 1, False), (SERVED(), 2, is_compiled))
     )
     same(served, alone)
     assert many.global_step == one.global_step
@@ -296,7 +305,7 @@ def test_an_average_of_async_mode_is_what_is_validated_saved_and_left(tmp_path):
         torch.testing.assert_close(weights[name].double(), value, rtol=0, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("sparse", [pytest.param(False, marks=pytest.mark.only_in_sweep), True])
 def test_what_watches_gradients_and_memory_sees_those_of_tables(sparse, tmp_path):
     report = MemoryReport()
     watching = [report, NaNGuard(), LossSpikePolicy(warmup=2, threshold=100.0)]
@@ -342,7 +351,9 @@ def test_what_is_built_late_is_what_ddp_trains(tmp_path):
     same(served, reduced)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true", "16-mixed"])
+@pytest.mark.parametrize(
+    "precision", ["bf16-mixed", pytest.param("32-true", marks=pytest.mark.only_in_sweep), "16-mixed"]
+)
 def test_other_precisions_take_the_steps_of_ddp(precision, tmp_path):
     class Single(Net):
         def training_step(self, batch, batch_idx):

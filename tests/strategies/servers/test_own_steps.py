@@ -3,6 +3,7 @@
 import pytest
 import torch
 from small import quiet, raises
+from sweep import dealt
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -86,18 +87,20 @@ def fit(strategy, make, algorithm=None):
     return module.state_dict()
 
 
-@pytest.mark.parametrize("servers", [1, 2])
+CASES = [
+    (Exchanges, None),
+    (StepsTwice, None),
+    (StepsTwice, "norm"),
+    (StepsTwice, "value"),
+    (StepsAnew, "norm"),
+    (StepsAnew, "value"),
+    (Edits, "norm"),
+]
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("make", "algorithm"),
-    [
-        (Exchanges, None),
-        (StepsTwice, None),
-        (StepsTwice, "norm"),
-        (StepsTwice, "value"),
-        (StepsAnew, "norm"),
-        (StepsAnew, "value"),
-        (Edits, "norm"),
-    ],
+    ("make", "algorithm", "servers"), [(*case, number) for case, number in dealt(CASES, (2, 1), [0])]
 )
 def test_steps_are_those_of_one_process(make, algorithm, servers):
     found = fit(ParameterServerStrategy(servers), make, algorithm)

@@ -88,7 +88,7 @@ def test_an_edit_of_what_is_on_a_server_is_refused():
         fit("ps", "edit")
 
 
-@pytest.mark.parametrize("strategy", ["ps", "single"])
+@pytest.mark.parametrize("strategy", ["ps", pytest.param("single", marks=pytest.mark.only_in_sweep)])
 def test_a_checkpoint_that_is_saved_after_a_fit_in_this_process_has_the_state_of_the_optimizer(strategy, tmp_path):
     trainer, module = fit("ps", max_epochs=2)
     trainer.save_checkpoint(tmp_path / "after.ckpt")

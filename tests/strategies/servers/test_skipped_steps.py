@@ -61,7 +61,7 @@ def test_an_optimizer_without_gradients_in_a_step_waits_for_the_next() -> None:
 @pytest.mark.parametrize(
     ("dense", "settings"),
     [
-        ("servers", {}),
+        pytest.param("servers", {}, marks=pytest.mark.only_in_sweep),
         ("servers", {"gradient_clip_val": 0.1}),
         ("ddp", {"num_rows": 8, "num_samples": 41, "accumulate_grad_batches": 2}),
     ],

@@ -7,6 +7,8 @@ import pytest
 import torch
 from as_rank import calm_down
 from cut_run import fit_words
+from once import once
+from sweep import dealt
 from torch import nn
 from torch.nn import functional as F
 
@@ -126,23 +128,6 @@ KINDS = {
 CUT = {"q_proj", "k_proj", "v_proj", "o_proj", "Wqkv", "out_proj", "up_proj", "down_proj", "into", "back"}
 
 
-def on_ranks(folder, degrees):
-    """Return, by kind, whether the weights are those of one process, which are cut, and what was warned of."""
-    calm_down()
-    found = {}
-    for name, kind in KINDS.items():
-        path = folder / f"{name} {degrees}"
-        alone = fit_words(lambda kind=kind: Words(kind), WORDS)[3]
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            _, module, _, state = fit_words(lambda kind=kind: Words(kind), WORDS, path=path, **degrees)
-        apart = max((float((state[key] - alone[key]).abs().max()) for key in state), default=0.0)
-        cut = {key.split(".")[-2] for key, p in module.named_parameters() if is_dtensor(p) and key.endswith("weight")}
-        said = [str(one.message) for one in caught if "computes with all heads" in str(one.message)]
-        found[name] = apart, cut & CUT, said
-    return found
-
-
 LAYOUTS = {
     "tp 2": (2, {"tp": 2}),
     "tp 4, where two ranks hold a head": (4, {"tp": 4}),
@@ -151,12 +136,57 @@ LAYOUTS = {
 }
 
 
+def kinds_of(layout):
+    """Return what is trained on a layout: on two ranks all, and some of it on four."""
+    taken = [(name, layout) for name in KINDS] if layout == "tp 2" else dealt(list(KINDS), list(LAYOUTS)[1:], [0])
+    return [name for name, where in taken if where == layout]
+
+
+def train_on(layout, folder):
+    """Return, by kind, this rank's whole weights, which are cut, and what was warned of."""
+    found, degrees = {}, LAYOUTS[layout][1]
+    for name in kinds_of(layout):
+        path = folder / f"{name} {layout}"
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            _, module, _, state = fit_words(lambda name=name: Words(KINDS[name]), WORDS, path=path, **degrees)
+        cut = {key.split(".")[-2] for key, p in module.named_parameters() if is_dtensor(p) and key.endswith("weight")}
+        said = [str(one.message) for one in caught if "computes with all heads" in str(one.message)]
+        found[name] = state, cut & CUT, said
+    return found
+
+
+def on_ranks(number, folder):
+    calm_down()
+    return {layout: train_on(layout, folder) for layout, (size, _) in LAYOUTS.items() if size == number}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Return what the first of a number of ranks has, by layout, and where its checkpoints are; they start once."""
+    folder = tmp_path_factory.mktemp("trained")
+    return folder, once(lambda number: run_ranks(on_ranks, number, number, folder, timeout=300)[0])
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Return the weights of a kind in one process after a number of epochs."""
+    return once(lambda case: fit_words(lambda: Words(KINDS[case[0]]), WORDS, epochs=case[1])[3])
+
+
+def apart(state, expected):
+    return max((float((state[key] - expected[key]).abs().max()) for key in state), default=0.0)
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_they_train_as_in_one_process(layout, memory_path):
-    number, degrees = LAYOUTS[layout]
-    first, *others = run_ranks(on_ranks, number, memory_path, degrees, timeout=300)
-    for name, (apart, cut, said) in first.items():
-        assert apart < 1e-12, (name, apart)
+def test_they_train_as_in_one_process(layout, trained, alone):
+    folder, ends = trained
+    found = ends(LAYOUTS[layout][0])[layout]
+    assert found.keys() == {*kinds_of(layout)}
+    for name, (state, cut, said) in found.items():
+        assert state
+        assert apart(state, alone((name, 2))) < 1e-12, name
         kind = KINDS[name].__name__
         assert (cut != set()) or "fsdp" in layout, name
         if kind in ("Recurrent", "Unnamed"):  # as planned, or with gradients that are summed
@@ -164,13 +194,10 @@ def test_they_train_as_in_one_process(layout, memory_path):
         else:
             assert len(said) == 1 and f"{kind} ('blocks.0') computes with all heads and features" in said[0], said
     # a checkpoint goes on in one process
-    calm_down()
-    for name, kind in KINDS.items():
-        path = memory_path / f"{name} {degrees}"
-        state = fit_words(lambda kind=kind: Words(kind), WORDS, ckpt_path=path, epochs=3)[3]
-        straight = fit_words(lambda kind=kind: Words(kind), WORDS, epochs=3)[3]
-        assert max(float((state[key] - straight[key]).abs().max()) for key in state) < 1e-12, name
-    assert len(others) == number - 1
+    for name in found:
+        path = folder / f"{name} {layout}"
+        state = fit_words(lambda name=name: Words(KINDS[name]), WORDS, ckpt_path=path, epochs=3)[3]
+        assert apart(state, alone((name, 3))) < 1e-12, name
 
 
 def evaluated_first(strategy_is_cut):
