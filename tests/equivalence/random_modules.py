@@ -232,7 +232,7 @@ class ManualNet(Net):
         return {"largest": errors.detach().max()}
 
     def update(self, optimizer, errors):
-        optimizer.zero_grad()  # of LBFGS, which takes no closure here, too
+        optimizer.zero_grad()
         self.manual_backward(errors.mean())
         if self.program.clip:
             self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
@@ -244,7 +244,8 @@ class ManualNet(Net):
             schedule.step()
 
     def configure_optimizers(self):
-        head = OPTIMIZERS[self.program.optimizer]([*self.head.parameters()])
+        kind = "sgd" if self.program.optimizer == "lbfgs" else self.program.optimizer  # which needs a closure
+        head = OPTIMIZERS[kind]([*self.head.parameters()])
         trained = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
         rest = torch.optim.AdamW([one for name, one in trained.items() if not name.startswith("head.")], lr=0.01)
         return [head, rest], [lr_scheduler.ExponentialLR(one, 0.8) for one in (head, rest)]

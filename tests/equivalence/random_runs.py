@@ -19,7 +19,11 @@ from random_programs import LAYOUTS, Program, run_all
 
 from echelon.testing import run_ranks
 
-REFUSALS = ("echelon.common.errors.ConfigError", "which replicas of strategy='dp' lose")
+REFUSALS = (
+    "echelon.common.errors.ConfigError",
+    "which replicas of strategy='dp' lose",
+    "belongs to no child, or to several, and automatic_optimization=False",
+)
 """What errors say of programs that a layout refuses by name."""
 
 
