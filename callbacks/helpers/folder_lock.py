@@ -33,6 +33,14 @@ _SHORTEST_PAUSE: Final = 0.001
 _LONGEST: Final = 4096
 
 
+def _may_exist(folder: Path) -> bool:
+    """Return whether a folder is there, or cannot be looked for; creating what it holds then says why."""
+    try:
+        return folder.exists()
+    except OSError:
+        return True
+
+
 class FolderLock:
     """A lock that a run holds on a folder; if the file system does not support locks, nothing is locked.
 
@@ -49,7 +57,7 @@ class FolderLock:
 
     def take_for(self, trainer: Run, folder: AnyPath) -> None:
         """Lock a folder for a run; see `take`. One that is there already stays, whatever is saved."""
-        self._keeps_folder = isinstance(folder, Path) and folder.exists()
+        self._keeps_folder = isinstance(folder, Path) and _may_exist(folder)
         supervisor = trainer.strategy.launcher.supervisor
         if supervisor is None:
             self.take(folder, run=id(trainer))
