@@ -237,7 +237,9 @@ def test_a_fit_shorter_than_the_interval_of_logging_is_pointed_out(tmp_path: Pat
     for settings in ({}, {"max_epochs": -1, "max_steps": 8}):
         caplog.clear()
         fit(Logging(), logger=CSVLogger(tmp_path), **settings)
-        assert "The fit has 8 steps, but loggers get the values of one step in 50 only, so none of 'loss'" in caplog.text
+        assert (
+            "The fit has 8 steps, but loggers get the values of one step in 50 only, so none of 'loss'" in caplog.text
+        )
 
 
 def test_the_end_by_a_value_that_is_not_finite_is_shown(caplog: Any) -> None:
