@@ -7,7 +7,6 @@ import csv
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from elastic_program import BATCH, STEPS_OF_EPOCH, Plan, Regression, train, write
 from forked_server import MARK
+from ports import free_port
 from programs import ForkedProgram
 from two_nodes import Node, kill_marked, running, start
 
@@ -250,13 +250,6 @@ def nodes_of(seen: dict[str, Any]) -> int:
 def sweep() -> None:
     """Do what the next agent does: remove the folders of those that were lost."""
     NodeFolder.create().remove()
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 def curve(folder: Path) -> list[tuple[int, float]]:

@@ -2,11 +2,11 @@
 
 import json
 import shutil
-import socket
 import sys
 from pathlib import Path
 
 import pytest
+from ports import free_port
 from two_nodes import INTERFACE, absent, run_together, two_nodes
 
 MEMBER = str(Path(__file__).with_name("member.py"))
@@ -57,12 +57,6 @@ def test_mpirun():
     assert places(found) == [(0, 0, 0, 11.0), (1, 1, 0, 11.0)]
     assert {seen["launcher"] for seen in found} == {"mpirun"}
     assert len({seen["main_port"] for seen in found}) == 1
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_srun():

@@ -8,6 +8,7 @@ import sys
 from datetime import timedelta
 
 import pytest
+from ports import free_port
 
 from echelon.common.errors import ProcessError
 from echelon.strategies.resilience.elastic_rendezvous import make_rendezvous
@@ -20,12 +21,6 @@ COMMAND = [
     "rendezvous",
 ]
 LIMIT = timedelta(seconds=120)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextlib.contextmanager

@@ -1,11 +1,11 @@
 """The list of sockets in docs/security.md matches the kernel's, for each kind of run."""
 
 import json
-import socket
 import sys
 from pathlib import Path
 
 import pytest
+from ports import free_port
 from two_nodes import run_together
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -37,12 +37,6 @@ def kinds(sockets):
 
 def command(*words):
     return [sys.executable, str(PROGRAM), *words]
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_one_process():

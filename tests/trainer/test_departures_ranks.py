@@ -5,13 +5,13 @@ Each experiment below runs once on two and once on three real processes; a test 
 
 import os
 import signal
-import socket
 import sys
 from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
+from ports import free_port
 from small import Regression, flat, indices, loader, quiet, samples
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -285,9 +285,7 @@ def test_a_signal_to_one_rank_of_a_launched_fit_reaches_the_caller_and_loses_not
 
 def start(*words):
     """Start two ranks of a job as a launcher would; return their exit codes and output."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     commands = [
         ([sys.executable, JOB, *map(str, words)], {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)})

@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from ports import free_port
 
 from echelon.common.errors import ConfigError, ProcessError
 from echelon.strategies.cluster import start_wait
@@ -26,9 +27,7 @@ def taken_port():
 
 @pytest.fixture
 def unused_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    return free_port()
 
 
 def join_twice():

@@ -19,6 +19,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from ports import free_port
 from programs import WatchedProgram, run_program
 
 from echelon import ModelCheckpoint
@@ -454,12 +455,6 @@ def test_a_run_on_one_machine_listens_on_loopback_only():
 
 def of_two_nodes(node_rank, port):
     return Environment("none", 0, 0, node_rank, 2, 1, 2, "127.0.0.1", port)
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 @pytest.mark.parametrize(("node_rank", "missing"), [(0, 1), (1, 0)])

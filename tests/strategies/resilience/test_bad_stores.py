@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ports import free_port
 from programs import WatchedProgram, run_program
 
 from echelon.common.errors import ProcessError
@@ -23,12 +24,6 @@ from echelon.strategies.resilience.elastic_rendezvous import make_rendezvous
 
 torch_rendezvous = pytest.importorskip("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
 LIMIT = timedelta(seconds=240)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from ports import free_port
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousJoinOp
 from two_nodes import run_together, two_nodes
@@ -206,9 +207,7 @@ def test_what_others_put_in_the_store_is_not_run(node, endpoint, tmp_path):
 
 
 def test_agents_that_start_at_once_have_one_store_which_ends_with_their_run():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     barrier = threading.Barrier(3)
 
     def start():
