@@ -32,11 +32,15 @@ def framework(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.fixture(autouse=True)
-def _stands_in_no_longer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Undo that Echelon stands in for Lightning, which a LightningCLI makes it do: later tests look for Lightning."""
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    imported_first = list(IMPORTED_FIRST)
+def _stands_in_no_longer() -> Iterator[None]:
+    """Undo that Echelon stands in for Lightning, which a LightningCLI makes it do: later tests look for Lightning.
+
+    Finders of others stay: without that of importlib_metadata, which mlflow imports, no package has a version any more.
+    """
+    before, imported_first = list(sys.meta_path), list(IMPORTED_FIRST)
     yield
     IMPORTED_FIRST[:] = imported_first
+    of_echelon = [finder for finder in sys.meta_path if type(finder).__module__ == LightningNames.__module__]
+    sys.meta_path[:] = [finder for finder in sys.meta_path if finder in before or finder not in of_echelon]
     for name in [name for name, module in sys.modules.items() if isinstance(module, LightningNames)]:
         del sys.modules[name]
