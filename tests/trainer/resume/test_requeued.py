@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,8 @@ def test_the_processes_of_a_launch_that_is_killed_end_with_it_and_leave_its_fold
     pids: list[int] = []
     try:
         pids += [int(read_until(first, "blocks").split()[-1]) for _ in range(2)]
+        while (tmp_path / "saved" / "last.ckpt").resolve().name != "epoch=0-step=2.ckpt":
+            time.sleep(0.01)  # a thread saves it beside the next step
         os.kill(first.pid, signal.SIGKILL)
         first.wait(60)
         # no "second", for which the first would wait forever; the ranks of a launch would import torch once more
