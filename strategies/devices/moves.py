@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from ..torch_internals.modules import find_parameter_dict
+from ..torch_internals.modules import find_parameter_dict, moves_more_than_tensors
 from ..torch_internals.tensors import takes_data_of
+from .kinds import CPU
 
 _Place = tuple[dict[str, nn.Parameter | None], str]
 
@@ -37,6 +38,18 @@ def move_tensor(tensor: Tensor, device: torch.device) -> None:
 def move_module(module: nn.Module, device: torch.device) -> None:
     """Move a module's parameters and buffers."""
     keeping_parameters(module, [device], lambda: module.to(device=device))
+
+
+def move_kept_state(module: nn.Module, device: torch.device) -> None:
+    """Move the submodules without parameters that keep state in attributes, such as torchmetrics' objects.
+
+    For a module whose parameters and buffers move one by one. Convert it afterwards: these objects reset their dtype.
+    """
+    if device.type == CPU:
+        return
+    for submodule in module.modules():
+        if moves_more_than_tensors(submodule) and next(submodule.parameters(), None) is None:
+            submodule.to(device)
 
 
 def keeping_parameters(module: nn.Module, devices: Iterable[torch.device], move: Callable[[], object]) -> None:

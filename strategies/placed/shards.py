@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ...common.errors import ConfigError, ModuleError, RunError
 from ..context_parallel.cut_steps import CutSteps
+from ..devices.moves import move_kept_state
 from ..distributed.collectives import Collectives
 from ..distributed.nested import map_tensors
 from ..launch.registries import follow_classes
@@ -77,6 +78,7 @@ class PlacedShards(Placed):
         # also for an evaluation, since it may be trained next
         is_manual = sharding.is_manual or not getattr(module, "automatic_optimization", True)
         places, hooks = deferred.places(module), GradientHooks(module)  # before the conversion replaces tensors
+        move_kept_state(module, self.device)
         self.precision.convert_module(module)
         run_configure_sharding(module, mesh, self.device, self.ranks.all)
         self._cut(sharding)

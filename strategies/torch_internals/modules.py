@@ -71,6 +71,11 @@ def apply_to_own_tensors(module: nn.Module, change: Callable[[Tensor], Tensor]) 
     apply(change, **({"recurse": False} if "recurse" in inspect.signature(apply).parameters else {}))
 
 
+def moves_more_than_tensors(module: nn.Module) -> bool:
+    """Return whether a module moves in its own way (`_apply`), as metrics of torchmetrics do (torch 2.11 to 2.15)."""
+    return type(module)._apply is not nn.Module._apply  # noqa: SLF001
+
+
 def copy_without_parameters(module: M) -> M:
     """Return a shallow copy of a module, with dictionaries of its own (`_replicate_for_data_parallel`).
 

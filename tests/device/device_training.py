@@ -8,6 +8,7 @@ from functools import partial
 
 import simulated_device
 import torch
+import torchmetrics
 from device_matrix import DEVICE
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -140,6 +141,37 @@ def launched(strategy):
     _, alone = fitted("cpu", make=make)
     _, module = fitted(DEVICE, make=make, strategy=strategy, devices=2, global_batch_size=8)
     return far(module, alone)
+
+
+class Measured(Plain):
+    """Blocks whose outputs objects of torchmetrics accumulate, one of them in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean, self.all = torchmetrics.MeanMetric(), torchmetrics.CatMetric()
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.mean(batch[0].mean(1))
+        self.all(batch[0].square().mean(1))
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_epoch_end(self):
+        self.log("all", self.all.compute().sum())
+        self.all.reset()
+
+
+def metric_objects(strategies):
+    """Return how far metrics and weights of two processes on the device are from one's on the CPU."""
+    alone, module = fitted("cpu", make=Measured)
+    found = {}
+    for strategy in strategies:
+        trainer, there = fitted(DEVICE, make=Measured, strategy=strategy, devices=2, global_batch_size=8)
+        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        apart = [abs(values[name] - float(value)) for name, value in alone.callback_metrics.items()]
+        found[strategy] = max(*apart, far(there, module))
+    return found
 
 
 def checkpoints(folder):

@@ -23,6 +23,11 @@ def test_fit_starts_processes_with_a_device_each(elsewhere, strategy):
     assert elsewhere.call(training.launched, strategy) <= 1e-12
 
 
+def test_metric_objects_of_a_module_accumulate_on_the_device(elsewhere):
+    found = elsewhere.call(training.metric_objects, ("ddp", "zero", "fsdp"))
+    assert max(found.values()) <= 1e-12, found
+
+
 def test_a_run_goes_on_from_the_device_on_the_cpu_and_back(elsewhere, tmp_path):
     found = elsewhere.call(training.checkpoints, str(tmp_path))
     assert len(found) == 3
