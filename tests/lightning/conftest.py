@@ -40,7 +40,7 @@ def _stands_in_no_longer() -> Iterator[None]:
     before, imported_first = list(sys.meta_path), list(IMPORTED_FIRST)
     yield
     IMPORTED_FIRST[:] = imported_first
-    of_echelon = [finder for finder in sys.meta_path if type(finder).__module__ == LightningNames.__module__]
-    sys.meta_path[:] = [finder for finder in sys.meta_path if finder in before or finder not in of_echelon]
+    ours = LightningNames.__module__
+    sys.meta_path[:] = [finder for finder in sys.meta_path if finder in before or type(finder).__module__ != ours]
     for name in [name for name, module in sys.modules.items() if isinstance(module, LightningNames)]:
         del sys.modules[name]
