@@ -143,7 +143,7 @@ class BatchSizeFinder(Callback):
             ConfigError: with several processes, a strategy that cannot undo steps, or manual optimization.
             ModuleError: if there is no attribute with the given name.
         """
-        num_processes = strategy.environment.world_size
+        num_processes = strategy.ranks.environment.world_size
         if num_processes > 1:
             raise ConfigError(
                 f"BatchSizeFinder is not supported with distributed strategies, got {num_processes} processes: the "

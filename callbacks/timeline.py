@@ -13,6 +13,7 @@ from ..common.errors import ConfigError, RunError
 from ..common.storage import any_path, writing_local_file
 from ..strategies import Strategy
 from ..strategies.pipeline.timeline import WindowRecorder, WindowTimeline
+from ..strategies.pipeline.work import find_staged
 from .callback import Callback
 from .figures.figure_file import need_matplotlib
 from .figures.timeline_figure import draw_timeline
@@ -75,7 +76,7 @@ class Timeline(Callback):
 
     def check_strategy(self, strategy: Strategy, world_size: int, num_devices: int) -> None:
         """Refuse a strategy without stages."""
-        if not strategy.has_stages:
+        if strategy.mesh_axes.get("pp", 1) == 1:
             raise ConfigError(
                 f"Timeline draws the stages of a pipeline, which strategy={strategy.name!r} does not have in this run; "
                 "use strategy='pp' or ParallelStrategy(pp=...) on several devices, or leave Timeline out."
@@ -108,7 +109,7 @@ class Timeline(Callback):
 
     def _begin_if_next(self, trainer: Run) -> None:
         if self._steps_left == 1:
-            self._recorder = trainer.strategy.placed.record_window()
+            self._recorder = find_staged(trainer.strategy.placed).record_window()
 
     def _end(self, trainer: Run) -> None:
         assert self._recorder is not None

@@ -91,7 +91,7 @@ class WeightAveraging(Callback):
     def on_save_checkpoint(self, trainer: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None:
         """Save the average as the model, as it was validated, and the module's own weights beside it."""
         if self._average is not None and self._average.count:
-            if trainer.strategy.has_stages:  # rank 0 writes all buffers, also those of stages of other ranks
+            if trainer.strategy.ranks.stage.world_size > 1:  # rank 0 also writes buffers of other ranks' stages
                 self._average.sync_buffers(trainer.strategy)
             checkpoint[_WEIGHTS], trained = self._average.exchange_in(checkpoint[_WEIGHTS])
             if _CALLBACKS in checkpoint:

@@ -15,7 +15,7 @@ from .module.precision import Precision
 from .placed.placed import Placed
 from .placed.slices import PlacedSlices
 from .state.sendable import check_lookups, check_shapes
-from .strategy import Strategy
+from .strategy import MicroBatches, Strategy
 from .torch_internals.modules import find_compiled_call
 
 
@@ -38,6 +38,8 @@ class DataParallelStrategy(Strategy):
 
     def __init__(self) -> None:
         self._device_of_thread: dict[int, torch.device] = {}
+        self.num_devices = 1
+        """The number of devices among which a batch is cut; known after `validate`."""
         super().__init__()
 
     def validate(self, hardware: Hardware, precision: Precision) -> None:
@@ -47,9 +49,12 @@ class DataParallelStrategy(Strategy):
                 "num_nodes=1, or use strategy='ddp'."
             )
         super().validate(hardware, precision)
+        self.num_devices = len(hardware.devices)
 
-    def validate_module(self, module: nn.Module, *, trains: bool = True) -> None:
-        if trains and len(self.hardware.devices) > 1:
+    def validate_module(
+        self, module: nn.Module, *, trains: bool = True, micro_batches: MicroBatches = "unknown"
+    ) -> None:
+        if trains and self.num_devices > 1:
             check_lookups(module, self.name)
 
     def connect(self, hardware: Hardware, precision: Precision) -> None:

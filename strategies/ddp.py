@@ -15,7 +15,7 @@ from .parallel.replica_check import ReplicaCheck
 from .placed.placed import Placed
 from .placed.replica import PlacedReplica
 from .state.sendable import check_lookups, check_sendable, check_shapes
-from .strategy import Strategy
+from .strategy import MicroBatches, Strategy
 
 
 class ReplicaStrategy(Strategy):
@@ -38,8 +38,10 @@ class ReplicaStrategy(Strategy):
         super().validate(hardware, precision)
         self.options.validate(hardware.device_type)
 
-    def validate_module(self, module: nn.Module, *, trains: bool = True) -> None:
-        if self.environment.world_size > 1:
+    def validate_module(
+        self, module: nn.Module, *, trains: bool = True, micro_batches: MicroBatches = "unknown"
+    ) -> None:
+        if self.ranks.environment.world_size > 1:
             check_sendable(module, self.name)
             if trains:
                 check_lookups(module, self.name)

@@ -8,6 +8,8 @@ from datetime import timedelta
 from operator import attrgetter
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from ..common.errors import ConfigError
 from .cluster.hardware import Hardware
 from .cluster.launchers import detect_environment
@@ -36,6 +38,9 @@ class ForwardingStrategy(Strategy):
         if name == "inner":  # not set yet while unpickling
             raise AttributeError(name)
         return getattr(self.inner, name)
+
+    def positions(self, length: int) -> Tensor:
+        return self.inner.positions(length)
 
 
 def forward_members(kind: type, base: type) -> None:
@@ -115,7 +120,7 @@ class ElasticStrategy(ForwardingStrategy):
             last_call=last_call,
             of_workers=of_workers,
         )
-        self.launcher = ElasticLauncher(self.environment, self._options)
+        self.launcher = ElasticLauncher(self.ranks.environment, self._options)
         if self.nodes != (1, 1) and rdzv is None:
             raise ConfigError(
                 f"rdzv must be 'HOST:PORT' for nodes={nodes!r}, got None; give the address of one of the nodes, or of "

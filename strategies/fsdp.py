@@ -76,7 +76,7 @@ class FSDPStrategy(ShardedStrategy):
         self.replicate = replicate
 
     def _find_degrees(self) -> Degrees:
-        return Degrees.of(self.environment.world_size, self.environment.num_nodes, self.replicate)
+        return Degrees.of(self.ranks.environment.world_size, self.ranks.environment.num_nodes, self.replicate)
 
     def plan(self, module: nn.Module) -> ShardingPlan:
         """Return the units that the module would be sharded into; print it for a table. The module is not changed."""

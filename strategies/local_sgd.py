@@ -64,7 +64,7 @@ class LocalSGDStrategy(ReplicaStrategy):
 
     def validate(self, hardware: Hardware, precision: Precision) -> None:
         super().validate(hardware, precision)
-        _check_period(self.period, self.environment.world_size)
+        _check_period(self.period, self.ranks.environment.world_size)
         if self.warmup_steps < 0:
             raise ConfigError(
                 f"warmup_steps must be >= 0, got {self.warmup_steps}; give a number of steps, or 0 for none."

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Unpack
 
-from torch import nn
+from torch import Tensor, nn
 
-from ..common.errors import ConfigError
+from ..common.errors import ConfigError, ProcessError
 from .cluster.hardware import Hardware
 from .context_parallel.attention import ExchangeKind
 from .context_parallel.context import ContextParallel, check_exchange
@@ -27,6 +27,7 @@ from .placed.shards import PlacedShards, Sharding
 from .placed.stages import PlacedStages
 from .sharded import ShardedStrategy
 from .state.dtensor import is_dtensor
+from .strategy import MicroBatches
 from .tensor_parallel.find_plan import find_plan
 from .tensor_parallel.tensor_plan import TensorPlan
 
@@ -143,7 +144,7 @@ class ParallelStrategy(ShardedStrategy):
         return ", ".join(parts) or self.name
 
     def _find_degrees(self) -> Degrees:
-        return Degrees.fit(self.environment.world_size, self.environment.num_nodes, self._given)
+        return Degrees.fit(self.ranks.environment.world_size, self.ranks.environment.num_nodes, self._given)
 
     @property
     def stage_schedule(self) -> Schedule:
@@ -158,12 +159,16 @@ class ParallelStrategy(ShardedStrategy):
         if self.degrees.pp > 1:
             check_pipeline(self.degrees.pp, cpu_offload=self.options.cpu_offload)
 
-    def validate_module(self, module: nn.Module, *, trains: bool = True) -> None:
-        super().validate_module(module, trains=trains)
+    def validate_module(
+        self, module: nn.Module, *, trains: bool = True, micro_batches: MicroBatches = "unknown"
+    ) -> None:
+        super().validate_module(module, trains=trains, micro_batches=micro_batches)
         is_sharded = any(is_dtensor(p) for p in module.parameters())
         is_built = not overrides_hook(module, "configure_model") and not is_sharded
         if self.degrees.pp > 1 and not is_sharded:
             check_module(module, self.stage_schedule, is_built=is_built)
+        if self.degrees.pp > 1 and micro_batches != "unknown":
+            check_number(self.stage_schedule, None if micro_batches == "vary" else micro_batches)
         if self.degrees.tp > 1 and is_built and not overrides_hook(module, "configure_sharding"):
             self.find_tensor_plan(module).validate(module, self.degrees.tp)
         if self.degrees.cp > 1:
@@ -176,10 +181,6 @@ class ParallelStrategy(ShardedStrategy):
                 )
             if is_built:
                 check_experts(module, self.ep)
-
-    def validate_micro_batches(self, number: int | None) -> None:
-        if self.degrees.pp > 1:
-            check_number(self.stage_schedule, number)
 
     def plan(self, module: nn.Module) -> ParallelPlan:
         """Return how the module would be split and sharded; print it for a table. The module is not changed.
@@ -205,12 +206,20 @@ class ParallelStrategy(ShardedStrategy):
         sharding = self.options.plan(module, self.precision, degrees, shapes, self.find_expert_parts(module))
         return ParallelPlan(table, sharding, stages)
 
-    def role_of(self, rank: int) -> str:
-        if not self.has_stages:
-            return super().role_of(rank)
-        stages = self.stage_schedule.stages_of(self.degrees.place(rank, ("pp",)))
-        word = "stage" if len(stages) == 1 else "stages"
-        return f"{word} {' and '.join(map(str, stages))} of {self.stage_schedule.num_stages}"
+    def annotate(self, error: BaseException) -> None:
+        super().annotate(error)
+        if self.degrees.pp == 1:
+            return
+        own = () if self.ranks.group is None else (self.rank,)
+        for rank in error.ranks or own if isinstance(error, ProcessError) else own:
+            stages = self._stages_of(rank)
+            word = "stage" if len(stages) == 1 else "stages"
+            error.add_note(
+                f"Rank {rank} has {word} {' and '.join(map(str, stages))} of {self.stage_schedule.num_stages}."
+            )
+
+    def _stages_of(self, rank: int) -> Sequence[int]:
+        return self.stage_schedule.stages_of(self.degrees.place(rank, ("pp",)))
 
     # --- in every process --------------------------------------------------------------------------------------------
 
@@ -218,7 +227,6 @@ class ParallelStrategy(ShardedStrategy):
         super().connect(hardware, precision)
         if self.ranks.group is None:
             self.degrees = Degrees.fit(1, 1, self._given)  # an elastic run may be down to a single process
-        self.has_stages = self.degrees.pp > 1
         if self.ranks.group is None:
             return
         if self.ep > 1 and self._expert_mesh is None:
@@ -231,7 +239,8 @@ class ParallelStrategy(ShardedStrategy):
             self._share_sequences()
         if self.degrees.pp > 1:
             peers, stages, count = self._over(*_DATA, "cp", "tp"), self._over("pp"), self._over("pp", *_DATA, "cp")
-            self.ranks = replace(self.ranks, peers=peers, stage=stages, count=count)
+            has_loss = self.stage_schedule.num_stages - 1 in self._stages_of(self.rank)
+            self.ranks = replace(self.ranks, peers=peers, stage=stages, count=count, has_loss=has_loss)
 
     def _over(self, *axes: str) -> Collectives:
         """Return the collectives of the ranks that differ from this one only along these axes. Collective."""
@@ -246,6 +255,11 @@ class ParallelStrategy(ShardedStrategy):
         context = ContextParallel(group, self.degrees.cp, place, **kind, device=self.device)
         self._sequences = CutSteps(context, self._over("pp", "cp"), self._over("dp_shard"))
 
+    def positions(self, length: int) -> Tensor:
+        if self._sequences is None:
+            return super().positions(length)
+        return self._sequences.context.positions(length, self.device)
+
     def _shard(self, module: nn.Module, sharding: Sharding) -> PlacedShards:
         if self.degrees.cp > 1:
             check_capacity(module, self.degrees.cp)  # which configure_model may have built
@@ -257,7 +271,7 @@ class ParallelStrategy(ShardedStrategy):
             sequence_ranks=self._sequence_collectives,
             expert_mesh=self._expert_mesh,
         )
-        if not self.has_stages:
+        if self.degrees.pp == 1:
             return PlacedShards(self.site, module, sharding, cuts)
         return PlacedStages(self.site, module, sharding, cuts, self.stage_schedule)
 

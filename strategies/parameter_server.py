@@ -23,6 +23,7 @@ from .servers.processes import prepare_nursery
 from .servers.remote_calls import RemoteCalls
 from .servers.tables import RemoteTables
 from .state.sendable import check_lookups
+from .strategy import MicroBatches
 
 _PUSH_TIMEOUT: Final = timedelta(minutes=30)  # torch's default for gloo
 
@@ -78,12 +79,14 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
 
     def validate(self, hardware: Hardware, precision: Precision) -> None:
         super().validate(hardware, precision)
-        self.choices.validate(self.environment, uses_scaler=precision.uses_scaler)
+        self.choices.validate(self.ranks.environment, uses_scaler=precision.uses_scaler)
 
-    def validate_module(self, module: nn.Module, *, trains: bool = True) -> None:
+    def validate_module(
+        self, module: nn.Module, *, trains: bool = True, micro_batches: MicroBatches = "unknown"
+    ) -> None:
         if not trains:  # without servers
             return
-        if self.environment.world_size > 1:
+        if self.ranks.environment.world_size > 1:
             check_lookups(module, self.name)
         if not getattr(module, "automatic_optimization", True):
             raise ConfigError(
@@ -108,7 +111,7 @@ class ParameterServerStrategy(ReplicaStrategy, RemoteCalls):
     @property
     def num_servers(self) -> int:
         """The number of servers, on all nodes."""
-        return self.choices.number_on(self.environment.num_nodes)
+        return self.choices.number_on(self.ranks.environment.num_nodes)
 
     def make_placed(self, module: nn.Module, *, is_manual: bool = False) -> PlacedOnServers:
         self._convert(module)

@@ -23,7 +23,7 @@ from .pretrained.plain_builds import recording_builds
 from .state.dtensor import is_dtensor
 from .state.sendable import check_lookups, check_sendable, check_shapes, check_shardable, check_wrapped
 from .state.shared_memory import check_unshared
-from .strategy import Strategy
+from .strategy import MicroBatches, Strategy
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -41,7 +41,6 @@ class ShardedStrategy(Strategy):
     uses_processes: ClassVar[bool] = True
     uses_many_devices: ClassVar[bool] = True
     forward_is_collective: ClassVar[bool] = True
-    supports_inference_mode: ClassVar[bool] = False
     supports_restarts: bool = True
 
     _axes: ClassVar[Collection[str]] = ()
@@ -65,10 +64,11 @@ class ShardedStrategy(Strategy):
     def validate(self, hardware: Hardware, precision: Precision) -> None:
         super().validate(hardware, precision)
         self.degrees = self._find_degrees()
-        self.has_stages = self.degrees.pp > 1
         self.options.validate(self.degrees)
 
-    def validate_module(self, module: nn.Module, *, trains: bool = True) -> None:
+    def validate_module(
+        self, module: nn.Module, *, trains: bool = True, micro_batches: MicroBatches = "unknown"
+    ) -> None:
         degrees = self.degrees
         if trains and degrees.dp_replicate * degrees.dp_shard * degrees.cp > 1:
             check_lookups(module, self.name)
@@ -76,7 +76,7 @@ class ShardedStrategy(Strategy):
             self._check_dimensions(module)
             check_gradients(module)
             check_sendable(module, self.name)
-            check_shardable(module, self.name, self.hardware.device_type)
+            check_shardable(module, self.name, self._hardware.device_type)
             check_unshared(module, self.name, with_buffers=True)
 
     def _check_dimensions(self, module: nn.Module) -> None:
@@ -88,7 +88,7 @@ class ShardedStrategy(Strategy):
     @property
     def keeps_shards_on_host(self) -> bool:
         """Whether shards are kept on the CPU, away from the device."""
-        return self.options.cpu_offload and self.hardware.device_type != "cpu"
+        return self.options.cpu_offload and self._hardware.device_type != "cpu"
 
     # --- in every process --------------------------------------------------------------------------------------------
 

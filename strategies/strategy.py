@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, Literal, TypeAlias, Unpack
 
 import torch
 from torch import nn
 
 from ..common.errors import ConfigError, RunError, not_set_up
-from .cluster.environment import Environment
 from .cluster.hardware import Hardware
 from .cluster.launchers import detect_environment
 from .devices.abilities import check_dtypes
@@ -25,6 +24,9 @@ from .module.loss_scaling import LossScaling
 from .module.precision import Precision
 from .placed.placed import Placed, Site
 from .placed.placed_methods import PlacedMethods
+
+MicroBatches: TypeAlias = int | Literal["vary", "unknown"]
+"""The number of micro-batches of a full step; ``"vary"`` if steps differ in it, ``"unknown"`` before the data are."""
 
 
 class Strategy(RankMethods, PlacedMethods):
@@ -42,9 +44,8 @@ class Strategy(RankMethods, PlacedMethods):
     uses_processes: ClassVar[bool] = False
     """Whether each device gets a process of its own."""
     forward_is_collective: ClassVar[bool] = False
-    """Whether ranks communicate in forward, so that ranks without samples must `stand_by` in all steps."""
-    supports_inference_mode: ClassVar[bool] = True
-    """Whether evaluation may run in torch's inference mode rather than under ``torch.no_grad``."""
+    """Whether ranks communicate in forward: those without samples `stand_by` in all steps, and evaluation runs under
+    ``torch.no_grad`` rather than in inference mode, whose tensors torch cannot shard."""
 
     supports_restarts: bool = False
     """Whether `ElasticStrategy` can contain it and restart its workers, also in a different number."""
@@ -58,12 +59,8 @@ class Strategy(RankMethods, PlacedMethods):
     steps_alone: ClassVar[bool] = False
     """Whether ranks step with their own gradients and meet later, so that nothing is exchanged for a step."""
 
-    has_stages: bool = False
-    """Whether the module is divided into stages, through which a step's window runs; known after `validate`."""
-
     # Known after `validate`:
-    hardware: Hardware
-    """The devices that the run may use."""
+    _hardware: Hardware
     precision: Precision
     """The dtypes in which the module computes; until then, ``32-true``."""
     launcher: RunLauncher
@@ -85,7 +82,7 @@ class Strategy(RankMethods, PlacedMethods):
         self._process_settings = settings
         self.precision, self.device = Precision(), torch.device("cpu")
         self.ranks = Ranks.of(detect_environment({}), None, self.device)
-        self.launcher = RunLauncher(self.environment)
+        self.launcher = RunLauncher(self.ranks.environment)
 
     def __getattr__(self, name: str) -> Any:
         """Raise an error which says that an attribute declared above is not known before a run."""
@@ -113,7 +110,7 @@ class Strategy(RankMethods, PlacedMethods):
             ConfigError: if it cannot.
         """
         check_dtypes(hardware.device_type, precision.name, precision.param_dtype, precision.autocast_dtype)
-        self.hardware, self.precision = hardware, precision
+        self._hardware, self.precision = hardware, precision
         environment = hardware.environment
         self.ranks = replace(self.ranks, environment=environment)
         self.launcher = self._make_launcher()
@@ -129,27 +126,26 @@ class Strategy(RankMethods, PlacedMethods):
 
     def _make_launcher(self) -> RunLauncher:
         start_timeout = self._process_settings.get("start_timeout", START_TIMEOUT)
-        uses_devices = self.hardware.device_type != CPU
-        return RunLauncher(self.environment, uses_devices=uses_devices, start_timeout=start_timeout)
+        uses_devices = self._hardware.device_type != CPU
+        return RunLauncher(self.ranks.environment, uses_devices=uses_devices, start_timeout=start_timeout)
 
-    def validate_module(self, module: nn.Module, *, trains: bool = True) -> None:
-        """Raise a `ConfigError` if the module as built so far cannot run, or train, here; in the user's process."""
+    def validate_module(
+        self, module: nn.Module, *, trains: bool = True, micro_batches: MicroBatches = "unknown"
+    ) -> None:
+        """Raise a `ConfigError` if the module as built so far cannot run, or train, here; in the user's process.
 
-    def validate_micro_batches(self, number: int | None) -> None:
-        """Raise a `ConfigError` if full steps cannot have this many micro-batches; in the user's process.
-
-        None stands for steps that differ in their number.
+        `micro_batches` is the number of those in each full step.
         """
 
     # --- in every process --------------------------------------------------------------------------------------------
 
     def connect(self, hardware: Hardware, precision: Precision) -> None:
         """Take the device and join the process group. Collective: every rank calls it."""
-        environment = detect_environment() if self.uses_processes else self.environment
+        environment = detect_environment() if self.uses_processes else self.ranks.environment
         has_peers = self.uses_processes and environment.world_size > 1
         if not has_peers:
-            environment = self.environment
-        self.hardware, self.precision = hardware, precision
+            environment = self.ranks.environment
+        self._hardware, self.precision = hardware, precision
         self.device = hardware.device(environment.local_rank)
         set_current(self.device)  # this thread's default for streams, events and collectives
         for device in [self.device] if self.uses_processes else hardware.list_devices():
@@ -160,12 +156,11 @@ class Strategy(RankMethods, PlacedMethods):
         self.ranks = Ranks.of(environment, group, self.device)
         self._scaling = LossScaling(precision.make_scaler(self.device), self.device)
 
-    def role_of(self, rank: int) -> str:
-        """Return what sets a rank apart, such as its pipeline stage, for messages; empty if all ranks are equal."""
-        return ""
-
     def annotate(self, error: BaseException) -> None:
-        """Add a note to an error raised in the user's code if this strategy knows its cause."""
+        """Add notes to an error of a run: its cause if this strategy knows it, and what sets the ranks at fault apart.
+
+        Called in the process where it was raised, and with a `ProcessError`, which names ranks, in the user's.
+        """
         if self._last_placed is not None:
             self._last_placed.annotate(error)
 
@@ -178,11 +173,6 @@ class Strategy(RankMethods, PlacedMethods):
     def devices(self) -> Sequence[torch.device]:
         """All devices on which this process computes."""
         return (self.device,)
-
-    @property
-    def environment(self) -> Environment:
-        """The ranks of this process, and what launched it; until `validate`, a single process."""
-        return self.ranks.environment
 
     @property
     def mesh_axes(self) -> Mapping[str, int]:

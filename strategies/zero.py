@@ -11,6 +11,7 @@ from .distributed.process_group import ProcessSettings
 from .parallel.replica import DDPOptions
 from .placed.zero import PlacedZero
 from .state.shared_memory import check_unshared
+from .strategy import MicroBatches
 
 
 class ZeroStrategy(ReplicaStrategy):
@@ -34,9 +35,11 @@ class ZeroStrategy(ReplicaStrategy):
     def __init__(self, *, ddp: DDPOptions | None = None, **settings: Unpack[ProcessSettings]) -> None:
         super().__init__(ddp, **settings)
 
-    def validate_module(self, module: nn.Module, *, trains: bool = True) -> None:
-        super().validate_module(module, trains=trains)
-        if self.environment.world_size > 1:
+    def validate_module(
+        self, module: nn.Module, *, trains: bool = True, micro_batches: MicroBatches = "unknown"
+    ) -> None:
+        super().validate_module(module, trains=trains, micro_batches=micro_batches)
+        if self.ranks.environment.world_size > 1:
             check_unshared(module, self.name, with_buffers=False)
 
     def make_placed(self, module: nn.Module, *, is_manual: bool = False) -> PlacedZero:

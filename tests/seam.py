@@ -35,6 +35,8 @@ HOLDERS = ("session", "state", "progress", "current", "ended", "timetable", "sav
 """The names under which the code holds an object of these classes."""
 
 WORDS = ("pipeline", "elastic", "rehears", "estimat", "server", "lightning", "expert")
+OTHERS_WORDS = ("estimated_stepping_batches", "create_server")
+"""Names of Lightning and of Python's socket, which speak of something else."""
 KERNEL = (
     *("strategies/cluster/", "strategies/distributed/", "strategies/state/", "strategies/module/"),
     *("callbacks/callback.py", "callbacks/dispatch.py", "callbacks/run.py"),
@@ -97,7 +99,7 @@ def identifiers(source: Source) -> Iterator[str]:
 def feature_words(sources: Iterable[Source]) -> dict[str, set[str]]:
     """Return, for each word of a feature, the files of the kernel that have an identifier with it."""
     kernel = [source for source in sources if source.path.startswith(KERNEL)]
-    known = {source.path: " ".join(identifiers(source)).lower() for source in kernel}
+    known = {source.path: " ".join(set(identifiers(source)) - {*OTHERS_WORDS}).lower() for source in kernel}
     return {word: {path for path, names in known.items() if word in names} for word in WORDS}
 
 

@@ -41,7 +41,7 @@ LEVELS = (
     ("trainer.sequences",),
     ("trainer.session",),
     ("trainer.loop",),
-    ("trainer.resume",),
+    ("trainer.resume", "trainer.steps"),
     ("trainer.planning", "trainer.engine", "trainer.tuning"),
     ("trainer.savings",),
     ("trainer",),

@@ -7,19 +7,19 @@ import seam
 from scorecard import Source, package_sources
 
 MOST = {
-    "names of Strategy, as its authors see it": 31,
+    "names of Strategy, as its authors see it": 25,
     "names of Strategy, what its users call of ranks": 25,
-    "names of Placed": 32,
-    "names of Strategy, what its users call of a module": 12,
-    "names of Ranks": 15,
+    "names of Placed": 25,
+    "names of Strategy, what its users call of a module": 13,
+    "names of Ranks": 16,
     "names of RunLauncher": 4,
     "fields of a run's state": 77,
     "fields written in three or more files": 4,
-    "kernel files with 'pipeline'": 2,
+    "kernel files with 'pipeline'": 0,
     "kernel files with 'elastic'": 0,
     "kernel files with 'rehears'": 0,
-    "kernel files with 'estimat'": 1,  # Lightning's estimated_stepping_batches
-    "kernel files with 'server'": 1,  # socket.create_server
+    "kernel files with 'estimat'": 0,
+    "kernel files with 'server'": 0,
     "kernel files with 'lightning'": 0,
     "kernel files with 'expert'": 0,
     "lines that name CUDA or NCCL": 7,

@@ -9,8 +9,7 @@ from typing import Final
 
 import torch
 
-from ..common.errors import ProcessError
-from ..strategies import Precision, Strategy
+from ..strategies import Precision
 from ..strategies.devices.cuda import could_use_tf32
 from ..strategies.devices.queries import name_of
 from ..strategies.distributed.debug import shapes_of
@@ -181,10 +180,3 @@ def add_advice(error: BaseException) -> None:
     advice = next((advice for pattern, advice in _ADVICE.items() if re.search(pattern, text)), None)
     if advice is not None and advice not in getattr(error, "__notes__", ()):
         error.add_note(advice)
-
-
-def name_roles(error: BaseException, strategy: Strategy, *ranks: int) -> None:
-    """Add to an error the stages of the ranks at fault: those that the error names, else the given ones."""
-    for rank in error.ranks or ranks if isinstance(error, ProcessError) else ranks:
-        if role := strategy.role_of(rank):
-            error.add_note(f"Rank {rank} has {role}.")

@@ -303,7 +303,7 @@ class TrainerAttributes(metaclass=_Names):
     @property
     def num_nodes(self) -> int:
         """The number of nodes."""
-        return self._runner.strategy.environment.num_nodes
+        return self._runner.strategy.ranks.environment.num_nodes
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..callbacks import __name__ as CALLBACKS
-from ..callbacks.accumulation import GradientAccumulationScheduler
 from ..callbacks.callback import Callback
 from ..callbacks.dispatch import HOOK_NAMES, overrides_method
 from ..callbacks.helpers.loggers import refuse_incomplete
@@ -303,11 +302,9 @@ def check_callbacks_of_fit(
     The attribute that a finder sets must exist, and nothing else may set it.
 
     Raises:
-        ConfigError: by a callback that cannot, or for a setting or another callback that it cannot be combined with;
-            for fewer micro-batches a step than the strategy needs.
+        ConfigError: by a callback that cannot, or for a setting or another callback that it cannot be combined with.
         ModuleError: if the module lacks what a finder sets.
     """
-    _check_micro_batches(callbacks, request, settings, strategy)
     world_size = hardware.environment.world_size
     for callback in callbacks:
         callback.check_strategy(strategy, world_size, 1 if world_size > 1 else len(hardware.devices))
@@ -315,19 +312,6 @@ def check_callbacks_of_fit(
         from .tuning.finder_checks import check_finders
 
         check_finders(callbacks, request.module, request.datamodule, settings, strategy)
-
-
-def _check_micro_batches(
-    callbacks: Sequence[Callback], request: Request, settings: Settings, strategy: Strategy
-) -> None:
-    """Check the micro-batches of a step, where they are known before the data are."""
-    is_scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
-    # the global batch of a run that is resumed stays as it was, and so may be cut in another way
-    is_derived = settings.global_batch_size is not None or request.ckpt_path is not None
-    if settings.accumulate_tokens is not None:
-        strategy.validate_micro_batches(None)
-    elif not (is_scheduled or is_derived):
-        strategy.validate_micro_batches(settings.accumulate_grad_batches)
 
 
 def check_current_folder() -> None:

@@ -20,7 +20,7 @@ from .loop.evaluate import Results, evaluate_stage, sanity_check
 from .loop.finite_end import warn_if_not_finite
 from .loop.schedule import is_over, start_clock, validates_in_this_epoch
 from .loop.step import Step
-from .loop.train import make_step, train
+from .loop.train import train
 from .request import Request
 from .resume.find_checkpoint import read_checkpoint
 from .resume.run_state import first_step_of, load_generators, load_position, load_training, load_weights
@@ -63,6 +63,8 @@ def fit(session: Session, request: Request) -> None:
     with checkpointing_activations(session.module, setting):
         set_up_module(session)
         build_optimizers(session)
+        from .steps.make_step import make_step
+
         step = make_step(session)
         if saved is not None:
             load_weights(session, saved)

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from torch import nn
 
+from ..callbacks.accumulation import GradientAccumulationScheduler
+from ..callbacks.callback import Callback
 from ..callbacks.dispatch import overrides_method
 from ..common.errors import ConfigError
 from ..common.storage import AnyPath, any_path
 from ..strategies import Strategy
 from ..strategies.module.compiled_calls import compile_calls
+from ..strategies.strategy import MicroBatches
 from ..strategies.torch_internals.modules import find_uncompiled
 from .module.data_module import DataModule
 from .module.train_module import TrainModule
 from .resume.changed_settings import Winner
 from .session.session import Task
+from .session.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,15 @@ class Request:
             )
         if self.ckpt_path is not None:
             any_path("ckpt_path", self.ckpt_path)
+
+    def micro_batches(self, callbacks: Sequence[Callback], settings: Settings) -> MicroBatches:
+        """Return the number of micro-batches in each full step, where it is known before the data are."""
+        is_scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
+        # the global batch of a run that is resumed stays as it was, and so may be cut in another way
+        is_derived = settings.global_batch_size is not None or self.ckpt_path is not None
+        if self.task == "fit" and settings.accumulate_tokens is not None:
+            return "vary"
+        return "unknown" if self.task != "fit" or is_scheduled or is_derived else settings.accumulate_grad_batches
 
     def parts(self) -> dict[str, object]:
         """Return what the user passed, by argument name."""

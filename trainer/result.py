@@ -110,7 +110,7 @@ def result_of(session: Session) -> Result:
 def _leave_training_state(session: Session) -> Path | None:
     """Write what `save_ended` needs into the folder of the run, unless its last checkpoint holds it. Collective."""
     strategy = session.strategy
-    if session.saved_list is None or strategy.environment.num_nodes > 1:
+    if session.saved_list is None or strategy.ranks.environment.num_nodes > 1:
         return None
     if strategy.ranks.all.on_first_rank(partial(_last_saved, session, ("loop",))) is not None:
         return None

@@ -26,7 +26,7 @@ from ..common.storage import AnyPath
 from ..strategies import Precision, is_auto, place
 from ..strategies.launch.node_folder import NodeFolder
 from . import planning
-from .advice import add_advice, name_roles, show_batch
+from .advice import add_advice, show_batch
 from .checkpoint import make_writer
 from .checkpoint.manifest import Origin
 from .checks import (
@@ -158,7 +158,8 @@ class Runner:
         check_stages(request.train_loaders)
         check_manual(request.module, self.settings)
         self._choose_strategy(request)
-        self.strategy.validate_module(request.module, trains=request.task == "fit")
+        micro_batches = request.micro_batches(self._callbacks, self.settings)
+        self.strategy.validate_module(request.module, trains=request.task == "fit", micro_batches=micro_batches)
         if request.task == "fit":
             check_callbacks_of_fit(self._callbacks, request, self.settings, self.strategy, self.hardware)
         is_external = self.hardware.environment.is_external  # the ranks look at the disk once they are connected
@@ -238,7 +239,7 @@ class Runner:
                         ended.interruption.signal = signal.SIGINT  # the workers got SIGTERM
                     ended.interruption.raise_if_requested(ended.saves.last)
                 point_to_checkpoint(error, newest_saved(saved_list))
-                name_roles(error, self.strategy)
+                self.strategy.annotate(error)
                 from ..strategies.launch.launcher import without_launch
 
                 without_launch(error)
@@ -281,7 +282,6 @@ class Runner:
 
             self.strategy.annotate(error)
             add_advice(error)
-            name_roles(error, self.strategy, self.strategy.rank)
             planning.comment_on_memory(session, error)
             progress = session.progress
             if progress.is_in_step and progress.micro_batch is not None and progress.stage == "train":
@@ -294,7 +294,7 @@ class Runner:
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else status
             culprit = None if self._reports else blame_peer(self.strategy.ranks.group, error)  # or the caller does
             if culprit is not None:
-                name_roles(culprit, self.strategy)
+                self.strategy.annotate(culprit)
                 failure = culprit
                 raise culprit from error
             raise

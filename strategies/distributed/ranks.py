@@ -39,6 +39,8 @@ class Ranks:
     """The index of the slice of every global batch that this process reads."""
     data_size: int
     """The number of slices into which every global batch is cut."""
+    has_loss: bool = True
+    """Whether this rank computes losses; earlier pipeline stages do not."""
 
     @classmethod
     def of(cls, environment: Environment, group: ProcessGroup | None, device: torch.device) -> Ranks:

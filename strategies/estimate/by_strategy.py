@@ -17,7 +17,6 @@ from ..module.memory_estimate import MemoryShare, whole_share
 from ..parallel.equal_ranks import overrides_hook
 from ..parallel.sharded_optimizer import check_one_by_one, deal_parameters
 from ..parameter_server import ParameterServerStrategy
-from ..pipeline.checks import check_number
 from ..placed.shards import check_kinds
 from ..sharded import ShardedStrategy
 from ..strategy import Strategy
@@ -42,7 +41,7 @@ def estimate_step(strategy: Strategy, profile: Profile, hardware: Hardware) -> E
     if isinstance(strategy, ForwardingStrategy):
         return estimate_step(strategy.inner, profile, hardware)
     strategy.validate(hardware, profile.precision)
-    strategy.validate_module(profile.module)
+    strategy.validate_module(profile.module, micro_batches=profile.num_micro_batches)
     return estimate_by_kind(strategy, profile)
 
 
@@ -53,7 +52,7 @@ def estimate_by_kind(strategy: Strategy, profile: Profile) -> Estimate:
     Raises:
         ConfigError: for several processes, if no formula is registered: only a strategy knows what each of them holds.
     """
-    world_size = strategy.environment.world_size
+    world_size = strategy.ranks.environment.world_size
     if world_size > 1:
         raise ConfigError(
             f"strategy={strategy.name!r} has no estimate for {world_size} ranks; run a step with MemoryReport() "
@@ -77,7 +76,7 @@ def _(strategy: DeviceMapStrategy, profile: Profile) -> Estimate:
 
 @estimate_by_kind.register
 def _(strategy: DataParallelStrategy, profile: Profile) -> Estimate:
-    num_devices = len(strategy.hardware.devices)
+    num_devices = strategy.num_devices
     slice_ = whole_activations(profile).times(1 / num_devices)
     # the first device receives the gradients of the others, and sends each a replica
     gradients = profile.gradient_bytes(whole_share) if num_devices > 1 else 0.0
@@ -90,7 +89,7 @@ def _(strategy: DataParallelStrategy, profile: Profile) -> Estimate:
 
 @estimate_by_kind.register
 def _estimate_replicas(strategy: ReplicaStrategy, profile: Profile) -> Estimate:
-    share = MemoryShare(gradients=summed_rows(profile, strategy.environment.world_size))
+    share = MemoryShare(gradients=summed_rows(profile, strategy.ranks.environment.world_size))
     return _estimate_replica(strategy, profile, share, _gradient_traffic(strategy, profile))
 
 
@@ -98,13 +97,13 @@ def _estimate_replicas(strategy: ReplicaStrategy, profile: Profile) -> Estimate:
 def _(strategy: LocalSGDStrategy, profile: Profile) -> Estimate:
     # for steps after the warm-up; with several periods, as if every average were over all ranks
     every = strategy.period if isinstance(strategy.period, int) else min(strategy.period)
-    sent = all_reduced(profile.parameter_bytes(whole_share), strategy.environment.world_size) / every
+    sent = all_reduced(profile.parameter_bytes(whole_share), strategy.ranks.environment.world_size) / every
     return _estimate_replica(strategy, profile, MemoryShare(), sent)
 
 
 @estimate_by_kind.register
 def _(strategy: ZeroStrategy, profile: Profile) -> Estimate:
-    num_ranks = strategy.environment.world_size
+    num_ranks = strategy.ranks.environment.world_size
     for optimizer in profile.optimizers:
         check_one_by_one(optimizer)
     by_optimizer = [deal_parameters(optimizer, num_ranks) for optimizer in profile.optimizers]
@@ -121,7 +120,7 @@ def _gradient_traffic(strategy: ReplicaStrategy, profile: Profile) -> float:
     """Return the bytes that a rank sends to average gradients and, if enabled, to broadcast rank 0's buffers."""
     return replicas_traffic(
         profile,
-        strategy.environment.world_size,
+        strategy.ranks.environment.world_size,
         compressed=strategy.options.compressed_fraction,
         broadcasts=strategy.options.broadcast_buffers,
     )
@@ -130,7 +129,7 @@ def _gradient_traffic(strategy: ReplicaStrategy, profile: Profile) -> float:
 def _estimate_replica(
     strategy: ReplicaStrategy, profile: Profile, share: MemoryShare, sent: float, *, between_steps: float = 0.0
 ) -> Estimate:
-    if strategy.environment.world_size == 1:
+    if strategy.ranks.environment.world_size == 1:
         return estimate_held(profile, share, whole_activations(profile))
     are_views = strategy.options.gradient_as_bucket_view
     return estimate_replica(profile, share, sent, are_views=are_views, between_steps=between_steps)
@@ -163,7 +162,6 @@ def _(strategy: ParallelStrategy, profile: Profile) -> Estimate:
     parts = strategy.find_expert_parts(module)
     layout = CutLayout(profile, degrees, strategy.options, plan, strategy.cp_exchange, parts)
     if degrees.pp > 1:
-        check_number(strategy.stage_schedule, profile.num_micro_batches)
         stages = StageEstimates(layout, strategy.stage_schedule).of_ranks()
         estimate = max(stages, key=lambda estimate: estimate.total)
     else:
@@ -186,7 +184,7 @@ def _(strategy: ParameterServerStrategy, profile: Profile) -> Estimate:
     strategy.choices.check_number(strategy.num_servers, len(step.served))
     servers = [server.total for server in step.of_servers()]
     dense = partial(_estimate_replicas, strategy)
-    trainer = step.of_trainer(dense, is_on_cpu=strategy.hardware.device_type == "cpu")
+    trainer = step.of_trainer(dense, is_on_cpu=not strategy.launcher.uses_devices)
     return replace(trainer, host=max(servers) if strategy.choices.servers == "nodes" else sum(servers))
 
 
@@ -204,7 +202,7 @@ def _served_step(strategy: ParameterServerStrategy, profile: Profile) -> ServedS
     return ServedStep(
         profile,
         serves_all=strategy.choices.serves_all,
-        num_trainers=strategy.environment.world_size,
+        num_trainers=strategy.ranks.environment.world_size,
         num_servers=strategy.num_servers,
         is_async=strategy.choices.bound is not None,
     )

@@ -19,7 +19,7 @@ from .worker import CULPRITS, NOT_FOR_THE_FORK_SERVER, makes_devices_unusable, t
 _OF_RANKS = (
     *("callbacks.heartbeat", "callbacks.memory_snapshots", "strategies.placed.watched_shards"),
     *("trainer.data.evaluation_data", "trainer.data.iterable_stream"),
-    *("trainer.loop.pipeline_step", "trainer.planning.machine"),
+    *("trainer.steps.make_step", "trainer.steps.pipeline_step", "trainer.planning.machine"),
 )
 """Modules that no package exports, which a run imports when it comes to use them."""
 

@@ -34,8 +34,13 @@ class LossScaling:
         self._scale: float | None = None
         """The scale as last read, for fused optimizers."""
 
+    @classmethod
+    def disabled(cls, device: torch.device) -> LossScaling:
+        """Return one that leaves losses as they are."""
+        return cls(torch.amp.GradScaler(device.type, enabled=False), device)
+
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the scaled loss."""
+        """Return the scaled loss; the loss itself if the precision needs no scale."""
         return self.scaler.scale(loss)
 
     def has_unscaled(self, optimizer: Optimizer) -> bool:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from ...common.errors import NotSetUpError
 from ..distributed.collectives import Collectives
 from ..state.dtensor import whole_tensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+    from .timeline import WindowRecorder
 
 
 class WindowWork(Protocol):
@@ -62,6 +65,28 @@ class WindowWork(Protocol):
 
     def after_backward(self, index: int) -> None:
         """Take note that a micro-batch has gone backward through all stages of this rank."""
+
+
+@runtime_checkable
+class StagedSteps(Protocol):
+    """A placed module that is divided into stages, through which the micro-batches of a step pass."""
+
+    def run_window(self, work: WindowWork) -> None:
+        """Compute and add up the gradients of a step's micro-batches. Collective: every rank calls it."""
+
+    def record_window(self) -> WindowRecorder:
+        """Record the next `run_window`, on every rank."""
+
+
+def find_staged(placed: object) -> StagedSteps:
+    """Return a placed module as one whose steps pass through stages.
+
+    Raises:
+        NotSetUpError: for one that is not divided into stages.
+    """
+    if not isinstance(placed, StagedSteps):
+        raise NotSetUpError(f"The steps of {type(placed).__name__} do not pass through stages; use strategy='pp'.")
+    return placed
 
 
 class StepContext(NamedTuple):

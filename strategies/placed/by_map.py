@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,7 +67,10 @@ class PlacedByMap(Placed):
         while self._handles:
             self._handles.pop().remove()
 
-    def run(self, step_name: str, *args: object) -> Any:
+    def step_fn(self, step_name: str) -> Callable[..., Any]:
+        return partial(self._run, step_name)
+
+    def _run(self, step_name: str, *args: object) -> Any:
         with self.forward_context, self._other_context:
             return getattr(self.module, step_name)(*args)
 

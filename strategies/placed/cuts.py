@@ -213,12 +213,6 @@ class Cuts:
         """Return the context of a backward: activation checkpointing needs positions and attention again."""
         return nullcontext() if self.sequences is None else self.sequences.context.recomputing()
 
-    def positions(self, length: int, device: torch.device) -> Tensor:
-        """Return the positions of a step's `length` tokens in the whole sequence."""
-        if self.sequences is None:
-            return torch.arange(length, device=device)
-        return self.sequences.context.positions(length, device)
-
     def annotate(self, error: BaseException) -> None:
         """Add a note to an error whose cause is that sequences are cut."""
         if self.sequences is not None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...common.errors import not_set_up
 from ..distributed.ranks import Ranks
 from ..module.loss_scaling import LossScaling
 from ..module.memory_estimate import MemoryShare
@@ -24,8 +23,6 @@ from .plain_copies import PlainCopies, release_tensors
 
 if TYPE_CHECKING:
     from ..parallel.replica_check import ReplicaDifference
-    from ..pipeline.timeline import WindowRecorder
-    from ..pipeline.work import WindowWork
 
 ClipAlgorithm = Literal["norm", "value"]
 
@@ -59,15 +56,12 @@ class Placed:
         module: the user's module, as the strategy has converted, wrapped or sharded it.
     """
 
-    has_loss: bool = True
-    """Whether this rank computes losses; earlier pipeline stages do not."""
-
     def __init__(self, site: Site, module: nn.Module) -> None:
         self.module = module
         self._plain = PlainCopies()
-        self.take_site(site)
+        self._take_site(site)
 
-    def take_site(self, site: Site) -> None:
+    def _take_site(self, site: Site) -> None:
         """Take the ranks, device and loss scale of a run, which is not the first that has this module."""
         self.site, self.ranks, self.device = site, site.ranks, site.device
         self.precision, self.scaling = site.precision, site.scaling
@@ -88,38 +82,18 @@ class Placed:
         """The fraction of each parameter's memory that a rank holds."""
         return MemoryShare()
 
-    def positions(self, length: int) -> Tensor:
-        """Return the positions of a step's `length` tokens in the whole sequence, of which they may be a part."""
-        return torch.arange(length, device=self.device)
-
     # --- for every micro-batch and step ------------------------------------------------------------------------------
 
-    def run(self, step_name: str, *args: Any) -> Any:
-        """Call a step of the module through its wrapper, if any, in `forward_context`."""
+    def step_fn(self, step_name: str) -> Callable[..., Any]:
+        """Return a function that calls a step of the module as it lies here, with as little overhead as possible."""
+        if self.precision.is_plain:
+            return getattr(self.module, step_name)  # type: ignore[no-any-return]
+        return partial(self._run, step_name)
+
+    def _run(self, step_name: str, *args: Any) -> Any:
+        """Call a step of the module in `forward_context`."""
         with self.forward_context:
             return getattr(self.module, step_name)(*args)
-
-    def step_fn(self, step_name: str) -> Callable[..., Any]:
-        """Return a function that calls one step as `run` does, with as little overhead as possible."""
-        if self.precision.is_plain and type(self).run is Placed.run:
-            return getattr(self.module, step_name)  # type: ignore[no-any-return]
-        return partial(self.run, step_name)
-
-    def run_window(self, work: WindowWork) -> None:
-        """Compute and add up the gradients of a step's micro-batches, through stages. Collective: every rank calls it.
-
-        Raises:
-            NotSetUpError: for a module that is not divided into stages.
-        """
-        raise not_set_up(self, "run_window")
-
-    def record_window(self) -> WindowRecorder:
-        """Record the next `run_window`, on every rank.
-
-        Raises:
-            NotSetUpError: for a module that is not divided into stages.
-        """
-        raise not_set_up(self, "record_window")
 
     def set_grad_sync(self, enabled: bool) -> None:
         """Set whether the next backward synchronizes gradients; only a step's last micro-batch needs to."""
@@ -132,13 +106,10 @@ class Placed:
         """Take part in a step without samples; `run` runs it with what a `busy` data rank lends. Collective."""
         run(None)
 
-    def scaled(self, loss: Tensor) -> Tensor:
-        """Return the loss, scaled if the precision uses a gradient scaler."""
-        return self.scaling.scale(loss) if self.precision.uses_scaler else loss
-
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute the gradients of a loss; the arguments are those of ``Tensor.backward``."""
-        self.scaled(loss).backward(*args, **kwargs)
+        scaled = self.scaling.scale(loss) if self.precision.uses_scaler else loss
+        scaled.backward(*args, **kwargs)
 
     def end_backward(self) -> None:
         """Finish a backward that `backward` did not compute, where several modules share one."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed.nested import to_device
+from ..distributed.ranks import Ranks
 from ..module.memory_estimate import MemoryShare
 from .placed import Placed
 
@@ -23,6 +24,7 @@ class PlacedMethods:
     """
 
     device: torch.device
+    ranks: Ranks
     placed: Placed
 
     def batch_to_device(self, batch: T, device: torch.device | None = None) -> T:
@@ -36,9 +38,8 @@ class PlacedMethods:
 
     @property
     def has_loss(self) -> bool:
-        """Whether this rank computes losses; earlier pipeline stages do not. True until a module is placed."""
-        placed = getattr(self, "placed", None)
-        return placed is None or placed.has_loss
+        """Whether this rank computes losses; earlier pipeline stages do not."""
+        return self.ranks.has_loss
 
     @property
     def memory_share(self) -> MemoryShare:
@@ -48,7 +49,7 @@ class PlacedMethods:
 
     def positions(self, length: int) -> Tensor:
         """Return the positions of a step's `length` tokens in the whole sequence, of which they may be a part."""
-        return self.placed.positions(length)
+        return torch.arange(length, device=self.device)
 
     def model_state(self) -> dict[str, Any]:
         """Return the module's state dict under the plain module's names. Collective: every rank calls it."""

@@ -26,12 +26,12 @@ class PlacedReplica(Placed):
         super().__init__(site, module)
         self._replica, self._check = replica, check
 
-    def run(self, step_name: str, *args: object) -> object:
-        with self.forward_context:
-            return self._replica.step_fn(step_name)(*args)
-
     def step_fn(self, step_name: str) -> Callable[..., object]:
         return self._replica.step_fn(step_name) if self.precision.is_plain else super().step_fn(step_name)
+
+    def _run(self, step_name: str, *args: object) -> object:
+        with self.forward_context:
+            return self._replica.step_fn(step_name)(*args)
 
     def set_grad_sync(self, enabled: bool) -> None:
         self._replica.set_grad_sync(enabled)

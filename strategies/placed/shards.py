@@ -107,7 +107,7 @@ class PlacedShards(Placed):
 
     def begin_run(self, site: Site, sequences: CutSteps | None, *, is_manual: bool) -> None:
         """Begin another run of the module, with the site and what cuts the sequences of that run."""
-        self.take_site(site)
+        self._take_site(site)
         self._cuts.sequences = sequences
         self._cuts.begin(self.module, is_manual=is_manual)
 
@@ -165,12 +165,12 @@ class PlacedShards(Placed):
         note_use_of_shards(error, self.module)
         self._cuts.annotate(error)
 
-    def positions(self, length: int) -> Tensor:
-        return self._cuts.positions(length, self.device)
-
     # --- for every micro-batch and step ------------------------------------------------------------------------------
 
-    def run(self, step_name: str, *args: object) -> object:
+    def step_fn(self, step_name: str) -> Callable[..., object]:
+        return partial(self._run, step_name)
+
+    def _run(self, step_name: str, *args: object) -> object:
         self._compare_sequences(step_name, args)
         return self._cuts.run(self.module, self._run_step, step_name, *args)
 

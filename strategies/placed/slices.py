@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,10 @@ class PlacedSlices(Placed):
         super().__init__(site, module)
         self._devices, self._device_of_thread = devices, device_of_thread
 
-    def run(self, step_name: str, *args: object) -> Any:
+    def step_fn(self, step_name: str) -> Callable[..., Any]:
+        return partial(self._run, step_name)
+
+    def _run(self, step_name: str, *args: object) -> Any:
         batches, sizes = split_batch(args[0], len(self._devices))
         with self.forward_context:
             if len(sizes) == 1:

@@ -95,7 +95,6 @@ class PlacedStages(PlacedShards):
     def _sharing(self) -> tuple[Collectives, Callable[..., object] | None]:
         pipeline = self.pipeline
         pipeline.start(self._around_stages())
-        self.has_loss = pipeline.rank == pipeline.last_rank
         return self.ranks.peers, pipeline.staged.run
 
     def _around_stages(self) -> StepContext:
@@ -126,7 +125,7 @@ class PlacedStages(PlacedShards):
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def run(self, step_name: str, *args: object) -> object:
+    def _run(self, step_name: str, *args: object) -> object:
         pipeline, step = self.pipeline, partial(self._cuts.run, self.module, self._run_step, step_name, *args)
         if pipeline.staged.is_passing:
             return step()

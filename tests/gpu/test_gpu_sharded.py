@@ -23,7 +23,7 @@ class OneRank(echelon.FSDPStrategy):
             device = hardware.device(0)
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            self.group = ProcessGroup(self.environment, device)
+            self.group = ProcessGroup(self.ranks.environment, device)
             self.group.join()
         super().connect(hardware, precision)
 

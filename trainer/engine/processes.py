@@ -38,9 +38,9 @@ class EngineProcesses:
         self._precision = Precision(precision)
         self.strategy, self._hardware = place(strategy, accelerator, devices, num_nodes)
         self.strategy.validate(self._hardware, self._precision)
-        has_sequences = self.strategy.mesh_axes.get("cp", 1) > 1
-        if self.strategy.needs_trainer or self.strategy.has_stages or has_sequences:
-            is_named = self.strategy.needs_trainer or self.strategy.has_stages
+        stages, sequences = (self.strategy.mesh_axes.get(axis, 1) for axis in ("pp", "cp"))
+        if self.strategy.needs_trainer or stages > 1 or sequences > 1:
+            is_named = self.strategy.needs_trainer or stages > 1
             what = f"strategy={self.strategy.name!r}" if is_named else "context parallelism"
             raise ConfigError(
                 f"{what} needs the Trainer's loop, which an Engine does not have; use echelon.Trainer, or another "
@@ -91,10 +91,11 @@ class EngineProcesses:
             self._connect()
             return None if function is None else self._call(function, args, kwargs)
         if not callable(function):
+            number = self.strategy.ranks.environment.world_size
             raise ConfigError(
-                f"engine.launch must get a function where strategy={self.strategy.name!r} starts "
-                f"{self.strategy.environment.world_size} processes, got {function!r:.80}; write engine.launch(main) "
-                "with a main(engine), or start the program with torchrun."
+                f"engine.launch must get a function where strategy={self.strategy.name!r} starts {number} processes, "
+                f"got {function!r:.80}; write engine.launch(main) with a main(engine), or start the program "
+                "with torchrun."
             )
         job = partial(self._run_as_rank, function, args, kwargs, capture_rng())
         return self.strategy.launcher.launch(job, parts={"function": function, "args": args, "kwargs": kwargs})
@@ -128,8 +129,9 @@ class EngineProcesses:
         if self._is_connected:
             return
         if self.strategy.launcher.starts_processes and not self._is_rank:
+            number = self.strategy.ranks.environment.world_size
             raise RunError(
-                f"The engine has not started its {self.strategy.environment.world_size} processes; put the loop into a "
+                f"The engine has not started its {number} processes; put the loop into a "
                 "function main(engine), and call engine.launch(main)."
             )
         self.strategy.connect(self._hardware, self._precision)

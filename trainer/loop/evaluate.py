@@ -74,7 +74,7 @@ def evaluate_stage(session: Session, stage: EvaluationStage, limit: float = math
         session.replicas.sync()
         logs_into = metrics.enter("validate" if stage == "sanity_check" else stage)
         metrics.clear_stage()
-        may_infer = session.settings.inference_mode and session.strategy.supports_inference_mode
+        may_infer = session.settings.inference_mode and not session.strategy.forward_is_collective
         without_grad = torch.inference_mode() if may_infer else torch.no_grad()
         with _in_eval_mode(module):
             _call_own(module, f"on_{name}_model_eval")
@@ -125,6 +125,7 @@ def _evaluate_loader(session: Session, name: str, dataloader_idx: int, limit: fl
     metrics.dataloader_idx = dataloader_idx if several else None
     num_args = num_step_arguments(session.module, f"{name}_step", 3 if several else 2)
     action = f"{name}_step"
+    step = session.placed.step_fn(action)
     batches = data.batches(dataloader_idx, limit, session.state.global_step, session.run.current_epoch)
     batches = compare_first_reads(batches, session.strategy, attrgetter("batch"))
     in_lockstep = session.strategy.forward_is_collective and session.strategy.data_size > 1
@@ -142,7 +143,7 @@ def _evaluate_loader(session: Session, name: str, dataloader_idx: int, limit: fl
         lent = batch, batch_idx
         beside_idle = nullcontext() if all(busy) else session.placed.beside_idle(action, busy, lent)
         with session.profiler.profile(action), beside_idle, session.streams, metrics.means:
-            output = session.placed.run(action, *(batch, batch_idx, dataloader_idx)[:num_args])
+            output = step(*(batch, batch_idx, dataloader_idx)[:num_args])
         if session.predictions is not None:
             copy.finish()  # the previous batch's copy, which ran alongside this batch
             copy = HostCopy(output)
@@ -185,7 +186,7 @@ def _in_lockstep(
 def _run_unseen(session: Session, step_name: str, dataloader_idx: int, num_args: int, lent: tuple[object, int]) -> None:
     """Run a step of another rank's batch, which does not count here."""
     with leave_no_trace(session, step_name):
-        session.placed.run(step_name, *(*lent, dataloader_idx)[:num_args])
+        session.placed.step_fn(step_name)(*(*lent, dataloader_idx)[:num_args])
 
 
 def _gather_predictions(strategy: Strategy, own: Predictions) -> Predictions:

@@ -393,5 +393,5 @@ class OneRankStep(Step):
 
 
 def _module_backward(module: TrainModule, placed: Placed, loss: Tensor, *args: object, **kwargs: object) -> None:
-    module.backward(placed.scaled(loss), *args, **kwargs)
+    module.backward(placed.scaling.scale(loss), *args, **kwargs)
     placed.end_backward()

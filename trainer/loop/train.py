@@ -31,21 +31,11 @@ from .schedule import (
     step_schedulers_of_epochs,
     steps_by_epoch,
 )
-from .shared_step import SharedStep
-from .step import OneRankStep, Step
+from .step import Step
 
 Check = Callable[[], None]
 
 _log = logging.getLogger(__name__)
-
-
-def make_step(session: Session) -> Step:
-    """Return the implementation of the optimizer step for this run."""
-    if session.placed.ranks.stage.world_size > 1:
-        from .pipeline_step import PipelineStep
-
-        return PipelineStep(session)
-    return SharedStep(session) if session.placed.ranks.count.world_size > 1 else OneRankStep(session)
 
 
 def train(session: Session, step: Step, *, left_in_eval: Sequence[str] = (), after_first: Check | None = None) -> None:

@@ -26,6 +26,7 @@ from ...strategies.estimate.profile import Profile, StateBytes
 from ...strategies.experts.without_values import even_experts
 from ...strategies.launch.signal_handlers import end_handling
 from ...strategies.module.deferred_init import without_trunc_normal
+from ...strategies.module.loss_scaling import LossScaling
 from ...strategies.parallel.batch_split import split_batch
 from ...strategies.placed.placed import ClipAlgorithm, Placed, Site
 from ...strategies.torch_internals.fake_tensors import find_value_errors, is_without_memory, make_fake_mode
@@ -125,7 +126,7 @@ class ProfiledModule(Placed):
         updates: bool,
         is_manual: bool,
     ) -> None:
-        super().__init__(site, module)
+        super().__init__(replace(site, scaling=LossScaling.disabled(site.device)), module)
         self._mode, self._num_samples, self._updates, self._is_manual = mode, num_samples, updates, is_manual
         self._memory = LiveMemory(module)
         self._update_bytes = 0
@@ -136,7 +137,7 @@ class ProfiledModule(Placed):
             for optimizer in optimizers:
                 keep_counts(optimizer, self._mode)
 
-    def run(self, step_name: str, *args: object) -> Any:
+    def _run(self, step_name: str, *args: object) -> Any:
         batch, *rest = args
         batch = self._cut(batch)
         if self._mode is not None:
@@ -146,7 +147,7 @@ class ProfiledModule(Placed):
             return getattr(self.module, step_name)(batch, *rest)
 
     def step_fn(self, step_name: str) -> Callable[..., object]:
-        return partial(self.run, step_name)
+        return partial(self._run, step_name)
 
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         self._num_backwards += 1
@@ -154,9 +155,6 @@ class ProfiledModule(Placed):
             memory.begin_backward()
             loss.backward(*args, **kwargs)
             memory.end_backward()
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        return loss
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Leave the gradients as they are: whether they overflow depends on values."""

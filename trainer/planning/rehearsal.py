@@ -20,6 +20,7 @@ from ...strategies.elastic import ForwardingStrategy, forward_members
 from ...strategies.estimate.counted_traffic import CountedTraffic
 from ...strategies.estimate.live_memory import LiveMemory
 from ...strategies.experts.without_values import even_experts
+from ...strategies.module.loss_scaling import LossScaling
 from ...strategies.placed.placed import Placed
 from ...strategies.torch_internals.fake_tensors import join_fake_group, make_fake_mode_beside_real
 from .profiling import without_memory
@@ -103,21 +104,19 @@ class RehearsedPlaced(Placed):
     def __init__(self, inner: Placed, rehearsal: RehearsedStrategy) -> None:
         # no super().__init__(): the fields are the inner one's
         self.inner, self._rehearsal = inner, rehearsal
+        self.scaling = LossScaling.disabled(inner.device)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the inner one that `Placed` sets when it is made."""
         return getattr(self.inner, name)
 
-    def run(self, step_name: str, *args: object) -> object:
+    def step_fn(self, step_name: str) -> Callable[..., object]:
+        return partial(self._run, step_name)
+
+    def _run(self, step_name: str, *args: object) -> object:
         batch, *rest = args
         with self._rehearsal.rehearsing(step_name):
-            return self.inner.run(step_name, map_tensors(self._rehearsal.mode.from_tensor, batch), *rest)
-
-    def step_fn(self, step_name: str) -> Callable[..., object]:
-        return partial(self.run, step_name)
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        return loss
+            return self.inner.step_fn(step_name)(map_tensors(self._rehearsal.mode.from_tensor, batch), *rest)
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Leave the gradients as they are: whether they overflow depends on values."""
@@ -144,8 +143,8 @@ def _rehearse_method(name: str) -> Callable[..., object]:
 
 
 for _name in (
-    *("take_optimizers", "run_window", "stand_by", "end_backward", "scale_gradients", "clip", "sync_replicas"),
-    *("model_state", "optimizer_state"),
+    *("take_optimizers", "run_window", "record_window", "stand_by", "end_backward", "scale_gradients", "clip"),
+    *("sync_replicas", "model_state", "optimizer_state"),
 ):
     setattr(RehearsedPlaced, _name, _rehearse_method(_name))
 forward_members(RehearsedPlaced, Placed)

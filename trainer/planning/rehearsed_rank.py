@@ -105,7 +105,7 @@ class TakeNotes(Callback):
         noted, strategy = self._noted, self._strategy
         noted.node_rank, noted.data_rank, noted.data_size = strategy.node_rank, strategy.data_rank, strategy.data_size
         noted.axes = list(axes_of(strategy))
-        noted.warnings += far_axes(noted.axes, strategy.environment.local_world_size)
+        noted.warnings += far_axes(noted.axes, strategy.ranks.environment.local_world_size)
         self._note_parameters(module)
         self._note_samples(trainer)
         own = set(held_parameters(module.parameters()))

@@ -141,7 +141,7 @@ def read_checkpoint(
     Raises:
         CheckpointError: on every rank, if the checkpoint is missing or damaged on any rank.
     """
-    share = strategy.local_rank, strategy.environment.local_world_size
+    share = strategy.local_rank, strategy.ranks.environment.local_world_size
     lazy = large if strategy.world_size > 1 else ()
     target = _follow_link(path, strategy)
     while True:

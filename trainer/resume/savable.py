@@ -38,7 +38,7 @@ def check_savable(session: Session) -> None:
     saves_training = _saves_checkpoints(session, weights_only=False)
     if not (saves_training or _saves_checkpoints(session, weights_only=True)):
         return
-    if session.strategy.has_stages:
+    if session.strategy.ranks.stage.world_size > 1:
         _check_stages(session)
     weights = session.placed.model_state()
     optimizers = [session.placed.optimizer_state(each) for each in session.optimizers] if saves_training else []

@@ -79,7 +79,7 @@ class Loading(SavingWatch):
     def _free_processors(self) -> int:
         """Return how many processors of this node each rank has beside those that its steps use."""
         used = torch.get_num_threads() if self.subject.device.type == CPU else 1
-        return max(0, int(num_cores() // self.subject.run.strategy.environment.local_world_size - used))
+        return max(0, int(num_cores() // self.subject.run.strategy.ranks.environment.local_world_size - used))
 
 
 def _reads_devices(loader: DataLoader[object]) -> bool:

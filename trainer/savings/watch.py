@@ -85,7 +85,8 @@ class Subject:
     def held_and_free(self) -> tuple[float, float] | None:
         """Return the bytes of this rank at its fullest moment, and what is free beside it; None if nobody can tell."""
         if self.device.type == CPU:
-            return float(peak_of_process()), planning.memory_of_host() / self.run.strategy.environment.local_world_size
+            ranks_here = self.run.strategy.ranks.environment.local_world_size
+            return float(peak_of_process()), planning.memory_of_host() / ranks_here
         total, most = total_memory(self.device), peak_allocated(self.device)
         return None if total is None or not most else (most, total - most)
 

@@ -12,12 +12,13 @@ from ...callbacks.callback import Callback
 from ...callbacks.dispatch import Hooks
 from ...common.errors import ConfigError, DataError, RunError
 from ..data.train_data import TrainData
-from ..loop.train import make_step, train
+from ..loop.train import train
 from ..metrics.metrics import Metrics
 from ..module.hooks import ModuleHooks
 from ..session.interruption import Interruption
 from ..session.profiler import PassThroughProfiler
 from ..session.session import Session, take_placed
+from ..steps.make_step import make_step
 from .kept import restore_on_exit
 
 Enter = Callable[[Session], AbstractContextManager[None]]

@@ -177,9 +177,9 @@ def _fit_copy(
     if global_batch_size is not None and changed_size is None:
         settings |= {"global_batch_size": global_batch_size, "accumulate_grad_batches": 1}
     trainer = _make_trainer(task, settings, callbacks, logger)
-    if trainer.strategy.has_stages and global_batch_size is not None:
-        # as many as any schedule asks for
-        changed_size, num_pieces = global_batch_size, 2 * trainer.strategy.mesh_axes["pp"]
+    num_stages = trainer.strategy.mesh_axes.get("pp", 1)
+    if num_stages > 1 and global_batch_size is not None:
+        changed_size, num_pieces = global_batch_size, 2 * num_stages  # as many as any schedule asks for
     data = SeededData(task.data, module, changed_size, num_pieces)
     # the run and the module would print the same for each layout
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():

@@ -171,7 +171,7 @@ class Recorder(Callback):
         micro_batch, strategy = session.progress.micro_batch, session.strategy
         is_whole = len(strategy.devices) == 1 or not strategy.uses_many_devices  # otherwise each device gets a slice
         follows: Any = nullcontext()
-        is_traced = is_whole and not strategy.has_stages  # modules before a rank's own stage get no values
+        is_traced = is_whole and strategy.ranks.stage.world_size == 1  # modules before a rank's own stage get no values
         if self._traces is not None and session.state.global_step + 1 == self._traces[0] and is_traced:
             if self.trace is None:
                 file = self._folder / f"trace-{self._traces[0]}.safetensors"

@@ -15,12 +15,13 @@ from ...common.errors import ModuleError
 from ...strategies import ActivationCheckpointing
 from ...strategies.devices.streams import numbers_on
 from ...strategies.pipeline.spec import signature_of
+from ...strategies.pipeline.work import StagedSteps, find_staged
 from ..data.micro_batch import MicroBatch, Window
+from ..loop.shared_step import SharedStep, leave_no_trace
 from ..module.arguments import num_step_arguments
 from ..module.loss import loss_of, mean_of
 from ..module.train_module import TrainModule
 from ..session.session import Session
-from .shared_step import SharedStep, leave_no_trace
 
 
 class PipelineStep(SharedStep):
@@ -32,10 +33,14 @@ class PipelineStep(SharedStep):
     run there, and only there is what a step returns beside the loss.
     """
 
-    __slots__ = ("_batches", "_losses", "_outputs", "_spare", "_window", "num_of_all", "position", "signatures")
+    __slots__ = (
+        *("_batches", "_losses", "_outputs", "_spare", "_staged", "_window"),
+        *("num_of_all", "position", "signatures"),
+    )
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
+        self._staged: StagedSteps = find_staged(session.placed)
         self._window: Sequence[MicroBatch] = ()
         self._batches: list[object] = []
         self._outputs: dict[int, object] = {}
@@ -135,7 +140,7 @@ class PipelineStep(SharedStep):
         self._losses = [0.0] * len(micro_batches)
         self.signatures = [signature_of("training_step", batch) for batch in self._batches]
         self.position = self.state.samples_seen
-        self.placed.run_window(self)
+        self._staged.run_window(self)
 
     def _run_unseen(self, lent: Any) -> None:
         """Run as many micro-batches as the other data ranks, on a batch of one of them."""
@@ -228,7 +233,7 @@ class PipelineStep(SharedStep):
     def scaled(self, index: int, loss: Tensor) -> Tensor:
         """Return a loss as it is differentiated, for a schedule that computes gradients in two halves."""
         self._call_before_backward(index, loss)
-        return self.placed.scaled(loss)
+        return self.placed.scaling.scale(loss)
 
     def _call_before_backward(self, index: int, loss: Tensor) -> None:
         for hook in self.hooks.on_before_backward if index < len(self._batches) else ():
