@@ -13,19 +13,19 @@ from contextlib import closing
 import torch
 
 from echelon.strategies.distributed.process_group import ProcessGroup
+from echelon.strategies.distributed.ranks import Ranks
+from echelon.strategies.parallel.mesh import make_mesh
 
 class OneRank(echelon.FSDPStrategy):
     def connect(self, hardware, precision):
         with closing(socket.create_server(("127.0.0.1", 0))) as free:
             port = free.getsockname()[1]
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        if self.group is None:
-            device = hardware.device(0)
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
-            self.group = ProcessGroup(self.ranks.environment, device)
-            self.group.join()
         super().connect(hardware, precision)
+        group = ProcessGroup(self.ranks.environment, self.device)
+        group.join()
+        self.ranks = Ranks.of(self.ranks.environment, group, self.device)
+        self._mesh = make_mesh(self.device.type, self.degrees, axes=self._axes)
 
 def train(strategy, counts, outputs, **settings):
     trainer = on_gpu.quiet_on_gpu(strategy=strategy, gradient_clip_val=1.0, max_steps=6, **settings)
