@@ -57,12 +57,16 @@ class ReplicaStrategy(Strategy):
         self.precision.convert_module(module, self.device)
 
     def _replicate(
-        self, module: nn.Module, *, is_manual: bool, compares_frozen: bool = True
+        self, module: nn.Module, *, is_manual: bool, compares_frozen: bool = True, averages: bool = True
     ) -> tuple[Replica, ReplicaCheck | None]:
-        """Return what synchronizes the gradients of replicas, and what compares them."""
+        """Make replicas equal; return what averages their gradients, and what compares them.
+
+        Without `averages`, torch's DDP is not used, and gradients stay those of each rank: the `Placed` averages them.
+        """
         if self.ranks.group is None:
             return Replica(module, None, self.options, is_manual=is_manual), None
-        replica = Replica(module, self.ranks.all, self.options, is_manual=is_manual)
+        replica = Replica(module, self.ranks.all, self.options, is_manual=is_manual or not averages)
+        replica.averages_gradients = averages
         return replica, ReplicaCheck(module, self.ranks.all, with_frozen=compares_frozen)
 
 

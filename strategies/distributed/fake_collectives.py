@@ -8,6 +8,7 @@ from typing import ClassVar, TypeVar
 import torch
 
 from .collectives import Collectives
+from .point_to_point import PendingTransfer
 from .process_group import ProcessGroup
 from .tensor_collectives import ReduceOp
 
@@ -26,6 +27,7 @@ class FakeCollectives(Collectives):
     def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
         super().__init__(group, device)
         self._sent: dict[int, object] = {}
+        self._last: object = None
 
     def over(self, ranks: Sequence[int]) -> Collectives:
         assert self._group is not None
@@ -61,12 +63,29 @@ class FakeCollectives(Collectives):
 
     def send(self, data: object, dst: int) -> None:
         self._check_rank("dst", dst)
-        self._sent[dst] = data
+        self._sent[dst] = self._last = data
 
     def recv(self, src: int) -> object:
-        """Return what this rank last sent to `src`; None if it has sent nothing."""
+        """Return what this rank last sent to `src`, or else to any rank; None if it has sent nothing."""
         self._check_rank("src", src)
-        return self._sent.get(src)
+        return self._sent.get(src, self._last)
+
+    def isend(self, data: object, dst: int) -> PendingTransfer:
+        self.send(data, dst)
+        return _EndedTransfer(None)
+
+    def irecv(self, src: int) -> PendingTransfer:
+        return _EndedTransfer(self.recv(src))
+
+
+class _EndedTransfer:
+    """A transfer that ended as it began."""
+
+    def __init__(self, data: object) -> None:
+        self._data = data
+
+    def wait(self) -> object:
+        return self._data
 
 
 def collectives_of(group: ProcessGroup | None, device: torch.device) -> Collectives:

@@ -1,7 +1,8 @@
 """Write the tables of docs/equivalence.md: what each strategy trains, and its difference from one process.
 
-Usage: python tests/equivalence/table.py [matrix] [unusual modules], as root, since two nodes of the matrix are two
-network namespaces; by default, both tables.
+Usage: python tests/equivalence/table.py [matrix] [unusual modules] [--lines TITLE ...], as root, since two nodes of the
+matrix are two network namespaces; by default, both tables. With --lines, only these columns of the matrix are measured;
+the others stay as the page has them.
 """
 
 import argparse
@@ -21,21 +22,33 @@ from unusual_modules import LAYOUTS, MODULES, alone, ends_of
 PAGE = Path(__file__).parents[2] / "docs" / "equivalence.md"
 
 
-def main(names):
-    """Run what the tables compare, and write them to the page."""
+def main(names, titles):
+    """Run what the tables compare, for the matrix perhaps only some lines, and write them to the page."""
     page = PAGE.read_text()
     for name in names:
-        table = TABLES[name]() + f"\n\nMeasured with torch {torch.__version__.split('+')[0]} on the CPU."
+        made = matrix(titles, columns_of(page)) if name == "matrix" else unusual_modules()
+        table = made + f"\n\nMeasured with torch {torch.__version__.split('+')[0]} on the CPU."
         start, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
         page = re.sub(f"(?s){start}.*{end}", f"{start}\n{table}\n{end}", page)
     PAGE.write_text(page)
 
 
-def matrix():
-    """Return the table of the matrix."""
-    expected = {network: run(line, line.cases) for network, line in ALONE.items()}
+def columns_of(page):
+    """Return the cells of each line of the matrix on the page, by its title, if the page has the cases of today."""
+    table = page.partition("<!-- matrix -->\n")[2].partition("\n\n")[0]
+    (_, *titles), _, *rows = ([cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines())
+    if [row[0] for row in rows] != [case.title for case in CASES]:
+        return {}
+    return {title: [row[place] for row in rows] for place, title in enumerate(titles, start=1)}
+
+
+def matrix(titles, known):
+    """Return the table of the matrix; lines that are not in `titles`, if there are any, keep their `known` cells."""
     lines = LINES[1:]
-    columns = [column(run(line, line.cases), expected[line.network]) for line in lines]
+    kept = {title: cells for title, cells in known.items() if titles and title not in titles}
+    networks = {line.network for line in lines if line.title not in kept}
+    expected = {network: run(line, line.cases) for network, line in ALONE.items() if network in networks}
+    columns = [kept.get(line.title) or column(run(line, line.cases), expected[line.network]) for line in lines]
     rows = [[case.title, *row] for case, *row in zip(CASES, *columns, strict=True)]
     return table_of("case", [line.title for line in lines], rows)
 
@@ -78,9 +91,11 @@ def table_of(first, titles, rows):
     return "\n".join(f"| {' | '.join(line)} |" if line[0] != "---" else f"|{'|'.join(line)}|" for line in lines)
 
 
-TABLES = {"matrix": matrix, "unusual modules": unusual_modules}
+TABLES = ("matrix", "unusual modules")
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help=f"any of {', '.join(TABLES)}; by default, all")
-    main(parser.parse_args().names or TABLES)
+    parser.add_argument("--lines", nargs="+", choices=[line.title for line in LINES[1:]], metavar="TITLE", default=())
+    options = parser.parse_args()
+    main(options.names or TABLES, options.lines)

@@ -92,12 +92,17 @@ def tell_of_other_size(session: Session, saved_size: int | None) -> None:
     is_other = saved_size is not None and size not in (None, saved_size)
     if not is_other or session.strategy.rank or session.progress.accumulate_grad_batches != is_set:
         return
+    saved_ranks, reason = session.state.data_size, ""
+    if saved_ranks != session.strategy.data_size:
+        reason = f" (batch_size counts for each of that run's {saved_ranks} data ranks, whatever their number is now)"
     _log.warning(
-        "%s is of a run with %d samples in an optimizer step, and now there are %d: no sample is lost or repeated, but "
-        "the steps are others. Set global_batch_size=%d to go on with the same, whatever the loader's batch_size is.",
+        "%s is of a run with %d samples in an optimizer step, and now there are %d%s: no sample is lost or repeated, "
+        "but the steps are others. Set global_batch_size=%d to go on with the same, whatever the loader's batch_size "
+        "is.",
         session.resumed_from,
         saved_size,
         size,
+        reason,
         saved_size,
     )
 

@@ -94,9 +94,11 @@ class Step(ABC):
             forward = without_index(forward)
         self.forward: Callable[[Any, int], Any] = measured("training_step", forward)
         backward: Callable[..., None] = placed.backward
-        if not placed.precision.uses_scaler and not overrides_method(placed, "backward", Placed):
+        has_own = overrides_method(placed, "backward", Placed)
+        if not (placed.precision.uses_scaler or has_own):
             backward = Tensor.backward
-        if overrides_method(module, "backward", TrainModule):
+        ends_apart = not has_own and overrides_method(placed, "end_backward", Placed)
+        if ends_apart or overrides_method(module, "backward", TrainModule):
             backward = partial(_module_backward, module, placed)
         if is_parted:
             backward = streams.drawing(backward)
