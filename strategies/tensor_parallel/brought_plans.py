@@ -96,7 +96,8 @@ def _words_inside(layer: nn.Module, word: str) -> dict[str, object] | None:
     if "base_layer" not in children:
         return {"": word}
     if base.startswith("embedding") and not _names_in(children, "lora_A"):
-        return {"base_layer": word}  # its adapters are tables of their own
+        # the adapters of LoRA are tables of their own; those of single tokens read the table itself
+        return {"base_layer": word} if "lora_embedding_A" in children else None
     side = "lora_B" if base in OPEN_COLUMNS | GATHERED_COLUMNS else "lora_A" if base in OPEN_ROWS | SPLIT_ROWS else ""
     adapters = _names_in(children, side)
     is_plain = not _names_in(children, "lora_magnitude_vector") and all(

@@ -20,7 +20,8 @@ M = TypeVar("M", bound=nn.Module)
 class Skeleton:
     """A copy of a module and its submodules, in eval mode, whose parameters are on the meta device.
 
-    Other attributes are shared with the module.
+    Other attributes are shared with the module; those that it exchanges until a run, such as the switch that turns
+    adapters off, are taken over then.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -49,6 +50,7 @@ class Skeleton:
                     f"{type(submodule).__name__}, was not there when it was cut), so its layers cannot be cut; build "
                     "it as it runs (a BigBird with attention_type='original_full'), or leave its layers out of tp_plan."
                 )
+            mine.__dict__.update(_find_switches(submodule))
             find_parameter_dict(mine).update(
                 {key: filled(p, whole) for key, p in find_parameter_dict(submodule).items()}
             )
@@ -90,6 +92,12 @@ class Skeleton:
         vars(own).update(attributes)
         drop_compiled_call(own)  # it calls the module itself
         return own
+
+
+def _find_switches(module: nn.Module) -> dict[str, object]:
+    """Return the flags and names that code assigns to switch a module; not numbers, some of which the cut divides."""
+    values = vars(module).items()
+    return {name: value for name, value in values if name != "training" and isinstance(value, bool | str | list)}
 
 
 def copy_detached(values: object) -> Any:

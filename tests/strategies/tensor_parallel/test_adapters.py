@@ -29,6 +29,8 @@ ADAPTERS = {
     "biases": {"target_modules": ["q_proj", "o_proj"], "bias": "lora_only"},
     "a whole head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
     "a table": {"target_modules": ["q_proj", "embed_tokens"]},
+    "switched off": {"target_modules": ["q_proj", "v_proj"]},
+    "tokens": {"token_indices": [1, 2, 3], "target_modules": ["embed_tokens"]},
 }
 CASES = [
     *(("llama", adapter) for adapter in ADAPTERS),
@@ -44,6 +46,8 @@ def adapted(name, adapter):
     model = build("llama", num_key_value_heads=1) if name == "one key head" else build(name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of an old name, by transformers
+        if adapter == "tokens":
+            return peft.get_peft_model(model, peft.TrainableTokensConfig(**ADAPTERS[adapter]))
         return peft.get_peft_model(model, peft.LoraConfig(r=2, **ADAPTERS[adapter]))
 
 
@@ -53,13 +57,17 @@ class Adapted(TrainModule):
     def __init__(self, name, adapter):
         super().__init__()
         torch.manual_seed(1)
-        self.lm = adapted(name, adapter)
+        self.lm, self.has_reference = adapted(name, adapter), adapter == "switched off"
         for key, parameter in self.lm.named_parameters():
             if "lora_" in key and "magnitude" not in key:
                 parameter.data.copy_(torch.linspace(-0.3, 0.3, parameter.numel()).view_as(parameter))
 
     def training_step(self, batch):
-        return loss_of(self.lm, batch[0])
+        if not self.has_reference:
+            return loss_of(self.lm, batch[0])
+        with torch.no_grad(), self.lm.disable_adapter():
+            reference = self.lm(input_ids=batch[0]).logits
+        return (self.lm(input_ids=batch[0]).logits - reference - 1).square().mean()
 
     def configure_optimizers(self):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.5)
@@ -93,8 +101,9 @@ def test_adapters_train_as_in_one_process(name, adapter, on_two_ranks):
     assert found.keys() == last.keys()
     for key, value in last.items():
         torch.testing.assert_close(found[key], value, rtol=0, atol=1e-12, msg=key)
-    moved = {key.rpartition(".lora_")[2][:1] for key, value in last.items() if not torch.equal(first[key], value)}
-    assert {"A", "B"} <= moved
+    moved = [key for key, value in last.items() if not torch.equal(first[key], value)]
+    kinds = ["trainable_tokens_delta"] if adapter == "tokens" else ["lora_A", "lora_B"]
+    assert [kind for kind in kinds if not any(kind in key for key in moved)] == []
 
 
 def test_what_is_inside_a_layer_of_adapters_is_cut_as_the_layer_would_be():
@@ -110,6 +119,11 @@ def test_what_is_inside_a_layer_of_adapters_is_cut_as_the_layer_would_be():
     }
     # a norm of weights needs all of them, and heads that come from whole layers go to whole ones
     assert not any("self_attn" in name for name in find_plan(adapted("llama", "weights of a norm")).words)
+
+
+def test_a_table_of_which_adapters_read_rows_stays_whole_and_other_layers_are_cut():
+    words = find_plan(adapted("llama", "tokens")).words
+    assert any("q_proj" in name for name in words) and not any("embed_tokens" in name for name in words)
 
 
 def test_adapters_among_shards_of_sequences_are_refused():

@@ -17,6 +17,26 @@ def test_a_skeleton_runs_with_the_weights_of_now():
     assert torch.equal(skeleton.run(module, lambda parameter: parameter, x), module(x))
 
 
+class Switched(nn.Module):
+    """Adds nothing while it is off, as adapters do."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_off, self.active, self.weight = False, ["first"], nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        return x if self.is_off else x + len(self.active) * self.weight
+
+
+def test_a_skeleton_follows_switches_that_were_moved_since():
+    module = nn.Sequential(Switched())
+    skeleton = Skeleton(module)
+    module[0].active = ["first", "second"]
+    assert torch.equal(skeleton.run(module, lambda parameter: parameter, torch.ones(2)), torch.full((2,), 3.0))
+    module[0].is_off = True
+    assert torch.equal(skeleton.run(module, lambda parameter: parameter, torch.ones(2)), torch.ones(2))
+
+
 def test_a_module_that_exchanges_its_submodules_is_named():
     module = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     skeleton = Skeleton(module)
