@@ -197,7 +197,7 @@ def check_can_be_dealt(probe: OptimizerProbe, strategy: str, collectives: Collec
     Raises:
         ConfigError: if it does not, or if it draws random numbers.
     """
-    if _is_known(probe.optimizer) or collectives.is_fake:
+    if is_known_optimizer(probe.optimizer) or collectives.is_fake:
         return
     kind = type(probe.optimizer).__name__
     differs = probe.differs_if_dealt()
@@ -266,7 +266,8 @@ def attribute_with_parameters(optimizer: Optimizer) -> str | None:
     return next((name for name, value in attributes_of(optimizer).items() if _has_parameters(value)), None)
 
 
-def _is_known(optimizer: Optimizer) -> bool:
+def is_known_optimizer(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is torch's, which draws no random numbers and updates each parameter by itself."""
     return type(optimizer).__module__.startswith("torch.optim.") or needs_closure(optimizer)
 
 

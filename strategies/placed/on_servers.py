@@ -11,7 +11,12 @@ from torch.optim import Optimizer
 
 from ...common.errors import ConfigError, RunError
 from ..module.memory_estimate import MemoryShare
-from ..parallel.optimizer_probe import OptimizerProbe, attribute_with_parameters, check_can_be_dealt
+from ..parallel.optimizer_probe import (
+    OptimizerProbe,
+    attribute_with_parameters,
+    check_can_be_dealt,
+    is_known_optimizer,
+)
 from ..parallel.replica import DDPOptions, Replica, copy_from_first
 from ..parallel.sharding_policy import sparse_layers
 from ..servers.choices import ServerChoices
@@ -101,6 +106,7 @@ class PlacedOnServers(PlacedReplica):
                     holders=holders,
                     tables={} if self._tables is None else self._tables.sparse,
                     is_async=choices.bound is not None,
+                    may_draw=not is_known_optimizer(optimizer),
                 )
 
     def _names(self, optimizer: Optimizer) -> dict[str, nn.Parameter]:

@@ -67,7 +67,7 @@ class HeldOptimizer:
             self._pushes = {}
             try:
                 self._meet(pushes)
-                value = self._update(push.step) if push.is_final else self._squared_norm()
+                value = self._update(push.step, pushes[0].generator) if push.is_final else self._squared_norm()
             except Exception as error:  # noqa: BLE001 - each trainer raises it
                 for waiting in answers:
                     waiting.set_exception(error)
@@ -91,7 +91,7 @@ class HeldOptimizer:
                     gradient.mul_(request.factor)
                 if request.limit is not None:
                     gradient.clamp_(-request.limit, request.limit)
-        return self._update(request.step)
+        return self._update(request.step, request.generator)
 
     @torch.no_grad()
     def _meet(self, pushes: Sequence[Push]) -> None:
@@ -108,14 +108,20 @@ class HeldOptimizer:
         for push in pushes:
             self._take_settings(push.settings)
 
-    def _update(self, step: int) -> Updated:
+    def _update(self, step: int, generator: Tensor | None = None) -> Updated:
         before = _copy_settings(self.optimizer)
-        self.optimizer.step()
+        if generator is None:
+            self.optimizer.step()
+        else:  # the trainers' own, which go on after what the optimizer draws, as in one process
+            with torch.random.fork_rng(devices=()):
+                torch.set_rng_state(generator)
+                self.optimizer.step()
+                generator = torch.get_rng_state()
         changed = [
             {name: value for name, value in after.items() if _has_changed(old.get(name), value)}
             for old, after in zip(before, _copy_settings(self.optimizer), strict=True)
         ]
-        updated = Updated(self.flats, changed)
+        updated = Updated(self.flats, changed, generator)
         self._updated = step, updated
         return updated
 

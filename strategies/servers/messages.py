@@ -48,6 +48,8 @@ class Push:
     """The groups' settings, as schedulers have left them; None if another trainer sends them."""
     is_final: bool = True
     """Whether to update at once, without waiting for an `Update`."""
+    generator: Tensor | None = None
+    """The state of torch's random generator, from which the optimizer draws; None for one that draws nothing."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class Update:
     """Gradients are multiplied by it first."""
     limit: float | None = None
     """Each element is clipped to it."""
+    generator: Tensor | None = None
+    """As in a `Push`."""
 
 
 @dataclass(frozen=True)
@@ -69,5 +73,7 @@ class Updated:
     flats: Sequence[Tensor]
     settings: Sequence[Mapping[str, Any]]
     """The settings of its groups that the optimizer has changed."""
+    generator: Tensor | None = None
+    """The state of the generator that was sent, after the update."""
     staleness: Sequence[float] = ()
     """In async mode, over all pushes of all trainers: their number, the sum and the largest lead over the slowest."""

@@ -50,6 +50,7 @@ class ServedOptimizer:
         holders: the server of each parameter that is served, by name.
         tables: the names of the parameters whose rows are pushed, and whether their gradients are sparse.
         is_async: whether each push is an update of its own.
+        may_draw: whether its step may draw random numbers; in sync mode they are those of this trainer's generator.
     """
 
     def __init__(
@@ -63,10 +64,12 @@ class ServedOptimizer:
         holders: Mapping[str, int],
         tables: Mapping[str, bool],
         is_async: bool,
+        may_draw: bool = False,
     ) -> None:
         self.optimizer, self.key = optimizer, key
         self._module, self._connection, self._collectives = module, connection, collectives
         self._holders, self._tables, self._is_async = holders, tables, is_async
+        self._sends_generator = may_draw and not is_async
         self._step_of_others = optimizer.step
         self._signature: object = None
         self._state: ServedState | None = None
@@ -85,8 +88,7 @@ class ServedOptimizer:
         self._layouts: dict[int, FlatLayout] = {}
         self.staleness: Sequence[float] = ()
         """See `Updated`."""
-        serves_all = not tables
-        if serves_all:
+        if not tables:
             step: object = partial(Optimizer.profile_hook_step(self._step), optimizer)
         else:
             step = partial(self._step_some, optimizer)
@@ -287,7 +289,7 @@ class ServedOptimizer:
         self._finish_clipping()
         if self._has_gathered:
             step = self._num_pushes - 1
-            request = Update(self._connection.rank, step, self._factor, self._limit)
+            request = Update(self._connection.rank, step, self._factor, self._limit, self._generator())
             answers = self._connection.ask("update", dict.fromkeys(self._layouts, (self.key, request)))
             self._has_gathered, self._factor = False, 1.0
         else:
@@ -342,7 +344,11 @@ class ServedOptimizer:
             self._rows(index),
             settings if sends_settings else None,
             is_final,
+            self._generator() if is_final else None,
         )
+
+    def _generator(self) -> Tensor | None:
+        return torch.get_rng_state() if self._sends_generator else None
 
     def _rows(self, index: int) -> dict[str, Rows]:
         rows = {}
@@ -368,6 +374,8 @@ class ServedOptimizer:
         for answer in answers.values() if not self._tables else ():
             for group, changed in zip(self.optimizer.param_groups, answer.settings, strict=bool(answer.settings)):
                 group.update(changed)
+            if answer.generator is not None:
+                torch.set_rng_state(answer.generator)
         self.staleness = next((answer.staleness for answer in answers.values() if answer.staleness), ())
 
     def _copy(self, flats: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:

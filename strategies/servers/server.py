@@ -116,7 +116,7 @@ class Server:
         bound.note(push.trainer)
         answer = bound.wait(push.trainer)
         for released in bound.released():
-            released.set_result(Updated(held.copy(), [], bound.totals))
+            released.set_result(Updated(held.copy(), [], staleness=bound.totals))
         return answer
 
     def _update(self, key: int, update: Update) -> Updated:
