@@ -99,12 +99,16 @@ class Net(echelon.TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class TracedBatch(Net):
-    """Notes in its third step what the batch has passed since the loader made it."""
+class TracedBatch(echelon.TrainModule):
+    """Notes in its third step what the batch has passed since the loader made it; no weight has its width."""
 
     def __init__(self):
         super().__init__()
+        self.layer = nn.Linear(1, 1)
         self.passed, self.tracer = set(), Tracer(with_callers=False)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def collate(self, samples):
         self.tracer = Tracer(with_callers=False)
@@ -116,7 +120,7 @@ class TracedBatch(Net):
         sys.setprofile(None)
         if self.global_step == 2:
             self.passed = self.tracer.files | files_above(sys._getframe())
-        return super().training_step(batch, batch_idx)
+        return self.layer(batch.mean(1, keepdim=True)).square().mean()
 
 
 def without_starts(files):
