@@ -205,6 +205,7 @@ BY_NAME: Final = frozenset(
 UNSEEN: Final = frozenset(
     {
         "MLFlowLogger.log_metrics",
+        "When an iterable data set is read",
         "A run of MLFlowLogger or WandbLogger that resumes",
         "Several optimizers in automatic mode",
         "frequency of a scheduler of steps",

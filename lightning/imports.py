@@ -6,7 +6,7 @@ import ast
 from dataclasses import dataclass
 from typing import Final
 
-from .names import PUBLIC_AT_ROOT, RENAMED, has_counterpart, is_known
+from .names import PUBLIC_AT_ROOT, RENAMED, find_in_fabric, has_counterpart, is_known
 from .stand_in import MODULES, ROOTS
 
 ELSEWHERE: Final = "echelon.lightning"
@@ -85,6 +85,9 @@ def rewrite_from(node: ast.ImportFrom, indent: str) -> Rewritten:
         elif not is_known(alias.name):
             unknown.append(alias.name)
             groups.setdefault(module, []).append(ast.unparse(alias))
+        elif (place := find_in_fabric(module, alias.name)) is not None:
+            bound[own] = Bound(path, is_module=False)
+            lines.append(f"from {place[0]} import {place[1]} as {own}")
         else:
             bound[own] = Bound(path, is_module=False)
             new = new_name(alias.name)

@@ -316,12 +316,26 @@ def known_names() -> frozenset[str]:
 
 def is_known(name: str) -> bool:
     """Return whether a name is replaced, or is refused by name."""
-    return name in known_names()
+    return name in known_names() or tells_what_is_installed(name)
+
+
+def tells_what_is_installed(name: str) -> bool:
+    """Return whether a name is a flag about a package: ``_RICH_AVAILABLE``, ``_TORCH_GREATER_EQUAL_2_6``."""
+    return name.endswith("_AVAILABLE") or "_GREATER_EQUAL_" in name
 
 
 def has_counterpart(name: str) -> bool:
     """Return whether a name has a replacement that works."""
-    return name in known_names() and name not in WITHOUT_COUNTERPART
+    return is_known(name) and name not in WITHOUT_COUNTERPART
+
+
+def find_in_fabric(module: str, name: str) -> tuple[str, str] | None:
+    """Return the module and the name of what replaces a name that means something else in a module of Fabric."""
+    place = _IN_ONE_MODULE.get((module, name)) if "fabric" in module else None
+    if place is None:
+        return None
+    room, _, own = place.partition(":")
+    return f"echelon.{room}", own
 
 
 def make_refusing_class(name: str) -> type:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import UnionType
@@ -48,6 +49,9 @@ AUTOMATIC: Final = "AUTOMATIC"
 _LOGGERS: Final = Union[FolderLogger, TrackerLogger, DummyLogger, Logger]  # noqa: UP007 - made at run time
 _PLUGINS: Final = Union[ClusterEnvironment, PrecisionPlugin, LayerSync, CheckpointIO]  # noqa: UP007
 
+_LEAST: Final = (4, 50)
+"""The oldest jsonargparse, as pyproject.toml has it: before, its parser is told nothing of what to skip."""
+
 Kinds = type | tuple[type, ...]
 
 
@@ -55,13 +59,19 @@ def need_jsonargparse() -> None:
     """Raise a `MissingDependencyError` unless jsonargparse is installed, with what it needs to read signatures."""
     try:
         import docstring_parser  # noqa: F401
-        import jsonargparse  # noqa: F401
+        import jsonargparse
         import typeshed_client  # noqa: F401
     except ModuleNotFoundError as error:
         raise MissingDependencyError(
             f"LightningCLI needs jsonargparse with signatures, found no {error.name}; install it: pip install "
             "'echelon[cli]', or pip install 'jsonargparse[signatures]'."
         ) from None
+    found = jsonargparse.__version__
+    if tuple(map(int, re.findall(r"\d+", found)[:2])) < _LEAST:
+        raise MissingDependencyError(
+            f"LightningCLI needs jsonargparse {'.'.join(map(str, _LEAST))} or newer, found {found}; update it: pip "
+            "install --upgrade 'jsonargparse[signatures]', perhaps where nothing asks for an older one."
+        )
 
 
 class LightningArgumentParser(ArgumentParser):  # type: ignore[misc]  # without jsonargparse it is none

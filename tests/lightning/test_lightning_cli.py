@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import echelon
 import echelon.lightning as L
+from echelon import MissingDependencyError
+from echelon.lightning.command_line.parser import need_jsonargparse
 
 pytest.importorskip("jsonargparse")
 pytest.importorskip("typeshed_client")
@@ -295,3 +297,11 @@ def test_groups_that_cannot_be_say_so() -> None:
 
 
 assert Callable  # of the annotations above, which jsonargparse evaluates
+
+
+def test_an_older_jsonargparse_is_refused_by_its_version(monkeypatch):
+    monkeypatch.setattr("jsonargparse.__version__", "4.46.0")
+    with pytest.raises(MissingDependencyError, match=r"jsonargparse 4.50 or newer, found 4.46.0; .*--upgrade"):
+        need_jsonargparse()
+    monkeypatch.setattr("jsonargparse.__version__", "5.0.0rc1")
+    need_jsonargparse()

@@ -233,3 +233,18 @@ def test_the_page_and_the_table_have_the_same_rows():
     assert rows - departing - missing == set(), "rows of lightning/departures.py that docs/lightning.md lacks"
     assert departing | missing <= rows | by_name, "rows of docs/lightning.md that lightning/departures.py lacks"
     assert {one.row for one in DEPARTURES if one.is_missing} <= missing
+
+
+def test_flags_of_packages_and_names_of_fabric_are_imported_from_what_replaces_them(tmp_path):
+    source = port_program(
+        "from lightning.fabric.loggers import CSVLogger, TensorBoardLogger as Board\n"
+        "from lightning.pytorch.utilities.imports import _RICH_AVAILABLE, _TORCHVISION_AVAILABLE\n"
+        "from lightning.pytorch.loggers import TensorBoardLogger\n"
+        "import echelon.lightning.own_loops.loggers as own\n"
+        "assert CSVLogger is own.FabricCSVLogger and Board(root_dir='runs') is not None\n"
+        "assert TensorBoardLogger is not Board and _TORCHVISION_AVAILABLE in (True, False)\n"
+    ).source
+    assert "lightning.fabric" not in source and "lightning.pytorch" not in source
+    (tmp_path / "program.py").write_text(source)
+    ran = run_program("program.py", folder=tmp_path)
+    assert ran.returncode == 0, ran.stderr
