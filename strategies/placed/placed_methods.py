@@ -49,7 +49,7 @@ class PlacedMethods:
 
     def positions(self, length: int) -> Tensor:
         """Return the positions of a step's `length` tokens in the whole sequence, of which they may be a part."""
-        return torch.arange(length, device=self.device)
+        return torch.arange(length, device=self.placed.device)
 
     def model_state(self) -> dict[str, Any]:
         """Return the module's state dict under the plain module's names. Collective: every rank calls it."""

@@ -161,7 +161,7 @@ def test_the_first_part_updates_the_modules_buffers_and_the_others_none():
     batch = samples(12).tensors
     module, plain = (Net(layer=nn.BatchNorm1d(8)).double() for _ in range(2))
     plain.load_state_dict(module.state_dict())
-    connected(module, 3).run("training_step", batch, 0)
+    connected(module, 3).step_fn("training_step")(batch, 0)
     plain.training_step([rows[:4] for rows in batch], 0)
     assert module.net[1].num_batches_tracked == 1
     for found, expected in zip(module.buffers(), plain.buffers(), strict=True):
@@ -196,8 +196,8 @@ def test_gradients_are_added_in_one_order_whatever_ran_before():
         module = Net()
         placed = connected(module, 6)
         for size in before:
-            placed.run("training_step", [rows[:size] for rows in batch], 0)
-        placed.run("training_step", batch, 0).backward()
+            placed.step_fn("training_step")([rows[:size] for rows in batch], 0)
+        placed.step_fn("training_step")(batch, 0).backward()
         return torch.cat([parameter.grad.flatten() for parameter in module.parameters()])
 
     with ThreadPoolExecutor(1) as new:  # as a resumed run begins
@@ -227,7 +227,7 @@ def test_every_part_runs_in_the_modes_of_the_whole(precision, context):
     placed = connected(module, 3, precision)
     batch = placed.precision.convert_batch(torch.ones(7, 4))
     with context():
-        out = placed.run("predict_step", batch, 0)
+        out = placed.step_fn("predict_step")(batch, 0)
         with placed.forward_context:
             module.predict_step(batch, 0)
         assert out.shape == (7, 1)
@@ -279,7 +279,7 @@ def test_parameters_are_shared_and_what_a_replica_changes_is_lost():
 
     module = Changing().double()
     names, before = [name for name, _ in module.named_parameters()], list(module.parameters())
-    connected(module, 3).run("training_step", samples(6).tensors, 0).backward()
+    connected(module, 3).step_fn("training_step")(samples(6).tensors, 0).backward()
     assert module.count == 1
     assert all(parameter is old for parameter, old in zip(module.parameters(), before, strict=True))
     reference = Changing().double()
@@ -305,7 +305,7 @@ def test_layers_with_state_of_their_own_can_be_replicated(layer):
 
     module = Layered(layer=layer()).double()
     whole = module.training_step(samples(7).tensors, 0)
-    cut = connected(module, 3).run("training_step", samples(7).tensors, 0)
+    cut = connected(module, 3).step_fn("training_step")(samples(7).tensors, 0)
     torch.testing.assert_close(cut, whole, rtol=0, atol=1e-12)
 
 

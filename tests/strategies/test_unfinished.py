@@ -14,7 +14,7 @@ NEEDS_MODULE = {
     "full_model_state": lambda strategy: strategy.full_model_state(),
     "load_model_state": lambda strategy: strategy.load_model_state({}),
     "module": lambda strategy: strategy.module,
-    "placed": lambda strategy: strategy.placed.run("training_step", [torch.ones(2)], 0),
+    "placed": lambda strategy: strategy.placed.step_fn("training_step"),
     "positions": lambda strategy: strategy.positions(4),
 }
 
