@@ -141,7 +141,7 @@ def train_all(folder, num_ranks):
 def trained(folder):
     found = {}
     for num_ranks in NUMBERS:
-        found |= run_ranks(train_all, num_ranks, folder, num_ranks, timeout=400)[0]
+        found |= run_ranks(train_all, num_ranks, folder, num_ranks, timeout=600)[0]
     return found
 
 
