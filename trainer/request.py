@@ -53,12 +53,14 @@ class Request:
 
     def micro_batches(self, callbacks: Sequence[Callback], settings: Settings) -> MicroBatches:
         """Return the number of micro-batches in each full step, where it is known before the data are."""
+        if self.task != "fit":
+            return "unknown"
+        if settings.accumulate_tokens is not None:
+            return "vary"
         is_scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
         # the global batch of a run that is resumed stays as it was, and so may be cut in another way
         is_derived = settings.global_batch_size is not None or self.ckpt_path is not None
-        if self.task == "fit" and settings.accumulate_tokens is not None:
-            return "vary"
-        return "unknown" if self.task != "fit" or is_scheduled or is_derived else settings.accumulate_grad_batches
+        return "unknown" if is_scheduled or is_derived else settings.accumulate_grad_batches
 
     def parts(self) -> dict[str, object]:
         """Return what the user passed, by argument name."""

@@ -50,7 +50,7 @@ _LOGGERS: Final = Union[FolderLogger, TrackerLogger, DummyLogger, Logger]  # noq
 _PLUGINS: Final = Union[ClusterEnvironment, PrecisionPlugin, LayerSync, CheckpointIO]  # noqa: UP007
 
 _LEAST: Final = (4, 50)
-"""The oldest jsonargparse, as pyproject.toml has it: before, its parser is told nothing of what to skip."""
+"""The oldest jsonargparse whose parser takes ``skip_unset``; pyproject.toml has the same."""
 
 Kinds = type | tuple[type, ...]
 

@@ -8,7 +8,6 @@ callbacks, are left out.
 Usage: python tests/docs/passed_files.py; test_passed_files.py fails until docs/architecture.md has what is found.
 """
 
-import re
 import sys
 import tempfile
 import threading
@@ -16,15 +15,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from rooms import PAGE, ROOT, page_with
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import echelon
 from echelon.testing import run_ranks
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "architecture.md"
-BETWEEN = re.compile(r"(<!-- passed files -->\n).*(<!-- end of passed files -->\n)", re.DOTALL)
 ROOMS = tuple(f"{ROOT / name}/" for name in ("common", "strategies", "callbacks", "trainer"))
 STARTS = ("strategies/launch/", "trainer/trainer.py", "trainer/runner.py", "trainer/fit.py")
 """What runs around the whole fit."""
@@ -176,10 +173,7 @@ def page(folder):
     ):
         links = ", ".join(f"[{name}](../{name})" for name in files)
         rows.append(f"| {title} | {len(files)}: {links} |")
-    table = "\n".join(rows)
-    text, count = BETWEEN.subn(lambda found: f"{found[1]}{table}\n{found[2]}", PAGE.read_text())
-    assert count == 1, f"{PAGE.name} must have one pair of the comments 'passed files', got {count}"
-    return text
+    return page_with("passed files", rows)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ sys.path.append(str(Path(__file__).parents[1]))
 from test_layers import LEVELS, ROOT
 
 PAGE = ROOT / "docs" / "architecture.md"
-BETWEEN = re.compile(r"(<!-- rooms -->\n).*(<!-- end of rooms -->\n)", re.DOTALL)
 
 
 def row(room):
@@ -27,9 +26,15 @@ def row(room):
 def page():
     """Return the page as it should be."""
     rows = [row(room) for rooms in LEVELS for room in rooms]
-    table = "\n".join(["| room | |", "|---|---|", *rows])
-    text, count = BETWEEN.subn(lambda found: f"{found[1]}{table}\n{found[2]}", PAGE.read_text())
-    assert count == 1, f"{PAGE.name} must have one pair of the comments 'rooms' and 'end of rooms', got {count}"
+    return page_with("rooms", ["| room | |", "|---|---|", *rows])
+
+
+def page_with(name, table):
+    """Return the page with the lines of a table between the comments ``name`` and ``end of name``."""
+    between = re.compile(rf"(<!-- {name} -->\n).*(<!-- end of {name} -->\n)", re.DOTALL)
+    lines = "".join(f"{line}\n" for line in table)
+    text, count = between.subn(lambda found: f"{found[1]}{lines}{found[2]}", PAGE.read_text())
+    assert count == 1, f"{PAGE.name} must have one pair of the comments {name!r} and 'end of {name}', got {count}"
     return text
 
 
