@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -16,13 +15,11 @@ from ...strategies import Strategy
 from ...strategies.module.traces import Traceless
 from ...strategies.placed.placed import Placed
 from ...strategies.state.dtensor import local_shard, multiply_all
-from ..data.micro_batch import MicroBatch, Window
+from ..data.micro_batch import Window
 from ..loop.loss_weights import Weights
 from ..loop.target_weights import TargetWeights
 from ..module.loss import Loss
 from ..session.replica_guard import ReplicaGuard
-
-_NO_BATCH: Final = MicroBatch(None, 1)
 
 
 @dataclass(slots=True, eq=False)
@@ -101,8 +98,8 @@ class StepGradients:
 
     def weights_of(self, window: Window) -> Weights | None:
         """Return the weights of the losses of a window; None if its one batch is the whole step."""
-        sharing = self._sharing()
-        return None if sharing is None and len(window) == 1 else Weights(window, sharing, is_whole=False)
+        is_whole_step = self._sharing() is None and len(window) == 1
+        return None if is_whole_step else self._new_weights(window)
 
     def read(self, batch: LoopBatch) -> None:
         """Note a batch that the loop receives."""
@@ -208,7 +205,7 @@ class StepGradients:
                 self._targets.mean_of(loss, batch.size)
             return loss if batch.weights is None else batch.weights.weigh_samples(loss, batch.size)
         if self._weights is None:
-            self._weights = Weights(self._window_of_units(), self._sharing(), is_whole=False)
+            self._weights = self._new_weights(self._batch.window)
         if not self._batch.size:
             loss = Loss(loss.total * 0, loss.count * 0)
         return self._weights.weigh(loss, self._batch.size)
@@ -277,10 +274,10 @@ class StepGradients:
         """Return the strategy if several ranks share a step."""
         return self.strategy if self.strategy.ranks.loss.world_size > 1 else None
 
-    def _window_of_units(self) -> Window:
-        """Return a window for losses with their own counts; its sizes have no effect on their gradient."""
-        if self._batch.window is not None:
-            return self._batch.window
-        window = Window((_NO_BATCH,))
-        window.total_size = self.strategy.ranks.loss.world_size
-        return window
+    def _new_weights(self, window: Window | None) -> Weights:
+        """Return weights for the losses of a window; None if it is unknown, for losses that have their own counts."""
+        sharing = self._sharing()
+        if window is None:  # whose sizes have no effect on the gradient
+            return Weights(self.strategy.ranks.loss.world_size, 1, sharing, is_whole=False)
+        size = window.size if sharing is None else window.total_size
+        return Weights(size, len(window), sharing, is_whole=False)

@@ -12,7 +12,6 @@ from ...common.errors import ModuleError
 from ...strategies import Strategy
 from ...strategies.targets.shares import share_of, unclear_share
 from ...strategies.targets.target_mean import TargetMean
-from ..data.micro_batch import Window
 from ..module.loss import Loss, as_tensor, avoid_zero, mean_of
 from .target_weights import TargetWeights, cannot_mix
 
@@ -28,7 +27,8 @@ class Weights:
     corrected at the end. So it is with a tensor that is the mean over its targets: the unit is the target.
 
     Args:
-        window: the micro-batches of this rank, with the samples of all ranks if there are several.
+        planned: the samples of the step, on all ranks that share it.
+        num_losses: the micro-batches of this rank, each of which has a loss.
         strategy: the strategy if several ranks share a step; they average their gradients.
         targets: finds the losses that are means over targets; None to weigh all tensors by samples.
         is_whole: whether one loss is the whole step; by default, whether one micro-batch is.
@@ -59,7 +59,8 @@ class Weights:
 
     def __init__(
         self,
-        window: Window,
+        planned: int,
+        num_losses: int,
         strategy: Strategy | None = None,
         targets: TargetWeights | None = None,
         *,
@@ -67,8 +68,8 @@ class Weights:
         begins_early: bool = False,
     ) -> None:
         self._strategy, self._targets = strategy, targets
-        self._planned = window.size if strategy is None else window.total_size
-        self._is_whole = len(window) == 1 and strategy is None if is_whole is None else is_whole
+        self._planned = planned
+        self._is_whole = num_losses == 1 and strategy is None if is_whole is None else is_whole
         # tensors are weighted by the samples of their data rank, and each `Loss` by its share of all counts
         self._ranks = 1 if strategy is None else strategy.data_size
         self._sharers = 1 if strategy is None else strategy.ranks.loss.world_size
@@ -87,7 +88,7 @@ class Weights:
         self._without_targets: list[tuple[Tensor, float]] = []
         """The weighted tensors that are no means over targets, and their samples."""
         self.losses: list[Tensor] = []
-        self._begins_at = len(window) if begins_early else 0
+        self._begins_at = num_losses if begins_early else 0
         self._begun: Callable[[], list[float]] | None = None
 
     def weigh(self, loss: Tensor | Loss, size: int) -> Tensor:

@@ -71,6 +71,10 @@ class SharedStep(Step):
             return True
         return self._run_whole(window)
 
+    def run_micro_batch(self, micro_batch: MicroBatch, *, is_first: bool) -> None:
+        with self.session.streams:
+            super().run_micro_batch(micro_batch, is_first=is_first)
+
     def _run_whole(self, window: Window) -> bool:
         """Run the micro-batches that have begun; return False if a hook ended the epoch."""
         has_idle_ranks = self._is_collective and not window.is_even
@@ -268,7 +272,8 @@ class SharedStep(Step):
             self._manual_weight = self.strategy.data_size * window.size / window.total_size
         if not self._is_collective:  # else ranks without samples are lent a batch if they need one
             self._keep_spare(window)
-        return Weights(window, self.strategy, self.targets, begins_early=self.begins_counts_early(window))
+        early = self.begins_counts_early(window)
+        return Weights(window.total_size, len(window), self.strategy, self.targets, begins_early=early)
 
     def begins_counts_early(self, window: Window) -> bool:
         """Return whether all ranks have the last loss of a window before they exchange gradients."""
@@ -369,7 +374,7 @@ class SharedStep(Step):
         self.has_gradients = True
 
     def _batch_to_spare(self) -> object:
-        return self._spare_batch if self.transfer is None else self.transfer(self._spare_batch, 0)
+        return self.transferred(self._spare_batch)
 
 
 @contextmanager

@@ -84,12 +84,7 @@ class Step(ABC):
 
     def _bind_gradients(self) -> None:
         placed, hooks, module, measured = self.placed, self.hooks, self.module, self.session.profiler.measured
-        streams = self.session.streams
-        is_parted = streams.are_parted(self.strategy)
         forward = placed.step_fn("training_step")
-        if is_parted:
-            forward = streams.drawing(forward)
-            self.transfer = None if self.transfer is None else streams.drawing(self.transfer)
         if num_step_arguments(module, "training_step", 2) == 1:
             forward = without_index(forward)
         self.forward: Callable[[Any, int], Any] = measured("training_step", forward)
@@ -100,8 +95,6 @@ class Step(ABC):
         ends_apart = not has_own and overrides_method(placed, "end_backward", Placed)
         if ends_apart or overrides_method(module, "backward", TrainModule):
             backward = partial(_module_backward, module, placed)
-        if is_parted:
-            backward = streams.drawing(backward)
         self._plain_backward = measured("backward", backward)
         has_hooks = hooks.on_before_backward or hooks.on_after_backward
         self.backward: Callable[..., None] = self._backward_with_hooks if has_hooks else self._plain_backward
@@ -144,20 +137,26 @@ class Step(ABC):
 
     def begin(self, micro_batch: MicroBatch) -> bool:
         """Bring a micro-batch to the device and call the hooks; return False if one asked to end the epoch."""
-        metrics, progress, batch_idx = self.metrics, self.progress, self.state.batches_in_epoch
-        metrics.in_batch, metrics.batch_size = True, micro_batch.size
-        progress.is_in_step = True
-        progress.train_on(micro_batch, batch_idx)
-        batch = micro_batch.batch
-        if self.transfer is not None:
-            batch = self.transfer(batch, 0)
-        self.batch = batch
+        batch_idx = self.state.batches_in_epoch
+        self.metrics.in_batch = self.progress.is_in_step = True
+        self.enter(micro_batch, batch_idx)
+        self.batch = batch = micro_batch.batch if self.transfer is None else self.transferred(micro_batch.batch)
         answer = None
         for hook in self._on_batch_start:
             answer = hook(batch, batch_idx)
         if self.writer.is_copying and not self.is_automatic:
             self.writer.wait_for_copy()  # the step itself changes state that a checkpoint is copying
         return not (answer == -1 and self._may_leave)
+
+    def enter(self, micro_batch: MicroBatch, batch_idx: int) -> None:
+        """Make a micro-batch the current one."""
+        self.metrics.batch_size = micro_batch.size
+        self.progress.micro_batch, self.progress.batch_idx = micro_batch, batch_idx
+
+    def transferred(self, batch: object) -> object:
+        """Return a batch on the device; what is drawn for it differs between ranks."""
+        with self.session.streams:
+            return batch if self.transfer is None else self.transfer(batch, 0)
 
     def run_micro_batch(self, micro_batch: MicroBatch, *, is_first: bool) -> None:
         """Call ``training_step`` and, in automatic optimization, accumulate the gradients of its loss."""
@@ -245,9 +244,10 @@ class Step(ABC):
     # --- gradients ---------------------------------------------------------------------------------------------------
 
     def _zero_grad(self, optimizer: Optimizer) -> None:
-        for hook in self.hooks.on_before_zero_grad:
-            hook(optimizer)
-        self.module.optimizer_zero_grad(self.state.epoch, self.progress.batch_idx, optimizer)
+        with self.session.streams.common():
+            for hook in self.hooks.on_before_zero_grad:
+                hook(optimizer)
+            self.module.optimizer_zero_grad(self.state.epoch, self.progress.batch_idx, optimizer)
 
     def _backward_with_hooks(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         with self.session.streams.common():  # not those of a step in manual optimization
@@ -261,14 +261,15 @@ class Step(ABC):
     def manual_backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         """Accumulate gradients when ``training_step`` calls for it in manual optimization."""
         self._end_manual_update()
-        self.backward(loss, *args, **kwargs)
+        with self.session.streams:
+            self.backward(loss, *args, **kwargs)
         torch.clear_autocast_cache()  # the step may move the weights now, and compute with them again
 
     # --- the update --------------------------------------------------------------------------------------------------
 
     def make_weights(self, window: Window) -> Weights:
         """Return the weights of a window's losses."""
-        return Weights(window, targets=self.targets)
+        return Weights(window.size, len(window), targets=self.targets)
 
     def unit_of(self, weights: Weights) -> Unit:
         """Return what the losses of the step are weighted by. Collective with several ranks."""
@@ -361,9 +362,8 @@ class Step(ABC):
 
     def begin_again(self, micro_batch: MicroBatch, index: int) -> None:
         """Make a micro-batch of the window the current one."""
-        self.batch = micro_batch.batch if self.transfer is None else self.transfer(micro_batch.batch, 0)
-        self.metrics.batch_size = micro_batch.size
-        self.progress.train_on(micro_batch, self.first_batch_idx + index)
+        self.batch = self.transferred(micro_batch.batch)
+        self.enter(micro_batch, self.first_batch_idx + index)
 
     def logging_again(self, index: int) -> AbstractContextManager[None]:
         """Return the context of a micro-batch; what the first one logs replaces older values of the step."""

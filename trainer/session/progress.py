@@ -41,10 +41,6 @@ class Progress:
         yield
         self.stage = outer
 
-    def train_on(self, micro_batch: MicroBatch, batch_idx: int) -> None:
-        """Make a training micro-batch the current one."""
-        self.micro_batch, self.batch_idx = micro_batch, batch_idx
-
     def go_to(self, batch_idx: int, indices: Sequence[int] = ()) -> None:
         """Make the batch with this index the current one, in an evaluation with the indices of its samples."""
         self.batch_idx, self.batch_indices = batch_idx, indices

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
@@ -14,8 +14,6 @@ from ...strategies.devices.generators import DeviceGenerator, device_generators
 from ...strategies.module.random_streams import RandomStreams
 from ..data.generators import GENERATORS
 from ..data.seed import capture_rng, derive_seed, part_ranks, restore_rng, seed_devices, seed_generators
-
-T = TypeVar("T")
 
 _NOTHING: Final = nullcontext()
 _OF_HOOKS: Final = 0x686F6F6B
@@ -217,15 +215,6 @@ class RankStreams:
             with self:
                 before.rewind()
             self._has_begun = has_begun
-
-    def drawing(self, function: Callable[..., T]) -> Callable[..., T]:
-        """Return a function that draws from this rank's own stream."""
-
-        def draw(*args: object, **kwargs: object) -> T:
-            with self:
-                return function(*args, **kwargs)
-
-        return draw
 
     # --- state -------------------------------------------------------------------------------------------------------
 

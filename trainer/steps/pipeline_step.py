@@ -161,13 +161,7 @@ class PipelineStep(SharedStep):
     def _show(self, index: int) -> None:
         """Make a micro-batch the current one, for its end hooks."""
         self.batch, self.output = self._batches[index], self._outputs.get(index)
-        self._enter(index, self.state.batches_in_epoch)
-
-    def _enter(self, index: int, batch_idx: int) -> None:
-        """Say which micro-batch runs."""
-        micro_batch = self._window[index]
-        self.metrics.batch_size = micro_batch.size
-        self.progress.train_on(micro_batch, batch_idx)
+        self.enter(self._window[index], self.state.batches_in_epoch)
 
     @property
     def splits_backward(self) -> bool:
@@ -204,7 +198,7 @@ class PipelineStep(SharedStep):
     def forward_at(self, index: int) -> object:
         """Call ``training_step`` with a micro-batch."""
         if index < len(self._batches):
-            self._enter(index, self.state.batches_in_epoch + index)
+            self.enter(self._window[index], self.state.batches_in_epoch + index)
         return self.forward(*self._argument_at(index))
 
     def loss_at(self, index: int, output: object) -> Tensor:
@@ -236,15 +230,18 @@ class PipelineStep(SharedStep):
         return self.placed.scaling.scale(loss)
 
     def _call_before_backward(self, index: int, loss: Tensor) -> None:
-        for hook in self.hooks.on_before_backward if index < len(self._batches) else ():
-            hook(loss)
+        if self.hooks.on_before_backward and index < len(self._batches):
+            with self.session.streams.common():
+                for hook in self.hooks.on_before_backward:
+                    hook(loss)
 
     def after_backward(self, index: int) -> None:
         """Call the hooks behind a backward, on every stage."""
         if self.hooks.on_after_backward and index < len(self._batches):
-            self._enter(index, self.state.batches_in_epoch + index)
-            for hook in self.hooks.on_after_backward:
-                hook()
+            self.enter(self._window[index], self.state.batches_in_epoch + index)
+            with self.session.streams.common():
+                for hook in self.hooks.on_after_backward:
+                    hook()
 
     # --- an optimizer that evaluates the loss itself -----------------------------------------------------------------
 

@@ -15,7 +15,6 @@ from echelon.strategies.distributed.nested import to_device
 from echelon.strategies.module.loss_scaling import LossScaling
 from echelon.strategies.parallel.replica import average_gradients
 from echelon.strategies.state.dtensor import multiply_all
-from echelon.trainer.data.micro_batch import MicroBatch, Window
 from echelon.trainer.data.transfer import SideStream
 from echelon.trainer.loop.host_copy import HostCopy
 from echelon.trainer.loop.loss_weights import Weights
@@ -47,19 +46,13 @@ class Numbers:
         return data
 
 
-def window(size, of_all):
-    made = Window([MicroBatch(None, size), MicroBatch(None, size)])
-    made.total_size = of_all
-    return made
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_counts_that_are_numbers_are_reduced_on_the_host(ranks):
     collectives = Numbers()
     ranks = SimpleNamespace(loss=collectives, count=collectives)
     strategy = SimpleNamespace(data_size=2, ranks=ranks, device=torch.device("cuda", 0))
     with fake_gpu() as gpu:
-        weights = Weights(window(4, 16), strategy if ranks == 2 else None)
+        weights = Weights(16, 2, strategy) if ranks == 2 else Weights(8, 2)
         for count in (3, 5):
             total = weights.weigh(Loss(torch.ones((), device=gpu, requires_grad=True), count), 4)
             assert total.device == gpu
@@ -73,7 +66,7 @@ def test_counts_that_are_tensors_stay_on_the_device():
     ranks = SimpleNamespace(loss=Numbers(), count=Numbers())
     strategy = SimpleNamespace(data_size=2, ranks=ranks, device=torch.device("cuda", 0))
     with fake_gpu() as gpu:
-        weights = Weights(window(4, 16), strategy)
+        weights = Weights(16, 2, strategy)
         count = torch.full((), 3, device=gpu)
         weights.weigh(Loss(torch.ones((), device=gpu, requires_grad=True), count), 4)
         factor = weights.correction("Loss")

@@ -9,7 +9,7 @@ from as_rank import calm_down, double_trainer, world_size
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from echelon import ModelCheckpoint, TrainModule, seed_everything
+from echelon import ModelCheckpoint, ParallelStrategy, TrainModule, seed_everything
 from echelon.testing import run_ranks
 
 
@@ -47,6 +47,12 @@ class NoiseBeforeABatch(Model):
     def on_train_batch_start(self, batch, batch_idx):
         with torch.no_grad():
             self.last.weight += 0.1 * torch.randn_like(self.last.weight)
+
+
+class NoiseBeforeZeroGrad(Model):
+    def on_before_zero_grad(self, optimizer):
+        with torch.no_grad():
+            self.last.bias += 0.1 * torch.randn(1, dtype=torch.double)
 
 
 class NoiseOnGradients(Model):
@@ -174,7 +180,10 @@ def fit(kind, size=8, epochs=2, resume=None, **settings):
     return (weights, module.masks) if kind is Masks else weights
 
 
-KINDS = (Reset, Resampled, NoiseBeforeABatch, NoiseOnGradients, NoisyOptimizer, Manual, DrawsInValidation, OnRankZero)
+KINDS = (
+    *(Reset, Resampled, NoiseBeforeABatch, NoiseBeforeZeroGrad, NoiseOnGradients),
+    *(NoisyOptimizer, Manual, DrawsInValidation, OnRankZero),
+)
 LATER = (NoiseOnGradients, NoisyOptimizer, Resampled)
 pytestmark = pytest.mark.filterwarnings("ignore:.*validation_step:UserWarning")
 
@@ -240,3 +249,36 @@ def test_rank_0_draws_in_steps_what_one_process_draws_and_seeds_of_hooks_reach_s
         assert all(same) if kind in NOTED[3:] else not any(same), kind
         others = [a[1:] == b[1:] for a, b in zip(one["step"], two["step"], strict=True)]
         assert all(others) if kind is Seeded else not any(others), kind
+
+
+class NotedAfterBackward(TrainModule):
+    """Notes what a hook draws behind each backward, of steps with dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+        self.noted = []
+
+    def training_step(self, batch, batch_idx):
+        return self.layers(batch[0]).square().mean()
+
+    def on_after_backward(self):
+        self.noted.append(torch.rand(()).item())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def note_in_a_pipeline():
+    calm_down()
+    seed_everything(3, verbose=False)
+    module, data = NotedAfterBackward(), TensorDataset(torch.ones(16, 3).double())
+    strategy = ParallelStrategy(pp=2, dp_replicate=2)
+    double_trainer(strategy=strategy, max_epochs=2, accumulate_grad_batches=2).fit(module, DataLoader(data, 2))
+    return module.noted
+
+
+def test_hooks_behind_a_backward_draw_the_same_on_all_ranks_of_a_pipeline():
+    first, *others = run_ranks(note_in_a_pipeline, 4)
+    assert len(set(first)) == len(first) == 8
+    assert all(noted == first for noted in others)
