@@ -27,7 +27,7 @@ CLOCK: Final = "echelon/clock"
 """Milliseconds for which the store has been running: the clock with which nodes decide who is alive. Unlike the time of
 day it never jumps, and it stands still while the store does."""
 
-_IDLE: Final = 60.0  # seconds without keep-alive messages after which the store ends
+_IDLE: Final = 60.0  # seconds on that clock without keep-alive messages after which the store ends
 _LINGER: Final = 3.0  # the same, once a run has ended
 _LOOK: Final = 0.25
 _TRY: Final = timedelta(seconds=10)  # a process that was just started has to import torch
@@ -114,12 +114,11 @@ def serve(address: str, port: int, file: int, *, is_kept: bool = False) -> None:
     store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=file)
     if is_kept:
         store.set(KEPT, "")
-    life, now = 0, time.monotonic()
-    last = now
-    while is_kept or now - last < (_LINGER if store.check([CLOSED]) else _IDLE):
+    idle, life, now = 0.0, 0, time.monotonic()
+    while is_kept or idle < (_LINGER if store.check([CLOSED]) else _IDLE):
         before, now = now, time.monotonic()
-        store.add(CLOCK, 1 + round(1000 * min(now - before, 2 * _LOOK)))
+        passed = min(now - before, 2 * _LOOK)  # not the time for which this process stood still
+        store.add(CLOCK, 1 + round(1000 * passed))
         time.sleep(_LOOK)
         known, life = life, store.add(LIFE, 0)
-        if life != known:
-            last = time.monotonic()
+        idle = idle + passed if life == known else 0.0

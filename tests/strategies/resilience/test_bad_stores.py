@@ -21,6 +21,7 @@ from programs import WatchedProgram, run_program
 from echelon.common.errors import ProcessError
 from echelon.strategies.cluster.tcp_store import connect_store
 from echelon.strategies.resilience.elastic_rendezvous import make_rendezvous
+from echelon.strategies.resilience.store_process import CLOCK, LIFE
 
 torch_rendezvous = pytest.importorskip("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
 LIMIT = timedelta(seconds=240)
@@ -118,6 +119,41 @@ def test_a_store_that_is_lost_in_a_run_ends_it_with_a_word(number, tmp_path):
     assert time.monotonic() - lost["at"] < 100
     told = rf"ProcessError: The store at 127\.0\.0\.1:{port} no longer answers .*; start the run again"
     assert re.search(told, done.stderr), done.stderr[-3000:]
+
+
+SERVED = """
+import sys
+from echelon.strategies.cluster.tcp_store import listen_on_address
+from echelon.strategies.resilience import store_process
+
+store_process._IDLE = 3
+port = int(sys.argv[1])
+store_process.serve("127.0.0.1", port, listen_on_address("127.0.0.1", port).detach())
+"""
+
+
+def test_a_store_that_stood_still_for_long_waits_for_its_nodes_and_ends_without_them(tmp_path):
+    port = free_port()
+    with contextlib.closing(WatchedProgram(["-c", SERVED, str(port)], folder=tmp_path)) as program:
+        store = connect_store("127.0.0.1", port, LIMIT)
+
+        def live_on(seconds):
+            """Send signs of life once a second on the store's clock, as nodes do."""
+            last, end = store.add(CLOCK, 0), time.monotonic() + seconds
+            while time.monotonic() < end:
+                if (now := store.add(CLOCK, 0)) - last >= 1000:
+                    last = now
+                    store.add(LIFE, 1)
+                time.sleep(0.05)
+
+        live_on(2)
+        for _ in range(2):
+            os.kill(program.pid, signal.SIGSTOP)
+            time.sleep(5)
+            os.kill(program.pid, signal.SIGCONT)
+            live_on(2)
+        assert program.poll() is None
+        assert program.wait(LIMIT.total_seconds()) == 0
 
 
 class Jumping(datetime):
