@@ -24,6 +24,7 @@ def test_a_step_with_a_server_stands_beside_that_of_ddp_and_a_table_moves_the_ro
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.only_in_sweep
 @pytest.mark.sweep
 def test_no_push_with_random_delays_is_staler_than_allowed_and_fast_trainers_go_to_their_bound(tmp_path):
     steps = 500 if IS_SWEEP else 150  # of two trainers

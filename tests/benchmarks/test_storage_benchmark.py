@@ -3,11 +3,13 @@
 import re
 from pathlib import Path
 
+import pytest
 from programs import run_program
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "storage.py"
 
 
+@pytest.mark.only_in_sweep
 def test_saves_steps_and_a_resume_are_measured(tmp_path):
     done = run_program(SCRIPT, "--mb", "4", "--steps", "20", "--repeats", "1", folder=tmp_path)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

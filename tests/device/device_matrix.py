@@ -44,6 +44,8 @@ DEVICE = os.environ.get("ECHELON_TEST_DEVICE", "sim")
 IN_A_SWEEP = [
     attention("tp 2 x fsdp 2", 4, takes=is_hardest, tp=2, dp_shard=2),
     stages("pp 2 x tp 2", 4, tp=2),
+    Line("hsdp", 4, takes=is_hardest),
+    Line("local_sgd", 2, note=", warm-up", make=lambda: LocalSGDStrategy(warmup_steps=100), takes=is_last),
 ] * IS_SWEEP
 OF_DEVICE = {
     line.title: line
@@ -55,8 +57,6 @@ OF_DEVICE = {
         Line("zero", 2, takes=is_last),
         Line("fsdp", 2, takes=is_dealt),
         Line("fsdp", 2, note=", offload", make=lambda: FSDPStrategy(cpu_offload=True), takes=is_last),
-        Line("hsdp", 4, takes=is_hardest),
-        Line("local_sgd", 2, note=", warm-up", make=lambda: LocalSGDStrategy(warmup_steps=100), takes=is_last),
         Line("ps", 2, note=" + 1 server", takes=is_last),
         Line("elastic", 2, takes=is_hardest),
         attention("tp x 2", 2, takes=is_last, tp=2),

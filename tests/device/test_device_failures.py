@@ -6,9 +6,10 @@ import re
 
 import device_failures as failures
 import pytest
+from sweep import only_in_sweep
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "step"])
+@pytest.mark.parametrize("where", ["forward", *only_in_sweep("backward", "step")])
 def test_memory_that_runs_out_ends_the_run_and_the_next_one_works(simulated, where):
     (kind, said), steps = simulated.call(failures.out_of_memory, where)
     assert kind == "OutOfMemoryError"
@@ -16,6 +17,7 @@ def test_memory_that_runs_out_ends_the_run_and_the_next_one_works(simulated, whe
     assert steps == 6
 
 
+@pytest.mark.only_in_sweep  # the save that runs out of memory ends all, too
 def test_memory_that_runs_out_on_one_rank_ends_all(simulated):
     kind, said = simulated.call(failures.out_of_memory_on_a_rank, "backward")
     assert kind == "OutOfMemoryError"
@@ -27,7 +29,7 @@ def test_the_largest_batch_that_fits_is_found(simulated):
     assert simulated.call(failures.found_batch_size) == 16
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", *only_in_sweep("fsdp")])
 def test_a_device_that_is_lost_ends_all_ranks_with_its_error(simulated, strategy):
     kind, said = simulated.call(failures.lost_device, strategy)
     assert kind == "RuntimeError"
@@ -35,7 +37,7 @@ def test_a_device_that_is_lost_ends_all_ranks_with_its_error(simulated, strategy
     assert "Raised on rank 1 of 2" in said
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", *only_in_sweep("fsdp")])
 def test_ranks_with_devices_of_different_types_end_before_they_send_anything(elsewhere, strategy):
     kind, said = elsewhere.call(failures.unlike_devices, strategy)
     assert kind == "ConfigError"
@@ -55,10 +57,9 @@ def held(folder, device):
     ("strategy", "devices", "place"),
     [
         ("single", [1], ""),
-        ("dp", [0, 1], ""),
-        ("device_map", [0, 1], ""),
+        *only_in_sweep(("dp", [0, 1], ""), ("device_map", [0, 1], "")),
         ("ddp", 2, "Raised on rank 1 of 2"),
-        ("fsdp", 3, "Raised on rank 1 of 3"),
+        *only_in_sweep(("fsdp", 3, "Raised on rank 1 of 3")),
     ],
 )
 def test_a_device_that_another_process_holds_ends_all_ranks_and_is_named(simulated, tmp_path, strategy, devices, place):
@@ -71,6 +72,7 @@ def test_a_device_that_another_process_holds_ends_all_ranks_and_is_named(simulat
     assert steps == []
 
 
+@pytest.mark.only_in_sweep  # what is held is named, above
 @pytest.mark.parametrize(("strategy", "devices"), [("single", [2]), ("dp", [0, 2]), ("ddp", [0, 2])])
 def test_devices_beside_one_that_is_held_train(simulated, tmp_path, strategy, devices):
     with held(tmp_path, 1):
@@ -79,7 +81,7 @@ def test_devices_beside_one_that_is_held_train(simulated, tmp_path, strategy, de
     assert steps == [6]
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp"])
+@pytest.mark.parametrize("strategy", [*only_in_sweep("single"), "ddp"])
 def test_memory_that_runs_out_in_a_save_ends_all_ranks_and_leaves_the_checkpoints_before(simulated, tmp_path, strategy):
     (kind, said), steps = simulated.call(failures.saved_when_full, strategy, str(tmp_path))
     assert kind == "OutOfMemoryError"
@@ -88,7 +90,7 @@ def test_memory_that_runs_out_in_a_save_ends_all_ranks_and_leaves_the_checkpoint
     assert steps == 6
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "pp"])
+@pytest.mark.parametrize("strategy", ["fsdp", *only_in_sweep("pp")])
 def test_shards_and_stages_are_saved_without_memory_of_the_device(simulated, tmp_path, strategy):
     assert simulated.call(failures.saved_when_full, strategy, str(tmp_path)) == (("nothing", ""), 6)
     assert {path.name for path in tmp_path.iterdir()} == {"before", "full"}

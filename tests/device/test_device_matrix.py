@@ -53,7 +53,7 @@ def test_a_step_that_waits_is_seen_with_its_line(simulated):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("title", ["single", "ddp x 2", *["dp x 2", "device_map x 2", "ps x 2 + 1 server"] * IS_SWEEP])
+@pytest.mark.parametrize("title", ["single", *["ddp x 2", "dp x 2", "device_map x 2", "ps x 2 + 1 server"] * IS_SWEEP])
 def test_an_accelerator_that_others_register_needs_no_streams_and_no_generators(plain, title):
     check(plain.call(device_matrix.results, title, timeout=200.0)[0])
 

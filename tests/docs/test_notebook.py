@@ -7,11 +7,13 @@ but its console, which tests/callbacks/test_progress.py looks at, and 86 MB of p
 import json
 from pathlib import Path
 
+import pytest
 from programs import run_program
 
 NOTEBOOK = Path(__file__).parents[2] / "docs" / "one_to_many.ipynb"
 
 
+@pytest.mark.only_in_sweep  # examples/digits.py runs elsewhere
 def test_the_notebook_prints_what_stands_below_its_cells(tmp_path):
     content = json.loads(NOTEBOOK.read_text())
     cells = [cell for cell in content["cells"] if cell["cell_type"] == "code"]

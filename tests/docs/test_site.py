@@ -35,6 +35,9 @@ QUICK = {
 """Without the pages of sources, and a list of methods in the margins, which take most of the time."""
 
 
+pytestmark = pytest.mark.only_in_sweep  # `make docs` builds it, too
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """Build it; in a sweep as `make docs` does."""

@@ -39,12 +39,14 @@ def undisturbed(run_of):
             marks=pytest.mark.only_in_sweep,
         ),
         pytest.param({"chaos": "lose:node=1@snapshot=2", "strategy": "fsdp"}, id="snapshot"),
-        pytest.param({"chaos": "lose:node=0+delay=0.002@snapshot=2"}, id="snapshot_of_the_first"),
+        pytest.param(
+            {"chaos": "lose:node=0+delay=0.002@snapshot=2"}, id="snapshot_of_the_first", marks=pytest.mark.only_in_sweep
+        ),
         pytest.param({"lost_at": "commit", "checkpoint_every": 5, "snapshot_every": 0}, id="checkpoint_commit"),
         pytest.param(
             {"chaos": "lose:node=1@validation=1", "epochs": 3}, id="evaluation", marks=pytest.mark.only_in_sweep
         ),
-        pytest.param({"lost_at": "on_train_end"}, id="shutdown"),
+        pytest.param({"lost_at": "on_train_end"}, id="shutdown", marks=pytest.mark.only_in_sweep),
     ],
 )
 def test_a_node_is_lost(memory_path, run_of, what):
@@ -53,6 +55,7 @@ def test_a_node_is_lost(memory_path, run_of, what):
     nodes.check_no_scar(weights, run_of(what.get("epochs", EPOCHS)))
 
 
+@pytest.mark.only_in_sweep
 def test_workers_whose_agent_is_stopped_do_not_train_beside_those_that_go_on_without_them(memory_path, undisturbed):
     with nodes_of_a_run(memory_path, replace(TWO, last_call=1.0)) as nodes:
         nodes.hold_after(4)
@@ -85,6 +88,7 @@ def test_a_node_that_comes_back_does_not_go_on_from_a_step_behind_which_another_
     nodes.check_no_scar(weights, undisturbed)
 
 
+@pytest.mark.only_in_sweep
 def test_a_node_is_lost_while_it_waits_for_others(memory_path, undisturbed):
     with nodes_of_a_run(memory_path, TWO) as nodes:
         lost = nodes.start(0, nodes="2")

@@ -25,6 +25,7 @@ def test_a_worker_is_killed(memory_path: Any, undisturbed: Any) -> None:
     assert difference(weights, undisturbed.weights) <= EXACT
 
 
+@pytest.mark.only_in_sweep
 def test_a_node_is_lost_and_the_other_goes_on_with_fewer_shards(memory_path: Any, undisturbed: Any) -> None:
     with nodes_of_a_run(memory_path, TWO) as nodes:
         weights = nodes.lose_one(chaos="lose:node=1@step=5")

@@ -10,6 +10,7 @@ from two_nodes import two_nodes
 SCRIPT = Path(__file__).with_name("soak_nodes.py")
 
 
+@pytest.mark.only_in_sweep
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "kinds", [("jump", "partition"), pytest.param(("stop_node", "kill_agent"), marks=pytest.mark.only_in_sweep)]

@@ -54,6 +54,7 @@ def moments(state):
     return {f"{name}, {key}": value for name, of_one in of_all for key, value in of_one.items()}
 
 
+@pytest.mark.only_in_sweep
 @pytest.mark.parametrize(("number", "which"), [*enumerate(f"{a}, then {b}" for a, b in pairwise(["one", *ORDER]))])
 def test_a_layout_after_another_is_as_one_process(states, number, which):
     expected, found = states[0], states[number + 1]

@@ -9,6 +9,7 @@ from programs import run_program
 SCRIPT = Path(__file__).parents[2] / "examples" / "classify.py"
 
 
+@pytest.mark.only_in_sweep
 def test_the_backbone_adds_to_what_a_head_has_learned_on_shards(tmp_path):
     pytest.importorskip("transformers")
     short = ("--base-epochs", "2", "--head-epochs", "1", "--epochs", "2", "--strategy", "fsdp", "--devices", "2")

@@ -80,6 +80,7 @@ def test_the_tensorboard_page_of_digits_shows_its_scalars(demo, chromium):
     assert f"{accuracy_in(output):.4f}" in cards["accuracy/test"]
 
 
+@pytest.mark.only_in_sweep  # tests/examples/test_gpt_example.py trains it in every layout
 def test_gpt_learns_that_bytes_are_not_alike_and_prints_a_sample(tmp_path):
     output = run(tmp_path, str(EXAMPLES / "gpt.py"), "--max-steps", "8")
     loss = re.search(r"loss/train=([\d.]+)", output)

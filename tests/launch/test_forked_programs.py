@@ -2,6 +2,7 @@
 
 from multiprocessing import forkserver
 
+import pytest
 from programs import run_program
 
 from echelon.strategies.launch.fork_server import preload_modules
@@ -9,6 +10,7 @@ from echelon.strategies.launch.fork_server import preload_modules
 CODE = "import os, sys; print('wave' in sys.modules, os.getppid())"
 
 
+@pytest.mark.only_in_sweep  # of the tests' own helpers
 def test_a_program_does_not_see_what_the_fork_server_has_imported_for_others(tmp_path):
     forkserver._forkserver._stop()
     preload_modules(("wave",))

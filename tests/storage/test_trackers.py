@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from small import Regression, loader, quiet
+from sweep import only_in_sweep
 
 from echelon import MLFlowLogger, ModelCheckpoint, WandbLogger
 from echelon.common.storage import as_path
@@ -14,7 +15,7 @@ from echelon.trainer.loggers.tracker import LoggedCheckpoint
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
 
 
-@pytest.mark.parametrize("single_file", [False, True])
+@pytest.mark.parametrize("single_file", [*only_in_sweep(False), True])
 def test_mlflow_gets_a_copy_of_a_checkpoint_in_a_bucket(single_file, bucket, tmp_path, monkeypatch):
     pytest.importorskip("mlflow")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

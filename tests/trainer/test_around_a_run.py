@@ -39,7 +39,7 @@ STRATEGIES = {
 
 
 LAUNCHED = [name for name in STRATEGIES if name not in ("single", "dp")]
-ON_RANKS = LAUNCHED if IS_SWEEP else ["zero", "local_sgd", "fsdp", "ps, async"]
+ON_RANKS = LAUNCHED if IS_SWEEP else ["zero", "fsdp", "ps, async"]
 AROUND = LAUNCHED if IS_SWEEP else ["ddp", "fsdp", "hsdp", "elastic", "ps"]
 """Each strategy is in one of them, and shards are in both."""
 

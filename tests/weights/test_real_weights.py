@@ -40,7 +40,7 @@ BESIDE = {
 KINDS = ("minilm", "smollm2")
 CASES = [*(("minilm", layout) for layout in (LAYOUTS if IS_SWEEP else ("zero",))), ("smollm2", "pp 2")]
 """Those that are quick; `every_layout.py` runs all of them, by hand. Under fsdp, SmolLM2 becomes a folder as well."""
-CASES_BESIDE = [("smollm2", "tp 3, deferred"), *[("minilm", "fsdp, recomputed")] * IS_SWEEP]
+CASES_BESIDE = [("smollm2", "tp 3, deferred"), ("minilm", "fsdp, recomputed")] * IS_SWEEP
 ADAPTERS = [("minilm", "ddp")]
 NUMBERS = sorted({(LAYOUTS | BESIDE)[layout][0] for _, layout in [*CASES, *CASES_BESIDE, *ADAPTERS]})
 ROUNDING = 2e-5

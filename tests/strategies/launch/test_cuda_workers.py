@@ -53,6 +53,7 @@ def run(tmp_path, before=""):
     return subprocess.run(command, capture_output=True, text=True, timeout=440, check=False, env=variables)
 
 
+@pytest.mark.only_in_sweep
 @pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this build of torch cannot ask for devices")
 def test_a_module_that_asks_for_devices_when_it_is_imported_is_named_and_left_to_the_workers(tmp_path):
     done = run(tmp_path)

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from echelon.strategies.launch.fork_server import preload_modules
 
 
@@ -16,6 +18,7 @@ def test_threads_that_ask_for_it_at_once_leave_the_environment_as_it_was():
     assert dict(os.environ) == before
 
 
+@pytest.mark.only_in_sweep
 def test_nothing_is_written_after_the_end_of_the_program():
     program = "from echelon.testing import run_ranks; import os; run_ranks(os.getpid, 1); print('the end')"
     # returns once the fork server, which ends last, has closed what it inherited

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from programs import run_program
+from sweep import only_in_sweep
 
 from echelon.strategies.launch import launcher
 from echelon.testing import run_ranks
@@ -35,7 +36,7 @@ def test_nothing_stays_of_launches(tmp_path):
 
 
 @linux_only
-@pytest.mark.parametrize("trainers", [1, 2])
+@pytest.mark.parametrize("trainers", [*only_in_sweep(1), 2])
 def test_nothing_stays_of_fits_with_a_parameter_server(trainers, tmp_path):
     """One trainer is this process, whose servers are started by another process each time."""
     words = ["--json", "--strategy", "ps", "--trainers", str(trainers), "--launches", "3"]

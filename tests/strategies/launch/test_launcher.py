@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from ports import free_port
 from programs import WatchedProgram, run_program
+from sweep import only_in_sweep
 
 from echelon import ModelCheckpoint
 from echelon.common.errors import ConfigError, ProcessError
@@ -140,7 +141,7 @@ print("began once", net.doubled().tolist())
 """
 
 
-@pytest.mark.parametrize("file", ["program.py", "-"], ids=["in a file", "typed in"])
+@pytest.mark.parametrize("file", ["program.py", *only_in_sweep("-")], ids=["in a file", "typed in"])
 def test_a_plain_program_needs_no_guard_and_its_own_classes_travel(tmp_path, file):
     (tmp_path / "program.py").write_text(PROGRAM)
     if file == "-":

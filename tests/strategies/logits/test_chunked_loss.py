@@ -205,6 +205,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.only_in_sweep  # a measurement
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux resets a process's peak of memory")
 def test_the_peak_of_memory_is_a_fifth_of_that_with_logits():

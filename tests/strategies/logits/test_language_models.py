@@ -56,6 +56,7 @@ def test_a_softcapped_model_trains_as_with_logits_on_every_layout():
     check([("gemma3", layout) for layout in LAYOUTS])
 
 
+@pytest.mark.only_in_sweep  # the other tests of this file have the three families that most people train
 @pytest.mark.sweep
 @pytest.mark.slow
 def test_eight_other_families_train_as_with_logits_on_layouts():

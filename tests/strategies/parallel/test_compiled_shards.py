@@ -28,6 +28,7 @@ def step_in_turns(folder):
     return whole
 
 
+@pytest.mark.only_in_sweep  # it compiles C++ for a minute
 @pytest.mark.slow  # two compilations
 def test_a_function_compiled_for_a_shard_is_not_used_for_another_ranks_shard(tmp_path):
     for whole in run_ranks(step_in_turns, 2, str(tmp_path), timeout=200):

@@ -171,6 +171,7 @@ def pipeline(tmp_path_factory):
     return folder
 
 
+@pytest.mark.only_in_sweep  # timm is read and written in every layout, too
 def test_a_pipeline_is_written_whole_with_its_trained_part_from_every_layout(pipeline, tmp_path):
     import diffusers
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from ports import free_port
 from programs import WatchedProgram, run_program
+from sweep import only_in_sweep
 
 from echelon.common.errors import ProcessError
 from echelon.strategies.cluster.tcp_store import connect_store
@@ -182,7 +183,7 @@ node.release()
 """
 
 
-@pytest.mark.parametrize("seconds", [30, -30])
+@pytest.mark.parametrize("seconds", [30, *only_in_sweep(-30)])
 def test_a_clock_that_jumps_loses_nobody(seconds, monkeypatch, tmp_path):
     endpoint, run_id = f"127.0.0.1:{free_port()}", uuid.uuid4().hex
     other = WatchedProgram(["-c", OTHER, endpoint, run_id], folder=tmp_path)

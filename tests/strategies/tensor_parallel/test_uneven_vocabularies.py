@@ -1,5 +1,6 @@
 """Embeddings and heads whose vocabulary ranks cannot share evenly: steps, words and checkpoints of one process."""
 
+import pytest
 import torch
 from as_rank import calm_down
 from cut_run import fit_words
@@ -69,6 +70,7 @@ def train_cut(folder):
     return found
 
 
+@pytest.mark.only_in_sweep
 def test_steps_words_and_checkpoints_are_those_of_one_process(tmp_path):
     whole = {}
     for name in MODELS:

@@ -294,6 +294,7 @@ def train_with_settings():
     return found
 
 
+@pytest.mark.only_in_sweep  # each way to use them has the defaults
 @pytest.mark.sweep
 def test_settings_keep_the_numbers():
     alike = {name: fit(Words, **settings)[2] for name, (_, settings) in SETTINGS.items()}

@@ -74,6 +74,7 @@ def train(strategy: Any, folder: Path, steps: int, ckpt_path: str | None = None)
     return trainer.global_step
 
 
+@pytest.mark.only_in_sweep  # a measurement
 def test_shards_fit_where_the_whole_does_not(memory_path: Path) -> None:
     assert run_ranks(train, 4, FSDPStrategy(), memory_path, 1) == [1] * 4
     assert run_ranks(train, 4, FSDPStrategy(), memory_path, 2, "last") == [2] * 4

@@ -142,6 +142,7 @@ def told(folder, *, room=0, **values):
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=300)
 
 
+@pytest.mark.only_in_sweep
 def test_a_run_trains_with_what_was_chosen(tmp_path):
     width = 768
     state = 16 * DEPTH * (width * width + width)

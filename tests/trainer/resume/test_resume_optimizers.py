@@ -157,6 +157,7 @@ def across_layouts(root):
         fit(Net(OPTIMIZERS[name]), folder / strategy, 4, folder / "whole/epoch=0-step=2.ckpt", strategy=strategy)
 
 
+@pytest.mark.only_in_sweep
 @pytest.mark.sweep
 def test_state_keeps_its_dtypes_from_one_layout_to_another(memory_path):
     for name, make in OPTIMIZERS.items():

@@ -46,10 +46,17 @@ SHOWN_BY_OTHERS = (
 """Scenarios beside which there is one for ranks that does the same in a harder way."""
 
 
+IN_NEW_PROGRAMS = (OF_STRATEGIES[-1], ("elastic", "a_fit_in_a_fork"))
+"""Scenarios with ranks for which torch is imported several times."""
+
+
 def cases(pairs: list[tuple[str, str]]) -> list[Any]:
     """Return strategies and scenarios; what others show is left to a sweep."""
-    # "ps" has the same without streams, which imports torch anew
-    left = {("single", OF_STRATEGIES[-1][1]), *((name, other) for name in CHEAP for other in SHOWN_BY_OTHERS)}
+    left = {
+        *IN_NEW_PROGRAMS,
+        ("single", OF_STRATEGIES[-1][1]),
+        *((name, other) for name in CHEAP for other in SHOWN_BY_OTHERS),
+    }
     return [pytest.param(*pair, marks=[pytest.mark.only_in_sweep] * (pair in left)) for pair in pairs]
 
 
