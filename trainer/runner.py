@@ -321,8 +321,8 @@ class Runner:
         if strategy.rank:
             tell_loggers(self.loggers, "silence")
         if request.task == "fit":
-            go_on(session)
-        hold_and_choose(session, request.ckpt_path, is_link=is_link)
+            session.resumed_from = go_on(session) or session.resumed_from
+        session.resumed_from = hold_and_choose(session, request.ckpt_path, is_link=is_link)
         if request.task == "fit":
             versions = strategy.ranks.all.on_first_rank(partial(open_loggers, session))
             note_run(session, versions)

@@ -45,16 +45,16 @@ class _Notes:
     checkpoint: AnyPath | None
 
 
-def go_on(session: Session) -> None:
-    """Make a restarted run resume from its newest state, in memory or on disk, and log where it logged before.
+def go_on(session: Session) -> AnyPath | None:
+    """Return the newest state of a restarted run, in memory or on disk, and make it log where it logged before.
 
-    A run that had saved nothing yet keeps its folders and starts again. In a program with several fits, so does one
-    that had ended without a checkpoint. Collective: every rank calls it, before loggers are opened.
+    None for another run. A run that had saved nothing yet keeps its folders and starts again. In a program with several
+    fits, so does one that had ended without a checkpoint. Collective: every rank calls it, before loggers are opened.
     """
     strategy = session.strategy
     supervisor: Supervisor | None = strategy.launcher.supervisor
     if supervisor is None:
-        return
+        return None
     recovery = session.recovery = RestartableFit(next(_FITS), checkpoint.MemoryWriter(supervisor.snapshots))
     in_memory = supervisor.snapshots.agree(strategy.ranks.all.on_first_rank(partial(_read_returns, supervisor)))
     least = -1 if in_memory is None else in_memory.step
@@ -68,7 +68,7 @@ def go_on(session: Session) -> None:
     notes = strategy.ranks.all.on_first_rank(partial(_recall_notes, supervisor, recovery.fit, least, known, verify))
     if notes is None:
         supervisor.snapshots.clear()
-        return
+        return None
     recovery.is_restarted = True
     # a run that has saved nothing would otherwise choose new ones
     session.state.seed, session.state.data_size = notes.seed, notes.data_size
@@ -77,12 +77,12 @@ def go_on(session: Session) -> None:
     session.saves.note(path)
     if in_memory is not None and notes.owns_snapshots and in_memory.step >= step:
         step, path = in_memory.step, in_memory.path
-    if path is not None:
-        session.resumed_from = path
     if strategy.rank == 0:
         _note_return(supervisor, recovery.fit, 0 if path is None else step)
-        where = "the beginning" if session.resumed_from is None else f"step {step}, {session.resumed_from}"
+        start = session.resumed_from if path is None else path
+        where = "the beginning" if start is None else f"step {step}, {start}"
         _log.warning("Round %d of the run resumes from %s", supervisor.round.number, where)
+    return path
 
 
 def note_run(session: Session, versions: Sequence[int | str | None]) -> None:

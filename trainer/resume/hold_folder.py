@@ -34,22 +34,24 @@ def names_a_link(session: Session, ckpt_path: str | AnyPath | None) -> bool:
     return session.strategy.ranks.all.on_first_rank(is_link)
 
 
-def hold_and_choose(session: Session, ckpt_path: str | AnyPath | None, *, is_link: bool) -> None:
-    """Hold the folders in which a fit will save, and choose again where it resumes from ``last`` or another link.
+def hold_and_choose(session: Session, ckpt_path: str | AnyPath | None, *, is_link: bool) -> AnyPath | None:
+    """Hold the folders in which a fit will save; return where it resumes, chosen again for ``last`` or another link.
 
     The last checkpoint is that of which the nodes have all parts. Collective: every rank calls it.
 
     Raises:
         CheckpointError: if another run holds one of the folders, and does not end soon; or if no node has a part.
     """
+    found = session.resumed_from
     if is_link and session.task == "fit" and not session.is_restarted:
-        session.resumed_from = session.strategy.ranks.all.on_first_rank(partial(_hold_and_choose, session))
+        found = session.strategy.ranks.all.on_first_rank(partial(_hold_and_choose, session))
     if ckpt_path == "last" and not session.is_restarted:
         where = session.loggers, _find_savers(session)[0], session.run.default_root_dir
-        session.resumed_from = last_across_nodes(
-            *(session.resumed_from, session.strategy, partial(folders_of_runs, *where)),
-            part="loop" if session.task == "fit" else None,
+        is_fit = session.task == "fit"
+        return last_across_nodes(
+            found, session.strategy, partial(folders_of_runs, *where), part="loop" if is_fit else None
         )
+    return found
 
 
 def _hold_and_choose(session: Session) -> AnyPath | None:
