@@ -11,6 +11,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "model_parallel.py"
 LAYOUTS = ["tp 2", "tp 2 x fsdp 2"] if IS_SWEEP else ["tp 2"]
 
 
+@pytest.mark.only_in_sweep
 @pytest.mark.sweep
 def test_a_rank_holds_what_the_plan_says_and_keeps_its_part_of_sequences(tmp_path):
     size = ("--steps", "1", "--warmup", "0", "--rounds", "1", "--contests", "1", "--json")

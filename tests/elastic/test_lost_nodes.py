@@ -72,6 +72,7 @@ def test_workers_whose_agent_is_stopped_do_not_train_beside_those_that_go_on_wit
     assert rounds == sorted(rounds)
 
 
+@pytest.mark.only_in_sweep
 def test_a_node_that_comes_back_does_not_go_on_from_a_step_behind_which_another_had_gone(memory_path, undisturbed):
     with nodes_of_a_run(memory_path, replace(TWO, last_call=1.0)) as nodes:
         nodes.hold_after(9)

@@ -152,6 +152,7 @@ def test_whatever_befalls_the_workers_the_run_takes_the_same_steps(memory_path, 
     assert sum("chaos_monkey.py" in text and "_act" in text for text in stacks.values()) == 1
 
 
+@pytest.mark.only_in_sweep
 def test_the_fork_server_is_killed(memory_path, undisturbed, rounds):
     weights = fit(memory_path, killing := KillsTheForkServer(memory_path, step=8))
     assert difference(weights, undisturbed.weights) <= EXACT

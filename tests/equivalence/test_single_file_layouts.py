@@ -84,6 +84,7 @@ def on_two_ranks(root: Path) -> dict[str, list[dict[str, Tensor]]]:
     return ends
 
 
+@pytest.mark.only_in_sweep
 @pytest.mark.timeout(400)
 def test_a_file_holds_what_the_folder_holds_and_resumes_anywhere(tmp_path: Path) -> None:
     ends = run_ranks(on_two_ranks, 2, tmp_path, timeout=300)[0]

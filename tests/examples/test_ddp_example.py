@@ -37,6 +37,7 @@ def rungs(tmp_path_factory):
     return run(tmp_path_factory.mktemp("rungs"), "-W", "error", "-c", code)
 
 
+@pytest.mark.only_in_sweep  # the matrix has them
 def test_one_process_two_devices_and_two_processes_end_with_the_same_numbers(rungs):
     output, _ = rungs
     one, dp, ddp = numbers(output)

@@ -52,6 +52,7 @@ def test_folders_of_images_are_trained_on_and_the_newest_checkpoint_evaluated(im
     assert "'global_step': 3" in str(state)  # 10 images in batches of 4
 
 
+@pytest.mark.only_in_sweep
 def test_two_processes_train_on_made_up_images(tmp_path):
     small = ("data.size=32", "data.batch_size=6", "data.workers=0", "trainer.strategy=ddp", "trainer.devices=2")
     short = (

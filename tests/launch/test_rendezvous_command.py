@@ -41,6 +41,7 @@ def meet(endpoint, run_id):
     return where
 
 
+@pytest.mark.only_in_sweep
 def test_it_keeps_runs_apart_knows_which_are_over_and_ends_when_it_is_told_to():
     endpoint = f"127.0.0.1:{free_port()}"
     with rendezvous(endpoint) as process:

@@ -30,6 +30,7 @@ def run(nodes, servers, address, port):
     )
 
 
+@pytest.mark.only_in_sweep
 @pytest.mark.parametrize(("servers", "places"), [("nodes", [0, 1]), ("2", [0, 0])])
 def test_nodes_take_the_steps_of_one_process_and_listen_in_their_network_alone(nodes, servers, places):
     ended = run(nodes, servers, nodes[0].main_address, "29401")

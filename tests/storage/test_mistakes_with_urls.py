@@ -142,6 +142,7 @@ def test_an_endpoint_where_nobody_listens(bucket, monkeypatch):
             fit(f"{bucket}/runs")
 
 
+@pytest.mark.only_in_sweep  # test_store.py has a silent one
 def test_an_endpoint_that_never_answers(bucket, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")

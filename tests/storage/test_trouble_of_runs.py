@@ -79,6 +79,7 @@ def test_a_save_that_is_cut_off_after_any_request_leaves_every_earlier_checkpoin
         assert loads(one.path)
 
 
+@pytest.mark.only_in_sweep
 @pytest.mark.sweep
 def test_a_removal_that_is_cut_off_after_any_request_leaves_the_others(proxy, bucket):
     folder = as_path(bucket) / "runs"

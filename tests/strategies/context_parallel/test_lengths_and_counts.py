@@ -191,6 +191,7 @@ def run_once(degrees: dict[str, int]) -> Any:
     return run(degrees, is_first=False)["counted"]
 
 
+@pytest.mark.only_in_sweep
 def test_a_sequence_that_is_longer_on_one_data_rank_only_is_compared_on_all() -> None:
     ends = run_ranks(run_shards, 4, {"cp": 2, "dp_shard": 2}, timeout=400)
     assert all(end[0]["samples"] == 12 for end, _ in ends)

@@ -99,6 +99,7 @@ def compare(size: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.only_in_sweep
 @pytest.mark.sweep
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.only_in_sweep)])
 def test_keys_of_a_window_are_exchanged_as_far_as_it_reaches(size: int) -> None:

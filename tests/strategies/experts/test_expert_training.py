@@ -219,6 +219,7 @@ def on_ranks(function: Any, *args: Any) -> dict[Any, Any]:
     return {key: value for end in ends for key, value in end.items()}
 
 
+@pytest.mark.only_in_sweep  # test_load_matrix.py has the layouts without experts
 @pytest.mark.sweep
 def test_every_layout_resumes_from_the_checkpoints_of_others(tmp_path: Path) -> None:
     expected = mixture("single", tmp_path / "whole", LAST).strategy.full_model_state()

@@ -52,6 +52,7 @@ def check(pairs):
                 )
 
 
+@pytest.mark.only_in_sweep
 def test_a_softcapped_model_trains_as_with_logits_on_every_layout():
     check([("gemma3", layout) for layout in LAYOUTS])
 

@@ -134,6 +134,7 @@ def ends() -> list[dict[str, Any]]:
     return run_ranks(train_all, 2, timeout=440)
 
 
+@pytest.mark.only_in_sweep
 def test_hooks_metrics_and_containers_are_those_of_one_process(ends: list[dict[str, Any]]) -> None:
     alone = train("single")
     everything = alone.pop("held")

@@ -307,6 +307,7 @@ def train_sharded(degrees: dict[str, Any]) -> dict[str, Any]:
     return {"right": right, "shared": what_is_said(Shared, degrees)}
 
 
+@pytest.mark.only_in_sweep
 def test_layers_that_are_cut_as_well_are_compared_whole() -> None:
     plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
     for end in run_ranks(train_cut, 4, {"pp": 2, "tp": 2, "tp_plan": plan}, timeout=400):

@@ -244,6 +244,7 @@ def mistakes(folder: Path) -> dict[str, Any]:
     return told
 
 
+@pytest.mark.only_in_sweep  # test_stages_and_parts.py has each comparison
 def test_the_first_step_compares_the_parts_of_all_stages_with_whole_sequences(tmp_path: Path) -> None:
     alone = train_on_means("single")
     for told in run_ranks(mistakes, 4, tmp_path, timeout=300):

@@ -113,6 +113,7 @@ def alone(tmp_path_factory):
     return folder, expected
 
 
+@pytest.mark.only_in_sweep
 @pytest.mark.parametrize("layout", [pytest.param("ddp", marks=pytest.mark.only_in_sweep), "fsdp"])
 def test_a_killed_run_goes_on_bitwise_and_trains_as_one_process(layout, alone):
     folder, expected = alone

@@ -3,6 +3,7 @@
 import copy
 from itertools import product
 
+import pytest
 import torch
 from torch import nn
 
@@ -135,6 +136,7 @@ def check_amid_checkpointing():
     return errors
 
 
+@pytest.mark.only_in_sweep
 def test_activations_may_be_checkpointed_before_and_after_the_cut():
     for errors in run_ranks(check_amid_checkpointing, 2, timeout=480):
         assert len(errors) == 8

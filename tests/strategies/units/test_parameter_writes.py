@@ -380,6 +380,7 @@ def train_with_settings():
     }
 
 
+@pytest.mark.only_in_sweep
 def test_settings_keep_what_is_written():
     expected = {name: fit(kind, **settings) for name, (kind, _, settings) in SETTINGS.items()}
     for rank in run_ranks(train_with_settings, 2):
@@ -411,6 +412,7 @@ def train_on_meshes():
     }
 
 
+@pytest.mark.only_in_sweep
 def test_replicas_and_tensor_parallel_ranks_keep_what_is_written():
     expected = {kind.__name__: fit(kind, max_epochs=1) for kind in (Cut, CutCodebook)}
     for rank in run_ranks(train_on_meshes, 4):

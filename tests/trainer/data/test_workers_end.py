@@ -58,6 +58,7 @@ def test_a_trainer_inside_another_leaves_the_others_workers(new_children):
     assert not new_children()
 
 
+@pytest.mark.only_in_sweep
 def test_persistent_workers_of_the_users_loader_read_the_next_run():
     validation = loader(16, num_workers=2, persistent_workers=True)
     for _ in range(2):

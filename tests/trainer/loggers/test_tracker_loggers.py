@@ -202,6 +202,7 @@ class KilledOnce(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.only_in_sweep
 @pytest.mark.sweep
 def test_a_launched_run_whose_rank_0_is_killed_is_one_curve(tmp_path: Path) -> None:
     loggers = both(tmp_path) if IS_SWEEP else both(tmp_path)[1:]  # each process imports MLflow for a second

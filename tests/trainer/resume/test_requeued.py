@@ -117,6 +117,7 @@ def test_the_second_job_goes_on_from_what_the_first_saves_while_it_ends(place, b
         first.close()
 
 
+@pytest.mark.only_in_sweep
 def test_the_processes_of_a_launch_that_is_killed_end_with_it_and_leave_its_folder(tmp_path):
     first = job(tmp_path, "dirpath", 2, "first", "strategy=ddp", "devices=2", launch=True)
     pids: list[int] = []
