@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from as_rank import calm_down, double_trainer
-from sweep import dealt
+from sweep import IS_SWEEP, dealt
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -37,9 +37,10 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 LAYOUTS = {
     "ep 2": (2, partial(ParallelStrategy, dp_shard=2, ep=2, deferred_init=True)),
-    "fsdp 2 x ep 2": (4, partial(ParallelStrategy, dp_shard=4, ep=2, deferred_init=True)),
     "pp 2 x ep 2": (4, partial(ParallelStrategy, pp=2, dp_shard=2, ep=2, deferred_init=True)),
 }
+if IS_SWEEP:
+    LAYOUTS["fsdp 2 x ep 2"] = 4, partial(ParallelStrategy, dp_shard=4, ep=2, deferred_init=True)
 TOKENS = torch.randint(24, (8, 8), generator=torch.Generator().manual_seed(3))
 
 

@@ -17,14 +17,14 @@ def parallel(**degrees):
 
 
 LAYOUTS = {
-    "hsdp": ({"_target_": "echelon.FSDPStrategy", "replicate": 2}, {}),
     "tp x cp": (parallel(tp=2, cp=2), {}),
     "pp x fsdp": (parallel(pp=2), {"accumulate_grad_batches": 2, "precision": "bf16-mixed"}),
-    "ep x fsdp": (parallel(dp_shard=4, ep=2), {}),
 }
-ASKED = {"hsdp": (3,), "tp x cp": (1,), "pp x fsdp": (3,), "ep x fsdp": (0,)}
+ASKED = {"tp x cp": (1,), "pp x fsdp": (3,)}
 if IS_SWEEP:
     LAYOUTS |= {
+        "hsdp": ({"_target_": "echelon.FSDPStrategy", "replicate": 2}, {}),
+        "ep x fsdp": (parallel(dp_shard=4, ep=2), {}),
         "ddp": ("ddp", {}),
         "fsdp": ("fsdp", {}),
         "tp x fsdp": (parallel(tp=2), {}),

@@ -385,8 +385,8 @@ def lines(caplog: Any) -> list[str]:
 
 def test_one_line_is_said_and_a_switch_turns_it_off(caplog, monkeypatch):
     caplog.set_level(logging.INFO, "echelon")
-    monkeypatch.setitem(TimeAdvisor.__init__.__kwdefaults__, "seconds", 1.0)  # this program takes no ten
-    module, loader = Many(100, 200_000), DataLoader(rows(STEPS + 20), 1)
+    monkeypatch.setitem(TimeAdvisor.__init__.__kwdefaults__, "seconds", 0.1)  # this program takes no ten
+    module, loader = Many(100, 20_000), DataLoader(rows(STEPS + 20), 1)
     quiet(max_epochs=1).fit(module, loader)
     assert len(lines(caplog)) == 1 and "fused=True" in lines(caplog)[0]
     caplog.clear()

@@ -205,6 +205,7 @@ fit("ddp", 2)
 """
 
 
+@pytest.mark.only_in_sweep  # around_fit has sigint under most strategies
 def test_ctrl_c_says_where_to_go_on_without_a_traceback(tmp_path: Path) -> None:
     """A program shows the interrupt of one process as its end would, and ends with that of ranks."""
     # a separate interpreter, as only that shows how a program ends

@@ -162,6 +162,7 @@ class Stacked(Sound):
         return self.last(x)
 
 
+@pytest.mark.only_in_sweep
 @pytest.mark.sweep
 def test_stages_of_each_schedule_are_the_same():
     schedules = ("gpipe", "interleaved_1f1b", "dualpipe_v") if IS_SWEEP else ("dualpipe_v",)
