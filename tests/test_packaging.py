@@ -143,7 +143,7 @@ def test_an_installed_wheel_trains_on_two_processes_from_a_script_anywhere(envir
     assert "ranks 2.0 steps 4" in run(environment / "python", "-W", "error", "train.py", folder=tmp_path)
 
 
-@pytest.mark.only_in_sweep  # the script below trains with the wheel
+@pytest.mark.only_in_sweep  # the script above trains with the wheel
 def test_the_demo_of_an_installed_wheel_trains_tests_and_says_where_to_look(environment, tmp_path):
     output = run(environment / "echelon", "demo", "--epochs", "2", folder=tmp_path)
     assert float(re.search(r"accuracy/test +│ +([\d.]+)", output)[1]) > 0.8

@@ -22,9 +22,8 @@ from echelon.testing import run_ranks
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-@pytest.mark.parametrize(
-    ("ranks", "stride"), [(1, 13), *only_in_sweep((2, 189))]
-)  # `make fuzz` takes each call, with each error
+# `make fuzz` takes each call, with each error
+@pytest.mark.parametrize(("ranks", "stride"), [(1, 13), *only_in_sweep((2, 189))])
 def test_a_call_may_fail_wherever_it_stands(ranks: int, stride: int) -> None:
     script = Path(__file__).with_name("file_errors.py")
     process = subprocess.Popen(

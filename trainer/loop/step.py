@@ -140,7 +140,7 @@ class Step(ABC):
         batch_idx = self.state.batches_in_epoch
         self.metrics.in_batch = self.progress.is_in_step = True
         self.enter(micro_batch, batch_idx)
-        self.batch = batch = micro_batch.batch if self.transfer is None else self.transferred(micro_batch.batch)
+        self.batch = batch = self.transferred(micro_batch.batch)
         answer = None
         for hook in self._on_batch_start:
             answer = hook(batch, batch_idx)
@@ -155,8 +155,10 @@ class Step(ABC):
 
     def transferred(self, batch: object) -> object:
         """Return a batch on the device; what is drawn for it differs between ranks."""
+        if self.transfer is None:
+            return batch
         with self.session.streams:
-            return batch if self.transfer is None else self.transfer(batch, 0)
+            return self.transfer(batch, 0)
 
     def run_micro_batch(self, micro_batch: MicroBatch, *, is_first: bool) -> None:
         """Call ``training_step`` and, in automatic optimization, accumulate the gradients of its loss."""
@@ -243,20 +245,20 @@ class Step(ABC):
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 
-    def _zero_grad(self, optimizer: Optimizer) -> None:
+    def call_alike(self, hooks: Sequence[Callable[..., object]], *args: object) -> None:
+        """Call hooks that draw what all ranks draw, also inside a micro-batch."""
         with self.session.streams.common():
-            for hook in self.hooks.on_before_zero_grad:
-                hook(optimizer)
-            self.module.optimizer_zero_grad(self.state.epoch, self.progress.batch_idx, optimizer)
+            for hook in hooks:
+                hook(*args)
+
+    def _zero_grad(self, optimizer: Optimizer) -> None:
+        self.call_alike(self.hooks.on_before_zero_grad, optimizer)
+        self.call_alike([self.module.optimizer_zero_grad], self.state.epoch, self.progress.batch_idx, optimizer)
 
     def _backward_with_hooks(self, loss: Tensor, *args: object, **kwargs: object) -> None:
-        with self.session.streams.common():  # not those of a step in manual optimization
-            for hook in self.hooks.on_before_backward:
-                hook(loss)
+        self.call_alike(self.hooks.on_before_backward, loss)
         self._plain_backward(loss, *args, **kwargs)
-        with self.session.streams.common():
-            for hook in self.hooks.on_after_backward:
-                hook()
+        self.call_alike(self.hooks.on_after_backward)
 
     def manual_backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         """Accumulate gradients when ``training_step`` calls for it in manual optimization."""
@@ -304,9 +306,7 @@ class Step(ABC):
     def _before_update(self, optimizer: Optimizer) -> None:
         """Unscale and clip the gradients of an optimizer, and call the hooks."""
         self.placed.unscale(optimizer)
-        with self.session.streams.common():
-            for hook in self.hooks.on_before_optimizer_step:
-                hook(optimizer)
+        self.call_alike(self.hooks.on_before_optimizer_step, optimizer)
         if self._clips and self.is_automatic:
             settings = self.session.settings
             limit, algorithm = settings.gradient_clip_val, settings.gradient_clip_algorithm

@@ -56,11 +56,6 @@ class RankStreams:
         self._is_apart: bool | None = None
         """Whether rank 0's steps draw; None before the first one."""
 
-    @staticmethod
-    def are_parted(strategy: Strategy) -> bool:
-        """Return whether data ranks will have streams of their own."""
-        return strategy.data_size > 1
-
     @property
     def is_open(self) -> bool:
         """Whether `settle` is to be called after the next step."""
@@ -71,7 +66,7 @@ class RankStreams:
     def part(self, strategy: Strategy, seed: int) -> None:
         """Begin the streams: the common one goes on from rank 0's generators. Collective: every rank calls it."""
         seed_devices(strategy.devices, seed, 0)
-        if not self.are_parted(strategy):
+        if strategy.data_size == 1:
             return
         self._devices, self._generators, self._seed = strategy.devices, device_generators(strategy.devices), seed
         self._data_rank, self._is_apart = strategy.data_rank, None

@@ -231,17 +231,13 @@ class PipelineStep(SharedStep):
 
     def _call_before_backward(self, index: int, loss: Tensor) -> None:
         if self.hooks.on_before_backward and index < len(self._batches):
-            with self.session.streams.common():
-                for hook in self.hooks.on_before_backward:
-                    hook(loss)
+            self.call_alike(self.hooks.on_before_backward, loss)
 
     def after_backward(self, index: int) -> None:
         """Call the hooks behind a backward, on every stage."""
         if self.hooks.on_after_backward and index < len(self._batches):
             self.enter(self._window[index], self.state.batches_in_epoch + index)
-            with self.session.streams.common():
-                for hook in self.hooks.on_after_backward:
-                    hook()
+            self.call_alike(self.hooks.on_after_backward)
 
     # --- an optimizer that evaluates the loss itself -----------------------------------------------------------------
 
