@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .model_parallel import ParallelStrategy as ParallelStrategy
     from .module.activation_checkpointing import ActivationCheckpointing as ActivationCheckpointing
     from .module.precision import Precision as Precision
-    from .parallel.replica import DDPOptions as DDPOptions
+    from .parallel.ddp_options import DDPOptions as DDPOptions
     from .parameter_server import ParameterServerStrategy as ParameterServerStrategy
     from .placed.placed import Placed as Placed
     from .placement import check_strategy as check_strategy

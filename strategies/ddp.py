@@ -9,8 +9,8 @@ from torch import nn
 from .cluster.hardware import Hardware
 from .distributed.process_group import ProcessSettings
 from .module.precision import Precision
-from .parallel.compression import CommHook, Compression
-from .parallel.replica import DDPOptions, Replica
+from .parallel.ddp_options import CommHook, Compression, DDPOptions
+from .parallel.replica import Replica
 from .parallel.replica_check import ReplicaCheck
 from .placed.placed import Placed
 from .placed.replica import PlacedReplica

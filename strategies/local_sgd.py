@@ -12,7 +12,7 @@ from .cluster.hardware import Hardware
 from .ddp import ReplicaStrategy
 from .distributed.process_group import ProcessSettings
 from .module.precision import Precision
-from .parallel.replica import DDPOptions
+from .parallel.ddp_options import DDPOptions
 from .placed.local_sgd import PlacedLocalSGD
 
 

@@ -14,8 +14,8 @@ from .cluster.launchers import detect_environment
 from .ddp import ReplicaStrategy
 from .distributed.process_group import ProcessSettings
 from .module.precision import Precision
+from .parallel.ddp_options import DDPOptions
 from .parallel.equal_ranks import overrides_hook
-from .parallel.replica import DDPOptions
 from .placed.on_servers import PlacedOnServers, check_served
 from .servers.choices import ServerChoices
 from .servers.connection import Connection, Timeouts

@@ -8,7 +8,7 @@ from torch import nn
 
 from .ddp import ReplicaStrategy
 from .distributed.process_group import ProcessSettings
-from .parallel.replica import DDPOptions
+from .parallel.ddp_options import DDPOptions
 from .placed.zero import PlacedZero
 from .state.shared_memory import check_unshared
 from .strategy import MicroBatches

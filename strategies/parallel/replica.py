@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -14,65 +13,15 @@ from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
 from ...common.errors import ConfigError, ModuleError
-from ..devices.abilities import has_sync_batchnorm
 from ..distributed.collectives import Collectives
 from ..state.sendable import is_sent
 from ..torch_internals.distributed import ignore_in_ddp, is_reduced
 from ..torch_internals.fake_tensors import is_without_memory
 from ..wrapped.wrapped_tensors import held_tensors, is_wrapped
-from .compression import CommHook, Compression, check_compression, register_compression
+from .ddp_options import DDPOptions, register_compression
 from .sharding_policy import sparse_layers
 from .step_caller import SYNCHRONIZED, StepCaller, zero_loss_of
 from .trained_set import TrainedSet
-
-
-@dataclass(frozen=True, kw_only=True)
-class DDPOptions:
-    """How torch's ``DistributedDataParallel`` synchronizes gradients; manual optimization does without it.
-
-    Example::
-
-        Trainer(strategy=ZeroStrategy(ddp=DDPOptions(bucket_cap_mb=50)), devices=2)
-    """
-
-    find_unused_parameters: bool = False
-    """For a module in which some parameters get no gradient in some steps; walks the autograd graph of every step."""
-    static_graph: bool = False
-    """Promise that every step uses the same parameters; then unused ones cost nothing."""
-    gradient_as_bucket_view: bool = True
-    """Let gradients be views of the communication buckets, which saves a copy of them all."""
-    bucket_cap_mb: float | None = None
-    """The size of a bucket; by default torch's 25 MB."""
-    comm_hook: Compression | CommHook | None = None
-    """How gradients are compressed: ``"fp16"``, ``"bf16"`` or ``"powersgd"`` (rank 4, after 1000 steps), or the state
-    and function of a DDP communication hook. Compression is lossy: it changes the numbers."""
-    sync_batchnorm: bool = False
-    """Compute batch norm statistics over all ranks (GPUs only, as in torch)."""
-    broadcast_buffers: bool = True
-    """Copy rank 0's buffers to all ranks before each step."""
-
-    @property
-    def compressed_fraction(self) -> float:
-        """The fraction of float32 gradients that is sent; 1 is assumed for PowerSGD and for the user's own hook."""
-        return 0.5 if self.comm_hook in ("fp16", "bf16") else 1.0
-
-    def validate(self, device_type: str) -> None:
-        """Check the options before any process is started.
-
-        Raises:
-            ConfigError: for options that torch does not know, does not support on these devices, or cannot combine.
-        """
-        check_compression(self.comm_hook)
-        if self.sync_batchnorm and not has_sync_batchnorm(device_type):
-            raise ConfigError(
-                "sync_batchnorm=True needs GPUs (torch's SyncBatchNorm runs nowhere else), got "
-                f"accelerator={device_type!r}; leave it out here, or use GroupNorm, which needs no statistics."
-            )
-        if self.static_graph and self.find_unused_parameters:
-            raise ConfigError(
-                f"static_graph={self.static_graph} and find_unused_parameters={self.find_unused_parameters} cannot be "
-                "combined: a static graph knows its unused parameters after one step; leave one of them out."
-            )
 
 
 class Replica:

@@ -11,13 +11,14 @@ from torch.optim import Optimizer
 
 from ...common.errors import ConfigError, RunError
 from ..module.memory_estimate import MemoryShare
+from ..parallel.ddp_options import DDPOptions
 from ..parallel.optimizer_probe import (
     OptimizerProbe,
     attribute_with_parameters,
     check_can_be_dealt,
     is_known_optimizer,
 )
-from ..parallel.replica import DDPOptions, Replica, copy_from_first
+from ..parallel.replica import Replica, copy_from_first
 from ..parallel.sharding_policy import sparse_layers
 from ..servers.choices import ServerChoices
 from ..servers.connection import Connection, Timeouts
