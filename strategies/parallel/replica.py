@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -20,7 +20,7 @@ from ..torch_internals.fake_tensors import is_without_memory
 from ..wrapped.wrapped_tensors import held_tensors, is_wrapped
 from .ddp_options import DDPOptions, register_compression
 from .sharding_policy import sparse_layers
-from .step_caller import SYNCHRONIZED, StepCaller, zero_loss_of
+from .step_caller import SYNCHRONIZED, BeginSum, GradientSums, StepCaller, zero_loss_of
 from .trained_set import TrainedSet
 
 
@@ -59,6 +59,9 @@ class Replica:
         self._trained: TrainedSet | None = None
         self._is_inside_step = False
         """Whether gradients were accumulated that are not averaged yet."""
+        self._sums: GradientSums | None = None
+        self._is_outdated = False
+        """Whether the module is to be wrapped anew although the same parameters train."""
         self._frozen_inside: list[nn.Parameter] = []
         """Parameters that were frozen after a micro-batch had accumulated gradients of them."""
         self._hooked: set[Tensor] = set()
@@ -96,7 +99,8 @@ class Replica:
             if is_first and self._collectives is not None:
                 copy_from_first(chain(self._module.parameters(), self._module.buffers()), self._collectives)
             return
-        self._caller = StepCaller(self._module, returns_tensors=options.find_unused_parameters or options.static_graph)
+        returns_tensors = options.find_unused_parameters or options.static_graph
+        self._caller = StepCaller(self._module, returns_tensors=returns_tensors, sums=self._sums)
         unsent = {name: t for name, t in self._named_tensors() if not is_sent(t) or _is_frozen_wrapper(t)}
         if unsent:
             self._send_as_bytes(unsent, is_first=is_first)
@@ -146,7 +150,7 @@ class Replica:
         return partial(self._run, self._trained, step_name)
 
     def _run(self, trained: TrainedSet, step_name: str, *args: object) -> object:
-        if trained.has_changed:
+        if self._is_outdated or trained.has_changed:
             self._wrap_anew(trained)
         if self._wrapper is None:
             return getattr(self._module, step_name)(*args)
@@ -162,7 +166,7 @@ class Replica:
         if wrapper is not None:  # with its hooks, which would send gradients a second time
             del wrapper.logger, wrapper.reducer, wrapper
         self._wrap()
-        self._is_first_backward = True
+        self._is_first_backward, self._is_outdated = True, False
         self.set_grad_sync(self.syncs)
 
     def set_grad_sync(self, enabled: bool) -> None:
@@ -176,9 +180,27 @@ class Replica:
             if self._wrapper.require_backward_grad_sync != is_due:  # setting an attribute of a module is slow
                 self._wrapper.require_backward_grad_sync = is_due
 
+    def sum_with_gradients(self) -> BeginSum | None:
+        """Return what adds up numbers over all ranks, from the next step on with its gradients. Collective.
+
+        None where DDP cannot: on devices, where gradients are compressed, or parameters may be unused.
+        """
+        options = self._options
+        dtypes = [p.dtype for p in self._averaged.values() if p.is_cpu and p.dtype in (torch.float32, torch.float64)]
+        is_plain = not (options.find_unused_parameters or options.static_graph or options.comm_hook)
+        if self._wrapper is None or self._collectives is None or not (dtypes and is_plain):
+            return None
+        self._sums, self._is_outdated = GradientSums(dtypes[0], self._collectives.world_size), True
+        return partial(self._begin_sum, self._collectives)
+
+    def _begin_sum(self, collectives: Collectives, numbers: Sequence[float]) -> Callable[[], list[float]]:
+        if self._sums is None or self._wrapper is None or not self._wrapper.require_backward_grad_sync:
+            return collectives.begin_all_reduce(numbers, "sum")
+        return self._sums.begin(numbers)
+
     def zero_loss(self) -> Tensor | None:
         """Return a loss of 0 whose backward joins the other ranks' step; None if the step must run for that."""
-        if self._trained is not None and self._trained.has_changed:
+        if self._trained is not None and (self._is_outdated or self._trained.has_changed):
             self._wrap_anew(self._trained)
         if self._wrapper is None:
             return None
@@ -198,11 +220,13 @@ class Replica:
                 assert self._collectives is not None
                 average_gradients(self._module.parameters(), self._collectives)
             return
+        synchronizes = self._wrapper is not None and self._wrapper.require_backward_grad_sync
+        if synchronizes and self._sums is not None:
+            self._sums.end_backward()
         if self._trained is not None:
             self._is_inside_step = not self.syncs
             if self.syncs and self.averages_gradients and (self._frozen_inside or self._trained.has_changed):
                 self._average_rest(self._trained)
-        synchronizes = self._wrapper is not None and self._wrapper.require_backward_grad_sync
         if self._is_fake and self.syncs:
             synchronizes = True
             self._sum_in_place()

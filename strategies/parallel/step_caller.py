@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -14,7 +14,12 @@ from ..torch_internals.tensors import is_view
 SYNCHRONIZED: Final = ("training_step", "run_synchronized")
 """The steps of a module whose backward averages gradients: the Trainer's and the `Engine`'s."""
 
+BeginSum = Callable[[Sequence[float]], Callable[[], list[float]]]
+"""Starts to add up numbers over all ranks, between the forward and the backward that averages gradients; what it
+returns gives the sums, and is to be called thereafter."""
+
 _WITHOUT_SAMPLES: Final = "without samples"
+_MOST_NUMBERS: Final = 4
 
 
 class StepCaller(nn.Module):
@@ -27,6 +32,7 @@ class StepCaller(nn.Module):
         copies_views: whether ``forward`` returns copies of views that require a gradient: if the caller changed one in
             place, it would bypass the backward that ``fully_shard`` waits for.
         runs: called with a step and its arguments to run it, perhaps in part; by default, the step is called.
+        sums: numbers that the wrapper adds up over the ranks together with the gradients.
     """
 
     def __init__(
@@ -36,9 +42,12 @@ class StepCaller(nn.Module):
         returns_tensors: bool,
         copies_views: bool = False,
         runs: Callable[..., object] | None = None,
+        sums: GradientSums | None = None,
     ) -> None:
         super().__init__()
         self.module = module
+        if sums is not None:
+            self.sent = sums.sent
         self.returns_tensors, self.copies_views = returns_tensors, copies_views
         self._runs = runs
         self._structure: object = None
@@ -66,6 +75,45 @@ class StepCaller(nn.Module):
             return output
         structure, self._structure, tensors = self._structure, None, iter(output)
         return map_tensors(lambda _: next(tensors), structure)
+
+
+class GradientSums:
+    """A few numbers of each rank that DDP adds up together with the gradients, as the gradient of one more parameter.
+
+    An all-reduce of their own would wake gloo's threads beside those of DDP in every step.
+
+    Args:
+        dtype: that of the other gradients, so that they share a bucket.
+        num_ranks: the ranks whose gradients DDP averages.
+    """
+
+    def __init__(self, dtype: torch.dtype, num_ranks: int) -> None:
+        self.sent = nn.Parameter(torch.zeros(_MOST_NUMBERS, dtype=dtype))
+        """The parameter, which is to be part of the wrapped module."""
+        self._num_ranks, self._precision = num_ranks, 4 * num_ranks * torch.finfo(dtype).eps
+        self._has_begun = False
+
+    def begin(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
+        """Send this rank's numbers, as `BeginSum`. Whole sums are exact if they are small enough for the dtype."""
+        self._send(numbers)
+        means = self.sent.grad  # DDP writes into it
+        assert means is not None
+        return lambda: self._sums_of(means.tolist())[: len(numbers)]
+
+    def end_backward(self) -> None:
+        """Let a backward end for which nothing was sent: DDP waits for the gradient of each parameter."""
+        if not self._has_begun:
+            self._send([])
+        self._has_begun = False
+
+    def _send(self, numbers: Sequence[float]) -> None:
+        self.sent.grad = None
+        self.sent.backward(self.sent.new_tensor([*numbers, *[0.0] * (_MOST_NUMBERS - len(numbers))]))
+        self._has_begun = True
+
+    def _sums_of(self, means: list[float]) -> list[float]:
+        found = [mean * self._num_ranks for mean in means]
+        return [whole if abs(x - (whole := (x + 0.5) // 1.0)) <= self._precision * x else x for x in found]
 
 
 def zero_loss_of(wrapper: Any, caller: StepCaller, parameters: list[nn.Parameter]) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from ...strategies.targets.shares import share_of, unclear_share
 from ...strategies.targets.target_mean import TargetMean
 from ..module.loss import Loss, as_tensor, avoid_zero, mean_of
 from .target_weights import TargetWeights, cannot_mix
+
+if TYPE_CHECKING:
+    from ...strategies.parallel.step_caller import BeginSum
 
 Unit = Literal["samples", "targets", "Loss"]
 """What the losses of a step are weighted by; with targets, a tensor that has none still weighs by its samples."""
@@ -32,15 +35,19 @@ class Weights:
         strategy: the strategy if several ranks share a step; they average their gradients.
         targets: finds the losses that are means over targets; None to weigh all tensors by samples.
         is_whole: whether one loss is the whole step; by default, whether one micro-batch is.
-        begins_early: whether the targets of all ranks are added up beside the last backward: all ranks have as many
-            losses, and weigh them by targets.
+        expected: the targets of these samples if they have as many each as in the step before, which then need no
+            correction; None to expect one each.
+        begin_early: begins to add up the targets of all ranks before the last backward, where all ranks have as many
+            losses, and weigh them by targets; None to add up what counts behind it.
     """
 
     __slots__ = (
+        "_begin_early",
         "_begins_at",
         "_begun",
         "_count",
         "_divisor",
+        "_expected",
         "_has_many",
         "_has_parts",
         "_is_whole",
@@ -52,6 +59,7 @@ class Weights:
         "_used",
         "_without_targets",
         "came",
+        "counted",
         "has_targets",
         "has_units",
         "losses",
@@ -65,10 +73,12 @@ class Weights:
         targets: TargetWeights | None = None,
         *,
         is_whole: bool | None = None,
-        begins_early: bool = False,
+        expected: float | None = None,
+        begin_early: BeginSum | None = None,
     ) -> None:
         self._strategy, self._targets = strategy, targets
         self._planned = planned
+        self._expected = planned if expected is None else expected
         self._is_whole = num_losses == 1 and strategy is None if is_whole is None else is_whole
         # tensors are weighted by the samples of their data rank, and each `Loss` by its share of all counts
         self._ranks = 1 if strategy is None else strategy.data_size
@@ -87,8 +97,10 @@ class Weights:
         """Whether there are means over targets, and any with several targets a sample."""
         self._without_targets: list[tuple[Tensor, float]] = []
         """The weighted tensors that are no means over targets, and their samples."""
+        self.counted: list[float] | None = None
+        """The targets of all ranks in a whole step, if their number is known here, and the samples that have them."""
         self.losses: list[Tensor] = []
-        self._begins_at = num_losses if begins_early else 0
+        self._begins_at, self._begin_early = num_losses, begin_early
         self._begun: Callable[[], list[float]] | None = None
 
     def weigh(self, loss: Tensor | Loss, size: int) -> Tensor:
@@ -125,8 +137,8 @@ class Weights:
             else:
                 weighed = self._weigh_targets(loss, mean, size if share is None or share else 0)
         self.losses.append(weighed)
-        if len(self.losses) == self._begins_at and weighed.device.type == "cpu":
-            self._begun = self._begin_sum()
+        if self._begin_early is not None and len(self.losses) == self._begins_at and weighed.device.type == "cpu":
+            self._begun = self._begin_early(self._numbers())
         return weighed
 
     @property
@@ -136,7 +148,7 @@ class Weights:
 
     def weigh_samples(self, loss: Tensor, size: float) -> Tensor:
         """Return the mean loss of `size` samples, weighted by their number."""
-        weight = self._ranks * size / self._planned
+        weight = self._ranks * size / self._expected
         return loss if weight == 1.0 else loss * weight
 
     def _weigh_targets(self, loss: Tensor, mean: TargetMean, size: int) -> Tensor:
@@ -150,11 +162,11 @@ class Weights:
             self._count = self._count + number
             if not number:  # the mean is not a number, but nothing flows back from it
                 return loss.nan_to_num(nan=0.0) * 0.0
-            weight = self._sharers * number / self._planned
+            weight = self._sharers * number / self._expected
             return loss if weight == 1.0 else loss * weight
         count = mean.count.to(torch.float32) * float(size > 0)
         self._count = self._count + as_tensor(count, loss)
-        return torch.where(count > 0, loss, 0.0) * (count * (self._sharers / self._planned))
+        return torch.where(count > 0, loss, 0.0) * (count * (self._sharers / self._expected))
 
     def correction(self, unit: Unit) -> Tensor | float | None:
         """Return the factor by which to multiply all gradients; None for no change. Collective: every rank calls it.
@@ -168,25 +180,25 @@ class Weights:
             return None
         if unit == "samples":
             # of a pipeline only the last stage has used any; with several ranks, no loss may be None
-            used = self._used if self._ranks == 1 else self.came or 0
-            return self._planned / used if used not in (0, self._planned) else None
+            used = (self._used if self._ranks == 1 else self.came) or self._planned
+            return None if used == self._expected else self._expected / used
         if self._begun is not None:
             return self._correction_of(self._begun())
         count = self._count + self._of_samples()
         if self._strategy is None:
             return self._correction_alone(count, unit)
-        like = self._like(self._strategy)
+        like, planned = self._like(self._strategy), self._planned if unit == "Loss" else self._expected
         if like.device.type != "cpu":
             # plain numbers are sent with gloo, alongside the device's work; tensor counts are only on the device
             is_tensor = isinstance(count, Tensor)
             numbers = [0.0 if is_tensor else float(count), float(is_tensor)]
             number, num_tensors = self._strategy.ranks.count.all_reduce(numbers)
             if not num_tensors:
-                return float(self._planned / avoid_zero(number))
+                return float(planned / avoid_zero(number))
         elif unit == "targets":
-            return self._correction_of(self._begin_sum()())
+            return self._correction_of(self._strategy.ranks.count.begin_all_reduce(self._numbers(), "sum")())
         count = self._strategy.ranks.count.all_reduce(as_tensor(count, like))
-        return self._planned / avoid_zero(count)
+        return planned / avoid_zero(count)
 
     def _of_samples(self) -> float:
         """Return what the tensors without targets count.
@@ -199,24 +211,26 @@ class Weights:
             raise cannot_mix()
         return own
 
-    def _begin_sum(self) -> Callable[[], list[float]]:
-        """Start to add up what the losses of all ranks count, and return what waits for it. Collective."""
-        assert self._strategy is not None
+    def _numbers(self) -> list[float]:
+        """Return what the losses of this rank count, which is added up over all."""
         own = self._of_samples()
-        numbers = [float(self._count + own), own, float(self._has_many)]
-        return self._strategy.ranks.count.begin_all_reduce(numbers, "sum")
+        return [float(self._count + own), own, float(self._has_many)]
 
     def _correction_of(self, sums: list[float]) -> float | None:
         number, others, has_many = sums
         if others and has_many:
             raise cannot_mix()
-        return None if number == self._planned else self._planned / (number or 1.0)
+        return self._correction_by(number)
+
+    def _correction_by(self, number: float) -> float | None:
+        if number and self.came is None:
+            self.counted = [number, self._planned]
+        return None if number == self._expected else self._expected / (number or 1.0)
 
     def _correction_alone(self, count: Tensor | float, unit: Unit) -> Tensor | float | None:
         like = self.losses[0]
         if unit == "targets":
-            is_as_planned = not isinstance(count, Tensor) and count == self._planned
-            return None if is_as_planned else self._planned / avoid_zero(count)
+            return self._expected / avoid_zero(count) if isinstance(count, Tensor) else self._correction_by(count)
         if like.device.type != "cpu" and not isinstance(count, Tensor):  # no wait for two numbers
             return self._divisor / avoid_zero(count)
         return as_tensor(self._divisor, like) / avoid_zero(as_tensor(count, like))

@@ -21,6 +21,7 @@ from .loss_weights import Unit, Weights
 from .step import Step
 
 if TYPE_CHECKING:
+    from ...strategies.parallel.step_caller import BeginSum
     from ...strategies.placed.watched_shards import WatchedShards
 
 
@@ -31,16 +32,17 @@ class SharedStep(Step):
     """
 
     __slots__ = (
-        "_from_others", "_has_come", "_has_spare", "_is_collective", "_last_batch_idx", "_manual_weight",
+        "_begin_sum", "_from_others", "_has_come", "_has_spare", "_is_collective", "_last_batch_idx", "_manual_weight",
         "_spare_batch", "_unit", "_watched",
     )  # fmt: skip
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
-        self._is_collective = session.strategy.forward_is_collective
-        self._has_spare = False
+        self._is_collective, self._has_spare = session.strategy.forward_is_collective, False
         self._spare_batch: object = None
         """A batch for steps in which this rank has none: an earlier one, or in the first step another rank's."""
+        self._begin_sum: BeginSum = partial(session.strategy.ranks.count.begin_all_reduce, op="sum")
+        """Starts to add up targets beside the last backward of a window."""
         self._unit: Unit | None = None
         """What losses are weighted by, on all ranks; None before the first step."""
         self._manual_weight = 1.0
@@ -60,8 +62,7 @@ class SharedStep(Step):
         self.weights = self.make_weights(window)
         self.has_gradients, self.left, self.first_batch_idx = False, None, self.state.batches_in_epoch
         self._last_batch_idx = self.first_batch_idx + window.length - 1
-        self.metrics.position = self.state.global_step + 1
-        self._has_come = False
+        self._has_come, self.metrics.position = False, self.state.global_step + 1
         self.watch_shards(window)
         if not self._begin_first(window):
             return False
@@ -272,12 +273,13 @@ class SharedStep(Step):
             self._manual_weight = self.strategy.data_size * window.size / window.total_size
         if not self._is_collective:  # else ranks without samples are lent a batch if they need one
             self._keep_spare(window)
-        early = self.begins_counts_early(window)
-        return Weights(window.total_size, len(window), self.strategy, self.targets, begins_early=early)
+        size, early, expected = window.total_size, self.early_sum(window), self.state.targets_of(window.total_size)
+        return Weights(size, len(window), self.strategy, self.targets, expected=expected, begin_early=early)
 
-    def begins_counts_early(self, window: Window) -> bool:
-        """Return whether all ranks have the last loss of a window before they exchange gradients."""
-        return self._unit == "targets" and window.is_even and not (self._may_leave or self.passes_closure)
+    def early_sum(self, window: Window) -> BeginSum | None:
+        """Return what begins to add up targets, if all ranks have their last loss before they exchange gradients."""
+        is_early = self._unit == "targets" and window.is_even and not (self._may_leave or self.passes_closure)
+        return self._begin_sum if is_early else None
 
     def _keep_spare(self, window: Window) -> None:
         """Keep a batch for steps without samples. Collective if a rank has none in the first step, or in a resumed."""
@@ -304,8 +306,8 @@ class SharedStep(Step):
         return self._unit
 
     def _agree_on_unit(self, weights: Weights) -> Unit:
-        own = (weights.unit if weights.losses else None, self.targets.ratio)
-        found = self.strategy.ranks.all.all_gather_object(own)
+        unit = weights.unit if weights.losses else None
+        found = self.strategy.ranks.all.all_gather_object((unit, self.targets.ratio))
         known: dict[int, Unit] = {rank: unit for rank, (unit, _) in enumerate(found) if unit is not None}
         units = set(known.values())
         if "Loss" in units and len(units) > 1:
@@ -316,9 +318,17 @@ class SharedStep(Step):
             )
         self.targets.compare_ranks([ratio for _, ratio in found if ratio is not None])
         if "targets" in units:
+            self._let_counts_travel()
             return "targets"
         self.targets.give_up("no loss of the first step was a mean over targets")  # nobody expects counts later
         return "Loss" if units == {"Loss"} else "samples"
+
+    def _let_counts_travel(self) -> None:
+        """Add up the targets of all ranks with their gradients from now on, where that can be."""
+        from ...strategies.placed.replica import sum_with_gradients
+
+        if not (self._may_leave or self.passes_closure):
+            self._begin_sum = sum_with_gradients(self.placed) or self._begin_sum
 
     def manual_backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         weight = self._manual_weight
@@ -353,7 +363,7 @@ class SharedStep(Step):
             output = self.forward(batch, batch_idx)
             if self.is_automatic:
                 loss = loss_of(output)
-                self.placed.backward((torch.zeros(()) if loss is None else mean_of(loss)) * 0)
+                self._plain_backward((torch.zeros(()) if loss is None else mean_of(loss)) * 0)
 
     def run_again(self, window: Window) -> None:
         if window.is_even or not self._is_collective:

@@ -56,9 +56,8 @@ class PipelineStep(SharedStep):
                 "loss; leave backward out, or use dp_shard instead of pp."
             )
 
-    def begins_counts_early(self, window: Window) -> bool:
-        """Return False: only the last stage has a loss."""
-        return False
+    def early_sum(self, window: Window) -> None:
+        """Return None: only the last stage has a loss."""
 
     def forward_backward(self, window: Window) -> bool:
         if not window.total_size:  # one data rank
