@@ -39,7 +39,7 @@ class PlacedReplica(Placed):
         self._replica.set_grad_sync(enabled)
 
     def stand_by(self, step_name: str, busy: Sequence[bool], run: Callable[[object], None]) -> None:
-        loss = None if overrides_hook(self.module, "backward") else self._replica.zero_loss()
+        loss = self._replica.zero_loss()
         with nullcontext() if self._check is None else self._check.absent():
             if loss is None:
                 super().stand_by(step_name, busy, run)

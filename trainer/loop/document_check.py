@@ -14,7 +14,7 @@ from ..data.micro_batch import Window
 from ..module.arguments import num_step_arguments
 from ..module.loss import loss_of, mean_of
 from ..session.session import Session
-from .shared_step import leave_no_trace
+from .idle_rank import leave_no_trace
 
 _TOLERANCE: Final = 1e-6
 """Tokens that are masked have a weight of exactly 0, in every dtype."""

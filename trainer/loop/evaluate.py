@@ -22,8 +22,8 @@ from ..module.arguments import num_step_arguments
 from ..session.progress import Predictions
 from ..session.session import Session
 from .host_copy import HostCopy
+from .idle_rank import leave_no_trace
 from .schedule import has_validation, note_validated, reload_if_due
-from .shared_step import leave_no_trace
 
 if TYPE_CHECKING:
     from ..data.evaluation_data import EvaluationBatch

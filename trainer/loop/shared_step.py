@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ...callbacks.dispatch import overrides_method
 from ...common.errors import ModuleError
-from ...strategies.module.traces import Traceless
-from ...strategies.state.optimizer_groups import set_settings, settings_of
 from ..data.micro_batch import MicroBatch, Window
 from ..data.sample_checks import gather_numbers, last_batch_of_any
 from ..module.loss import loss_of, mean_of
+from ..module.train_module import TrainModule
 from ..session.session import Session
+from .idle_rank import ignore_logs, leave_no_trace, share_settings
 from .loss_weights import Unit, Weights
 from .step import Step
 
@@ -32,13 +33,15 @@ class SharedStep(Step):
     """
 
     __slots__ = (
-        "_begin_sum", "_from_others", "_has_come", "_has_spare", "_is_collective", "_last_batch_idx", "_manual_weight",
-        "_spare_batch", "_unit", "_watched",
+        "_begin_sum", "_from_others", "_has_come", "_has_spare", "_is_collective", "_is_uneven", "_last_batch_idx",
+        "_manual_weight", "_spare_batch", "_unit", "_watched",
     )  # fmt: skip
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._is_collective, self._has_spare = session.strategy.forward_is_collective, False
+        self._is_uneven = False
+        """Whether ranks have different numbers of micro-batches in this window."""
         self._spare_batch: object = None
         """A batch for steps in which this rank has none: an earlier one, or in the first step another rank's."""
         self._begin_sum: BeginSum = partial(session.strategy.ranks.count.begin_all_reduce, op="sum")
@@ -62,7 +65,8 @@ class SharedStep(Step):
         self.weights = self.make_weights(window)
         self.has_gradients, self.left, self.first_batch_idx = False, None, self.state.batches_in_epoch
         self._last_batch_idx = self.first_batch_idx + window.length - 1
-        self._has_come, self.metrics.position = False, self.state.global_step + 1
+        self._has_come, self._is_uneven = False, not window.is_even
+        self.metrics.position = self.state.global_step + 1
         self.watch_shards(window)
         if not self._begin_first(window):
             return False
@@ -167,24 +171,10 @@ class SharedStep(Step):
         super().complete(window)
 
     def share_settings(self, window: Window) -> None:
-        """Give all ranks what hooks of the batch or the step have set on those with the most micro-batches.
-
-        That is the settings of the optimizers, such as learning rates, and which weights train: other ranks have called
-        fewer hooks, or none. Collective unless all ranks have as many.
-        """
-        if window.is_even:
-            return
-        parameters, groups = list(self.module.parameters()), [optimizer.param_groups for optimizer in self.optimizers]
-        has_all = len(window) == window.length
-        own = ([settings_of(each) for each in groups], [one.requires_grad for one in parameters]) if has_all else None
-        shared = next((found for found in self.strategy.ranks.data.exchange(own) if found is not None), None)
-        if has_all or shared is None:  # None in the rehearsal of a rank with fewer
-            return
-        for each, settings in zip(groups, shared[0], strict=True):
-            set_settings(each, settings)
-        for parameter, trains in zip(parameters, shared[1], strict=True):
-            if parameter.requires_grad != trains:
-                parameter.requires_grad_(trains)
+        """Give all ranks what hooks have set on those with the most micro-batches. Collective, unless all have them."""
+        if not window.is_even:
+            has_all = len(window) == window.length
+            share_settings(self.module, self.optimizers, self.strategy.ranks.data, has_all=has_all)
 
     def finish(self, window: Window, *, goes_on: bool) -> int:
         if goes_on:  # count as all ranks do, before the hooks of the last micro-batch
@@ -355,6 +345,21 @@ class SharedStep(Step):
         weight, self._manual_weight = self._manual_weight, 0.0
         self.placed.stand_by("training_step", busy, self._run_unseen)
         self._manual_weight = weight
+        if self.is_automatic:
+            self.end_unseen_backward()
+
+    def end_unseen_backward(self) -> None:
+        """Call what changes gradients behind a backward, in which this rank has only taken part."""
+        with ignore_logs(self.session):
+            if overrides_method(self.module, "backward", TrainModule):
+                with self.session.streams:
+                    self.module.backward(torch.zeros((), device=self.strategy.device, requires_grad=True))
+            self.call_behind_backward()
+
+    def call_behind_backward(self) -> None:
+        if self._is_uneven:  # ranks without a micro-batch have called fewer hooks
+            self.session.streams.restart(self.state.global_step, 4)
+        super().call_behind_backward()
 
     def _run_unseen(self, lent: tuple[object, int] | None) -> None:
         """Run a step that does not count, with what a busy rank has lent, or with an earlier batch."""
@@ -363,7 +368,9 @@ class SharedStep(Step):
             output = self.forward(batch, batch_idx)
             if self.is_automatic:
                 loss = loss_of(output)
-                self._plain_backward((torch.zeros(()) if loss is None else mean_of(loss)) * 0)
+                self.placed.backward((torch.zeros(()) if loss is None else mean_of(loss)) * 0)
+                if self.ends_apart:
+                    self.placed.end_backward()
 
     def run_again(self, window: Window) -> None:
         if window.is_even or not self._is_collective:
@@ -385,15 +392,3 @@ class SharedStep(Step):
 
     def _batch_to_spare(self) -> object:
         return self.transferred(self._spare_batch)
-
-
-@contextmanager
-def leave_no_trace(session: Session, step_name: str) -> Iterator[None]:
-    """Ignore what a step of the module logs, and undo what else it leaves, as far as `Traceless` does."""
-    module, metrics = session.module, session.module_metrics
-    with session.streams, Traceless(module, [getattr(module, step_name)]):
-        module.attach(session.run, None)
-        try:
-            yield
-        finally:
-            module.attach(session.run, metrics)

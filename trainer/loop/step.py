@@ -44,10 +44,11 @@ class Step(ABC):
     # slots lie next to each other in memory: a small model's step takes as long as a few dozen cache misses
     __slots__ = (
         "_clips", "_has_stepped", "_may_leave", "_needs_closure", "_on_batch_end", "_on_batch_start",
-        "_plain_backward", "_update_fns", "_updates_directly", "_zeroes_first", "backward", "batch", "first_batch_idx",
-        "forward", "has_gradients", "hooks", "is_automatic", "is_updating", "left", "managed_optimizers", "metrics",
-        "module", "optimizers", "output", "passes_closure", "placed", "progress", "schedulers", "session",
-        "set_grad_sync", "state", "strategy", "targets", "timetable", "transfer", "weights", "writer", "zero_grads",
+        "_plain_backward", "_update_fns", "_updates_directly", "_zeroes_first", "backward", "batch", "ends_apart",
+        "first_batch_idx", "forward", "has_gradients", "hooks", "is_automatic", "is_updating", "left",
+        "managed_optimizers", "metrics", "module", "optimizers", "output", "passes_closure", "placed", "progress",
+        "schedulers", "session", "set_grad_sync", "state", "strategy", "targets", "timetable", "transfer", "weights",
+        "writer", "zero_grads",
     )  # fmt: skip
 
     def __init__(self, session: Session) -> None:
@@ -92,8 +93,9 @@ class Step(ABC):
         has_own = overrides_method(placed, "backward", Placed)
         if not (placed.precision.uses_scaler or has_own):
             backward = Tensor.backward
-        ends_apart = not has_own and overrides_method(placed, "end_backward", Placed)
-        if ends_apart or overrides_method(module, "backward", TrainModule):
+        self.ends_apart = not has_own and overrides_method(placed, "end_backward", Placed)
+        """Whether `Placed.end_backward` is called behind each backward, since `Placed.backward` does not."""
+        if self.ends_apart or overrides_method(module, "backward", TrainModule):
             backward = partial(_module_backward, module, placed)
         self._plain_backward = measured("backward", backward)
         has_hooks = hooks.on_before_backward or hooks.on_after_backward
@@ -258,6 +260,10 @@ class Step(ABC):
     def _backward_with_hooks(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         self.call_alike(self.hooks.on_before_backward, loss)
         self._plain_backward(loss, *args, **kwargs)
+        self.call_behind_backward()
+
+    def call_behind_backward(self) -> None:
+        """Call the hooks that see the gradients of a micro-batch."""
         self.call_alike(self.hooks.on_after_backward)
 
     def manual_backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
@@ -369,30 +375,6 @@ class Step(ABC):
     def logging_again(self, index: int) -> AbstractContextManager[None]:
         """Return the context of a micro-batch; what the first one logs replaces older values of the step."""
         return nullcontext() if index else self.metrics.evaluating_again()
-
-
-class OneRankStep(Step):
-    """The step of a single rank, shared with no other."""
-
-    __slots__ = ()
-
-    def forward_backward(self, window: Window) -> bool:
-        last = len(window) - 1
-        self.weights = self.make_weights(window) if last or self.passes_closure else None
-        self.has_gradients, self.left, self.first_batch_idx = False, None, self.state.batches_in_epoch
-        self.metrics.position = self.state.global_step + 1
-        for index, micro_batch in enumerate(window):
-            if index:
-                self.end(window[index - 1])
-            if not self.begin(micro_batch):
-                return False
-            if last:
-                self.set_grad_sync(index == last)
-            if index == last and self.passes_closure:
-                self.left = partial(self.run_micro_batch, micro_batch, is_first=index == 0)
-            else:
-                self.run_micro_batch(micro_batch, is_first=index == 0)
-        return True
 
 
 def _module_backward(module: TrainModule, placed: Placed, loss: Tensor, *args: object, **kwargs: object) -> None:

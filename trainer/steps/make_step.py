@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ..loop.shared_step import SharedStep
-from ..loop.step import OneRankStep, Step
+from ..loop.step import Step
 from ..session.session import Session
 
 
@@ -14,4 +13,10 @@ def make_step(session: Session) -> Step:
         from .pipeline_step import PipelineStep
 
         return PipelineStep(session)
-    return SharedStep(session) if ranks.count.world_size > 1 else OneRankStep(session)
+    if ranks.count.world_size > 1:
+        from ..loop.shared_step import SharedStep
+
+        return SharedStep(session)
+    from .one_rank_step import OneRankStep
+
+    return OneRankStep(session)

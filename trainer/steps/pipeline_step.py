@@ -17,7 +17,8 @@ from ...strategies.devices.streams import numbers_on
 from ...strategies.pipeline.spec import signature_of
 from ...strategies.pipeline.work import StagedSteps, find_staged
 from ..data.micro_batch import MicroBatch, Window
-from ..loop.shared_step import SharedStep, leave_no_trace
+from ..loop.idle_rank import leave_no_trace
+from ..loop.shared_step import SharedStep
 from ..module.arguments import num_step_arguments
 from ..module.loss import loss_of, mean_of
 from ..module.train_module import TrainModule
@@ -145,6 +146,9 @@ class PipelineStep(SharedStep):
         """Run as many micro-batches as the other data ranks, on a batch of one of them."""
         with self.session.streams:
             self._run_stages((), lent)
+
+    def end_unseen_backward(self) -> None:
+        """Do nothing: the hooks behind a backward are called before any gradients are reduced."""
 
     def _share_losses(self, number: int) -> None:
         """Share the losses with all stages if something reads them."""

@@ -49,6 +49,14 @@ class Net(TrainModule):
         if self.where == "requires_grad_":
             self.embed.requires_grad_(self.trainer.global_step % 3 != 2)
 
+    @torch.no_grad()
+    def shorten_gradients(self, where):
+        for parameter in self.parameters() if where == self.where else ():
+            parameter.grad.div_(1 + parameter.grad.abs())
+
+    def on_after_backward(self):
+        self.shorten_gradients("on_after_backward")
+
     def loss(self, batch):
         x = self.embed(batch[0])
         for block in self.blocks:
@@ -69,14 +77,26 @@ class Net(TrainModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+class OwnBackward(Net):
+    """Changes gradients in a backward of its own."""
+
+    def backward(self, loss, *args, **kwargs):
+        loss.backward(*args, **kwargs)
+        self.shorten_gradients("backward")
+
+
 AVERAGES = {
     "average of epochs": functools.partial(StochasticWeightAveraging, 0.05, swa_epoch_start=1),
     "average of steps": functools.partial(EMAWeightAveraging, decay=0.7),
 }
 WHERES = ("on_train_batch_start", "training_step", "requires_grad_", *AVERAGES)
+OF_GRADIENTS = ("on_after_backward", "backward")
+"""Where gradients are changed, in steps of one micro-batch: behind others they are not those of the step."""
 
-
-CASES = dealt([layout for layout in LAYOUTS if layout != "single"], WHERES, [0, 2])
+CASES = [
+    *dealt([layout for layout in LAYOUTS if layout != "single"], WHERES, [0, 2]),
+    *((layout, where) for layout in ("ddp", "zero", "fsdp") for where in OF_GRADIENTS),
+]
 
 
 def train(folder, strategy, wheres):
@@ -91,7 +111,9 @@ def train(folder, strategy, wheres):
             global_batch_size=4,
             callbacks=AVERAGES[where]() if where in AVERAGES else None,
         )
-        trainer.fit(Net(where), DataLoader(samples(NUM_SAMPLES), 1), DataLoader(samples(4), 2))
+        module = OwnBackward(where) if where == "backward" else Net(where)
+        rows = 4 // trainer.world_size if where in OF_GRADIENTS else 1
+        trainer.fit(module, DataLoader(samples(NUM_SAMPLES), rows), DataLoader(samples(4), 2))
         losses[where] = trainer.callback_metrics["loss"].item()
         trainer.save_checkpoint(folder / where, weights_only=True)
     return losses
@@ -105,7 +127,7 @@ def ends(tmp_path_factory):
     def of(layout):
         folder = tmp_path_factory.mktemp("run")
         number, strategy = LAYOUTS[layout]
-        wheres = WHERES if layout == "single" else [where for name, where in CASES if name == layout]
+        wheres = (*WHERES, *OF_GRADIENTS) if layout == "single" else [where for name, where in CASES if name == layout]
         words = folder, strategy, wheres
         losses = train(*words) if number == 1 else run_ranks(train, number, *words, timeout=200)[0]
         return {where: (load(folder / where)["model"], losses[where]) for where in wheres}
@@ -172,3 +194,26 @@ def test_stages_train_on_after_a_validation_in_which_a_rank_has_fewer_samples():
     steps = run_ranks(validate_between_steps, 4, timeout=100)
     assert [number for number, _ in steps] == [6] * 4
     assert len({loss for _, loss in steps}) == 1
+
+
+class Noise(Net):
+    """Adds noise to the gradients, and draws for each batch, which not all ranks have."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        torch.rand(1)
+
+    def on_after_backward(self):
+        for parameter in self.parameters():
+            parameter.grad += 0.1 * torch.randn_like(parameter.grad)
+
+
+def add_noise():
+    calm_down()
+    seed_everything(3, verbose=False)
+    trainer = double_trainer(strategy="ddp", max_epochs=2)
+    trainer.fit(Noise(""), DataLoader(samples(NUM_SAMPLES), 2))
+    return trainer.global_step
+
+
+def test_ranks_without_samples_draw_the_same_noise_behind_a_backward():
+    assert run_ranks(add_noise, 2, timeout=100) == [6, 6]

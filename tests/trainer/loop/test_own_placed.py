@@ -131,12 +131,35 @@ class ByHand(ReplicaStrategy):
         return AveragedByHand(self.site, module, *self._replicate(module, is_manual=is_manual, averages=False))
 
 
+class AveragedBehind(Placed):
+    """The same with nothing but an end of the backward, also on a rank that has no sample in a step."""
+
+    is_last = True
+
+    def set_grad_sync(self, enabled):
+        self.is_last = enabled
+
+    def end_backward(self):
+        for parameter in self.module.parameters() if self.is_last else ():
+            parameter.grad = self.ranks.all.all_reduce(parameter.grad, "mean")
+
+
+class Behind(ByHand):
+    """Train modules that are placed so."""
+
+    name: ClassVar[str] = "behind"
+
+    def make_placed(self, module, *, is_manual=False):
+        self._convert(module)
+        return AveragedBehind(self.site, module)
+
+
 def trained_by_hand(strategy):
     return [trained(make(), strategy(), global_batch_size=6) for make in (Line, OwnBackward)]
 
 
-@pytest.mark.parametrize("processes", [2, 3])
-def test_replicas_without_ddp_train_as_one_process(processes):
+@pytest.mark.parametrize(("strategy", "processes"), [(ByHand, 2), (ByHand, 3), (Behind, 2)])
+def test_replicas_without_ddp_train_as_one_process(strategy, processes):
     expected = trained(Line(), "single", global_batch_size=6)
-    for weights in chain.from_iterable(run_ranks(trained_by_hand, processes, ByHand)):
+    for weights in chain.from_iterable(run_ranks(trained_by_hand, processes, strategy)):
         torch.testing.assert_close(weights, expected, rtol=0, atol=1e-14)
