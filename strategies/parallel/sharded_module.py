@@ -18,7 +18,7 @@ from ..module.deferred_init import DeferredInit, Places
 from ..module.norms import match_inputs_of_norms
 from ..module.precision import Precision
 from ..state.dtensor import is_dtensor
-from ..torch_internals.sharded_units import answer_for_torch, reduce_sharded_gradients
+from ..torch_internals.sharded_units import answer_for_torch, reduce_sharded_gradients, set_syncs
 from ..units.dealt_layers import DealtLayers
 from ..units.large_layers import LargeLayers, LayerUnit
 from ..units.unit_runs import UnitRuns
@@ -354,16 +354,13 @@ class ShardedModule:
         self.runs.order.begin("training_step")
         for submodule in dict.fromkeys((*self.roots, *self._units)):
             submodule.unshard()
-        root = self.roots[0]
-        root.set_is_last_backward(False)
-        root.set_reshard_after_backward(False)
-        root.set_requires_gradient_sync(False)
+        set_syncs(self.roots[0], False, is_alone=self._is_one_unit)
         self._is_gathered = self._is_one_unit and self._is_known
 
     def end_window(self) -> None:
         """Reduce the gradients of all backwards, and free all parameters. Collective: the ranks of the mesh call it."""
         self.runs.inner.forget()
-        reduce_sharded_gradients(self.roots[0])
+        reduce_sharded_gradients(self.roots[0], is_alone=self._is_one_unit and not self._options.cpu_offload)
         self.runs.order.end()
         self.reshard()
         self.runs.end("training_step")

@@ -23,15 +23,38 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 
-def reduce_sharded_gradients(root: Any) -> None:
-    """Reduce the gradients that a ``fully_shard`` root has accumulated over several backwards. Collective."""
-    root.set_is_last_backward(True)
-    root.set_reshard_after_backward(True)
-    root.set_requires_gradient_sync(True)
+def reduce_sharded_gradients(root: Any, *, is_alone: bool = False) -> None:
+    """Reduce the gradients that a ``fully_shard`` root has accumulated over several backwards. Collective.
+
+    Args:
+        root: the root.
+        is_alone: whether this rank alone has its parameters, and no unit inside has any: nothing is copied then.
+    """
+    set_syncs(root, True, is_alone=is_alone)
     with names_of_torch:
         for group in list_unit_groups([root]):
+            if is_alone:
+                _take_gradients(group)
             group.post_backward()
     end_backward([root])
+
+
+def set_syncs(root: Any, enabled: bool, *, is_alone: bool) -> None:
+    """Set whether the next backward of a root reduces gradients and frees parameters; `is_alone`: no unit is inside."""
+    root.set_is_last_backward(enabled)
+    root.set_reshard_after_backward(enabled, recurse=not is_alone)  # else torch goes through all modules
+    root.set_requires_gradient_sync(enabled, recurse=not is_alone)
+
+
+def _take_gradients(group: FSDPParamGroup) -> None:
+    """Give whole gradients to the shards of a rank that has all of them."""
+    for parameter in group.fsdp_params:
+        whole = getattr(parameter, "_unsharded_param", None)
+        if whole is None or whole.grad is None or parameter.unsharded_accumulated_grad is not None:
+            continue
+        gradient = parameter.to_sharded_dtensor(parameter.unsharded_grad_data.contiguous())
+        shard, whole.grad = parameter.sharded_param, None
+        shard.grad = gradient if shard.grad is None else shard.grad + gradient
 
 
 def end_backward(roots: Iterable[nn.Module]) -> None:
