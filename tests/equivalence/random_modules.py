@@ -63,6 +63,15 @@ class Net(Plain):
     def errors(self, batch):
         return (self.head(self.hidden(batch[0], 0)) - batch[1]).square().mean((1, 2))
 
+    def mean_over_targets(self, batch):
+        """Return the loss of predicting the signs of some targets, of which samples have different numbers."""
+        output = self.head(self.hidden(batch[0], 0))
+        signs = (batch[1].squeeze(2) > 0).long()
+        counts = torch.arange(4) >= torch.tensor([3, 0, 1])[batch[2]].unsqueeze(1)
+        return nn.functional.cross_entropy(
+            torch.cat([output, -output], 2).flatten(0, 1), signs.where(counts.to(signs.device), -100).flatten()
+        )
+
     def observe(self, name, errors, batch, dataloader_idx=0):
         """Log a metric object of a batch of the first loader."""
         if self.program.metric == "none" or dataloader_idx:
@@ -90,6 +99,8 @@ class Net(Plain):
         self.observe("fit", errors, batch)
         self.log_errors(errors)
         loss = Loss((errors * units).sum(), units.sum()) if self.program.units else errors.mean()
+        if self.program.classes and not self.program.units:
+            loss = self.mean_over_targets(batch)
         return {"loss": loss, "largest": errors.detach().max()} if self.program.returns_dict else loss
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
@@ -170,6 +181,14 @@ class OwnGradients:
                 parameter.grad.mul_(0.5)
 
 
+class OwnBackwardEnd:
+    """Drops some gradients behind each backward."""
+
+    def on_after_backward(self):
+        if self.embed.bias.grad is not None:
+            self.embed.bias.grad.zero_()
+
+
 class OwnDecay:
     """Sets a weight decay for each step, and another rate for the first ones."""
 
@@ -206,6 +225,7 @@ OWN = {
     "optimizer_zero_grad": OwnZeroing,
     "lr_scheduler_step": OwnScheduling,
     "on_before_optimizer_step": OwnGradients,
+    "on_after_backward": OwnBackwardEnd,
     "on_train_batch_start": OwnDecay,
     "on_after_batch_transfer": OwnTransfer,
     "on_train_batch_end": OwnBatchEnd,

@@ -108,6 +108,8 @@ class Program:
     returns_dict: bool
     is_manual: bool
     """Whether the step updates two optimizers itself, with the batches of one rank."""
+    classes: bool
+    """Whether the loss is a mean over targets, of which samples have different numbers."""
 
     @classmethod
     def drawn(cls, seed):
@@ -157,6 +159,7 @@ class Program:
             last_epoch=draw.choice((None, None, None, draw.randint(0, 1))),
             returns_dict=draw.random() < 0.2,
             is_manual=is_manual,
+            classes=draw.random() < 0.35,
         )
 
 

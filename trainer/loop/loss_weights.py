@@ -35,8 +35,6 @@ class Weights:
         strategy: the strategy if several ranks share a step; they average their gradients.
         targets: finds the losses that are means over targets; None to weigh all tensors by samples.
         is_whole: whether one loss is the whole step; by default, whether one micro-batch is.
-        expected: the targets of these samples if they have as many each as in the step before, which then need no
-            correction; None to expect one each.
         begin_early: begins to add up the targets of all ranks before the last backward, where all ranks have as many
             losses, and weigh them by targets; None to add up what counts behind it.
     """
@@ -59,7 +57,6 @@ class Weights:
         "_used",
         "_without_targets",
         "came",
-        "counted",
         "has_targets",
         "has_units",
         "losses",
@@ -73,12 +70,12 @@ class Weights:
         targets: TargetWeights | None = None,
         *,
         is_whole: bool | None = None,
-        expected: float | None = None,
         begin_early: BeginSum | None = None,
     ) -> None:
         self._strategy, self._targets = strategy, targets
         self._planned = planned
-        self._expected = planned if expected is None else expected
+        # targets that need no correction; the factor is a power of two, which rounds nothing otherwise
+        self._expected = planned if targets is None else planned * targets.scale
         self._is_whole = num_losses == 1 and strategy is None if is_whole is None else is_whole
         # tensors are weighted by the samples of their data rank, and each `Loss` by its share of all counts
         self._ranks = 1 if strategy is None else strategy.data_size
@@ -97,8 +94,6 @@ class Weights:
         """Whether there are means over targets, and any with several targets a sample."""
         self._without_targets: list[tuple[Tensor, float]] = []
         """The weighted tensors that are no means over targets, and their samples."""
-        self.counted: list[float] | None = None
-        """The targets of all ranks in a whole step, if their number is known here, and the samples that have them."""
         self.losses: list[Tensor] = []
         self._begins_at, self._begin_early = num_losses, begin_early
         self._begun: Callable[[], list[float]] | None = None
@@ -223,8 +218,8 @@ class Weights:
         return self._correction_by(number)
 
     def _correction_by(self, number: float) -> float | None:
-        if number and self.came is None:
-            self.counted = [number, self._planned]
+        if self._targets is not None and self.came is None:
+            self._targets.note_number(number / self._planned)
         return None if number == self._expected else self._expected / (number or 1.0)
 
     def _correction_alone(self, count: Tensor | float, unit: Unit) -> Tensor | float | None:

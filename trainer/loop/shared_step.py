@@ -263,8 +263,8 @@ class SharedStep(Step):
             self._manual_weight = self.strategy.data_size * window.size / window.total_size
         if not self._is_collective:  # else ranks without samples are lent a batch if they need one
             self._keep_spare(window)
-        size, early, expected = window.total_size, self.early_sum(window), self.state.targets_of(window.total_size)
-        return Weights(size, len(window), self.strategy, self.targets, expected=expected, begin_early=early)
+        early = self.early_sum(window)
+        return Weights(window.total_size, len(window), self.strategy, self.targets, begin_early=early)
 
     def early_sum(self, window: Window) -> BeginSum | None:
         """Return what begins to add up targets, if all ranks have their last loss before they exchange gradients."""

@@ -277,7 +277,7 @@ class Step(ABC):
 
     def make_weights(self, window: Window) -> Weights:
         """Return the weights of a window's losses."""
-        return Weights(window.size, len(window), targets=self.targets, expected=self.state.targets_of(window.size))
+        return Weights(window.size, len(window), targets=self.targets)
 
     def unit_of(self, weights: Weights) -> Unit:
         """Return what the losses of the step are weighted by. Collective with several ranks."""
@@ -286,7 +286,6 @@ class Step(ABC):
     def correct_gradients(self, weights: Weights) -> None:
         """Multiply the gradients by the factor known since the last micro-batch. Collective with several ranks."""
         correction = weights.correction(self.unit_of(weights))
-        self.state.target_ratio = weights.counted
         if correction is not None:
             self.placed.scale_gradients(correction)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from math import inf, log2
 from typing import Final
 
 from torch import Tensor
@@ -27,13 +28,15 @@ class TargetWeights:
         is_shown: whether this rank warns.
     """
 
-    __slots__ = ("_is_shown", "_looks_left", "_reason", "ratio")
+    __slots__ = ("_is_shown", "_looks_left", "_reason", "ratio", "scale")
 
     def __init__(self, reason: str | None = None, *, is_shown: bool = True) -> None:
         self._reason, self._is_shown = reason, is_shown
         self._looks_left = _MOST_LOOKS
         self.ratio: float | None = None
         """The targets of a sample in the first loss that has some and is not weighted by them."""
+        self.scale = 1.0
+        """The targets of a sample in the last step whose losses are weighted by them, to the nearest power of two."""
 
     @classmethod
     def of(cls, strategy: Strategy) -> TargetWeights:
@@ -59,6 +62,11 @@ class TargetWeights:
             if means:
                 self._compare(loss, sum(float(each.count) for each in means) / size)
         return None
+
+    def note_number(self, number: float) -> None:
+        """Take note of how many targets a sample had in a step: gradients of the next are of the right size at once."""
+        if 0 < number < inf:
+            self.scale = 2.0 ** round(log2(number))
 
     def compare_ranks(self, ratios: list[float]) -> None:
         """Warn if ranks had different numbers of targets in a sample, in losses that are not weighted by them."""

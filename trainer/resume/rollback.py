@@ -48,7 +48,7 @@ def roll_back(session: Session, path: AnyPath) -> None:
     if saved["precision"]:
         session.placed.scaling.scaler.load_state_dict(saved["precision"])
     state.global_step, state.optimizer_steps = loop["global_step"], list(loop["optimizer_steps"])
-    state.skipped_steps, state.target_ratio = loop["skipped_steps"], loop.get("target_ratio")
+    state.skipped_steps = loop["skipped_steps"]
     session.metrics.restart_stage(
         saved["metrics"] if loop["epoch"] == state.epoch and not loop["is_epoch_done"] else None
     )

@@ -5,22 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from math import inf
 from typing import Any, Final, Literal
 
 from ...callbacks.run import Stage
 from ...common.errors import CheckpointError
-from ...strategies.state.schema import COUNT, INTEGER, SECONDS, TEXT, Rule, check_schema, format_as_line
+from ...strategies.state.schema import COUNT, INTEGER, SECONDS, TEXT, check_schema, format_as_line
 
 Status = Literal["initializing", "running", "finished", "interrupted"]
 _UNSAVED: Final = "is_epoch_over"
-_RATIO: Final = Rule(
-    "two numbers above 0, or None",
-    lambda value: (
-        value is None
-        or (type(value) is list and len(value) == 2 and all(type(x) in (int, float) and 0 < x < inf for x in value))
-    ),
-)
 _SCHEMA: Final = {
     "seed": INTEGER,
     "global_step": COUNT,
@@ -38,9 +30,8 @@ _SCHEMA: Final = {
     "loaded_in": {TEXT: COUNT},
     "steps_per_epoch": (COUNT, None),
     "scheduled_epochs": COUNT,
-    "target_ratio": _RATIO,
 }
-_OPTIONAL: Final = frozenset(["loaded_in", "steps_per_epoch", "scheduled_epochs", "tokens_seen", "target_ratio"])
+_OPTIONAL: Final = frozenset(["loaded_in", "steps_per_epoch", "scheduled_epochs", "tokens_seen"])
 
 
 @dataclass(slots=True)
@@ -79,8 +70,6 @@ class TrainState:
     """Optimizer steps per epoch with the first training loaders; None if only reading tells."""
     scheduled_epochs: int = 0
     """The epochs at whose end learning rate schedulers have stepped."""
-    target_ratio: list[float] | None = None
-    """The targets of the last step whose micro-batches were weighted by them, and its samples; else None."""
     is_epoch_over: bool = False
     """Whether the epoch has ended for this run, its checkpoint included; not saved, since a resumed run may go on."""
 
@@ -97,10 +86,6 @@ class TrainState:
         """Count micro-batches of this rank and samples of all ranks that were trained on."""
         self.batches_in_epoch += batches
         self.samples_seen += samples
-
-    def targets_of(self, samples: int) -> float | None:
-        """Return the targets that so many samples have if they have as many each as earlier ones; None if unknown."""
-        return None if self.target_ratio is None else samples * self.target_ratio[0] / self.target_ratio[1]
 
     def go_to(self, batches_in_epoch: int) -> None:
         """Be at another micro-batch of the epoch, as one cut in another way or shown to a hook."""
@@ -143,7 +128,7 @@ class TrainState:
                 f"{sorted(_SCHEMA)}; it is of another version of echelon: load the weights only (echelon.load_weights)."
             )
         check_schema(state_dict, {name: _SCHEMA[name] for name in state_dict}, "The saved training state")
-        for name, value in {"scheduled_epochs": 0, "tokens_seen": 0, "target_ratio": None, **state_dict}.items():
+        for name, value in {"scheduled_epochs": 0, "tokens_seen": 0, **state_dict}.items():
             setattr(self, name, value)
         self.is_epoch_over = self.is_epoch_done
 
