@@ -117,12 +117,12 @@ class StochasticWeightAveraging(WeightAveraging):
         if passed < 0:
             self._lrs_before, self._lrs = [], []
             return
-        if not self._lrs_before:
-            self._lrs_before = [float(group["lr"]) for group in groups]
+        # a group that was added meanwhile begins at its own rate, and keeps it if `swa_lrs` names one for each group
+        self._lrs_before += [float(group["lr"]) for group in groups[len(self._lrs_before) :]]
         done = min(1.0, passed / self._annealing_epochs) if self._annealing_epochs else 1.0
         weight = done if self._annealing_strategy == "linear" else (1 - math.cos(math.pi * done)) / 2
         targets = self._swa_lrs * len(groups) if len(self._swa_lrs) == 1 else self._swa_lrs
-        self._lrs = [b * (1 - weight) + t * weight for b, t in zip(self._lrs_before, targets, strict=True)]
+        self._lrs = [b * (1 - weight) + t * weight for b, t in zip(self._lrs_before, targets, strict=False)]
 
     def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: object, batch_idx: int) -> None:
         """Set this epoch's learning rates, which a scheduler may have changed."""

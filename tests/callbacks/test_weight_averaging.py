@@ -242,6 +242,29 @@ def test_swa_anneals_the_learning_rate_as_torch_does(tmp_path: Path, strategy: A
     assert record.lrs[::4] == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("lrs", "expected"), [([0.02], [0.02, 0.02]), ([0.02, 0.04], [0.02, 0.04, 0.5])])
+def test_swa_goes_on_with_a_group_that_is_added_meanwhile(tmp_path: Path, lrs: Any, expected: Any) -> None:
+    class Growing(Callback):
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            if trainer.current_epoch == 2:
+                trainer.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.5})
+
+        def on_train_end(self, trainer: Any, module: Any) -> None:
+            self.lrs = [group["lr"] for group in trainer.optimizers[0].param_groups]
+
+    class Grouped(Scripted):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD([self.net.weight], lr=0.1)
+            if len(lrs) == 2:
+                optimizer.add_param_group({"params": [self.net.bias]})
+            return optimizer
+
+    growing = Growing()
+    swa = StochasticWeightAveraging(lrs, swa_epoch_start=2, annealing_epochs=0)
+    fit(tmp_path, swa, growing, module=Grouped(), max_epochs=5)
+    assert growing.lrs == expected
+
+
 def test_swa_overrules_a_schedule_by_steps(tmp_path: Path) -> None:
     class Scheduled(WithBatchNorm):
         def configure_optimizers(self) -> Any:
