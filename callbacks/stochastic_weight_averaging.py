@@ -68,6 +68,8 @@ class StochasticWeightAveraging(WeightAveraging):
         self._first_epoch = 0
         self._lrs_before: list[float] = []
         self._lrs: list[float] = []
+        self._weight = 0.0
+        """How much of `swa_lrs` is in this epoch's rates."""
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Return whether the epoch is one of the last ones, which are averaged."""
@@ -117,15 +119,24 @@ class StochasticWeightAveraging(WeightAveraging):
         if passed < 0:
             self._lrs_before, self._lrs = [], []
             return
-        # a group that was added meanwhile begins at its own rate, and keeps it if `swa_lrs` names one for each group
-        self._lrs_before += [float(group["lr"]) for group in groups[len(self._lrs_before) :]]
         done = min(1.0, passed / self._annealing_epochs) if self._annealing_epochs else 1.0
-        weight = done if self._annealing_strategy == "linear" else (1 - math.cos(math.pi * done)) / 2
+        self._weight = done if self._annealing_strategy == "linear" else (1 - math.cos(math.pi * done)) / 2
+        self._take_rates(groups)
+
+    def _take_rates(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Compute the rates of all groups, some of which may be new: they begin at their own.
+
+        These keep it if `swa_lrs` has a rate for each group that there was.
+        """
+        self._lrs_before += [float(group["lr"]) for group in groups[len(self._lrs_before) :]]
         targets = self._swa_lrs * len(groups) if len(self._swa_lrs) == 1 else self._swa_lrs
-        self._lrs = [b * (1 - weight) + t * weight for b, t in zip(self._lrs_before, targets, strict=False)]
+        before, weight = self._lrs_before, self._weight
+        self._lrs = [b * (1 - weight) + t * weight for b, t in zip(before, targets, strict=False)]
 
     def on_train_batch_start(self, trainer: Run, module: nn.Module, batch: object, batch_idx: int) -> None:
         """Set this epoch's learning rates, which a scheduler may have changed."""
+        if self._lrs and len(self._lrs_before) < len(trainer.optimizers[0].param_groups):
+            self._take_rates(trainer.optimizers[0].param_groups)
         for group, lr in zip(trainer.optimizers[0].param_groups, self._lrs, strict=False):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)

@@ -256,6 +256,8 @@ def callbacks_of(program, folder):
         names.pop("average of epochs", None)
     if "unfreezing" in names:
         names.pop("freezing", None)
+    if "optimizer_zero_grad" in program.overrides:  # gradients of 0 move frozen weights, and no checkpoint has them
+        names.pop("freezing", None)
     # LBFGS has one group, and schedules of torch that keep the rates of each fail with a new one
     if program.optimizer == "lbfgs" or program.schedule in ("restarts", "one cycle"):
         names.pop("unfreezing", None)
