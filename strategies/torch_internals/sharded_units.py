@@ -205,11 +205,15 @@ def forget_order(groups: Sequence[FSDPParamGroup]) -> None:
     """Forget the order of the last forward, from which the next backward would gather units ahead of their use.
 
     Micro-batches and evaluations add to it until a step's last backward, so that ranks with fewer would gather others.
+    What was gathered ahead and not used is forgotten, too: ranks that only took part in gathering it have none of it.
     """
     with names_of_torch:
         for group in groups:
             group._post_forward_indices.clear()
             group.comm_ctx.post_forward_order.clear()
+            if group._all_gather_result is not None:
+                group.wait_for_unshard()
+                group._to_sharded()
 
 
 def list_gradients_to_reduce(group: FSDPParamGroup) -> list[bool]:

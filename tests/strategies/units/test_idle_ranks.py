@@ -77,6 +77,18 @@ class Partial(Net):
         return self.blocks[2](self.blocks[0](self.embed(x / 10)))
 
 
+class Unused(Net):
+    """Computes features whose gradient nothing asks for before those of its loss: torch gathers for it ahead."""
+
+    def features(self, x, at):
+        first = self.embed(x / 10)
+        for _ in range(2):
+            self.unused, x = x, first
+            for block in self.blocks:
+                x = block(x)
+        return x
+
+
 class SendsByItself(Net):
     """Gathers a feature from all ranks, by this package and by torch."""
 
@@ -154,6 +166,7 @@ CASES = {
     "writes a parameter at once": (Remembers, 1, whole(reshard_after_forward=False)),
     "by hand": (ByHand, SAMPLES, whole()),
     "by hand at once": (ByHand, 1, whole()),
+    "a forward without a backward": (Unused, 13, whole() | {"global_batch_size": 8}),
 }
 ON_FOUR = {
     "kept on two ranks": (Reordered, SAMPLES, whole(reshard_after_forward=2)),
