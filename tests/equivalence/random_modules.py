@@ -60,12 +60,17 @@ class Net(Plain):
         if program.is_tied:
             self.blocks[1].up.weight = self.blocks[0].up.weight
 
-    def errors(self, batch):
-        return (self.head(self.hidden(batch[0], 0)) - batch[1]).square().mean((1, 2))
+    def output(self, batch):
+        return self.head(self.hidden(batch[0], 0))
 
-    def mean_over_targets(self, batch):
+    def errors(self, batch):
+        return self.errors_of(self.output(batch), batch)
+
+    def errors_of(self, output, batch):
+        return (output - batch[1]).square().mean((1, 2))
+
+    def mean_over_targets(self, output, batch):
         """Return the loss of predicting the signs of some targets, of which samples have different numbers."""
-        output = self.head(self.hidden(batch[0], 0))
         signs = (batch[1].squeeze(2) > 0).long()
         counts = torch.arange(4) >= torch.tensor([3, 0, 1])[batch[2]].unsqueeze(1)
         return nn.functional.cross_entropy(
@@ -95,12 +100,13 @@ class Net(Plain):
         self.log("reduced", reduced, on_step=False, on_epoch=True, reduce_fx=self.program.reduce_fx)
 
     def training_step(self, batch, batch_idx):
-        errors, units = self.errors(batch), batch[2]
+        output, units = self.output(batch), batch[2]
+        errors = self.errors_of(output, batch)
         self.observe("fit", errors, batch)
         self.log_errors(errors)
         loss = Loss((errors * units).sum(), units.sum()) if self.program.units else errors.mean()
         if self.program.classes and not self.program.units:
-            loss = self.mean_over_targets(batch)
+            loss = self.mean_over_targets(output, batch)
         return {"loss": loss, "largest": errors.detach().max()} if self.program.returns_dict else loss
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):

@@ -64,11 +64,18 @@ def compare(seeds, layouts, folder):
     for layout, chosen in {"single": seeds, **layouts}.items():
         jobs = []
         for seed in chosen:
+            if layout.startswith("pp") and _asks_for_outputs(Program.drawn(seed)):
+                continue
             if one[seed].error is None and layout != "single":
                 jobs.append((seed, made(folder, seed, layout), None))
             if one[seed].error is None and Program.drawn(seed).stop < one[seed].counters[0]:
                 jobs.append((seed, made(folder, seed, f"{layout}, resumed"), saved_by(folder, seed, layout)))
         yield from _compared(one, layout, jobs, ends_on(layout, jobs))
+
+
+def _asks_for_outputs(program):
+    """Return whether a hook asks for what the step returned beside its loss, which the last stage alone has."""
+    return program.returns_dict and "on_train_batch_end" in program.overrides
 
 
 def _compared(one, layout, jobs, ends):
