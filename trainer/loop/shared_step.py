@@ -44,8 +44,8 @@ class SharedStep(Step):
         """Whether ranks have different numbers of micro-batches in this window."""
         self._spare_batch: object = None
         """A batch for steps in which this rank has none: an earlier one, or in the first step another rank's."""
-        self._begin_sum: BeginSum = partial(session.strategy.ranks.count.begin_all_reduce, op="sum")
-        """Starts to add up targets beside the last backward of a window."""
+        self._begin_sum: BeginSum | None = None
+        """Starts to add up targets beside the last backward of a window; None unless losses are weighted by them."""
         self._unit: Unit | None = None
         """What losses are weighted by, on all ranks; None before the first step."""
         self._manual_weight = 1.0
@@ -268,8 +268,7 @@ class SharedStep(Step):
 
     def early_sum(self, window: Window) -> BeginSum | None:
         """Return what begins to add up targets, if all ranks have their last loss before they exchange gradients."""
-        is_early = self._unit == "targets" and window.is_even and not (self._may_leave or self.passes_closure)
-        return self._begin_sum if is_early else None
+        return self._begin_sum if window.is_even else None
 
     def _keep_spare(self, window: Window) -> None:
         """Keep a batch for steps without samples. Collective if a rank has none in the first step, or in a resumed."""
@@ -314,11 +313,15 @@ class SharedStep(Step):
         return "Loss" if units == {"Loss"} else "samples"
 
     def _let_counts_travel(self) -> None:
-        """Add up the targets of all ranks with their gradients from now on, where that can be."""
+        """Add up the targets of all ranks before the last backward from now on, with the gradients where that can be.
+
+        Hooks that end an epoch and closures leave ranks without that backward, or repeat it.
+        """
         from ...strategies.placed.replica import sum_with_gradients
 
         if not (self._may_leave or self.passes_closure):
-            self._begin_sum = sum_with_gradients(self.placed) or self._begin_sum
+            alone = partial(self.strategy.ranks.count.begin_all_reduce, op="sum")
+            self._begin_sum = sum_with_gradients(self.placed) or alone
 
     def manual_backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         weight = self._manual_weight

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from echelon import DDPStrategy, ZeroStrategy, seed_everything
 from echelon.strategies.ddp import DDPOptions
 from echelon.strategies.parallel.step_caller import GradientSums, StepCaller
-from echelon.strategies.state.dtensor import is_dtensor
 from echelon.testing import run_ranks
 
 
@@ -114,8 +113,7 @@ def fit_classes(kind, size=12, **settings):
     labels[labels < 0] = -100
     data = TensorDataset(rows, labels)
     double_trainer(max_epochs=3, **settings).fit(module, DataLoader(data, 4 // world_size()))
-    named = {name: value.detach() for name, value in module.named_parameters()}
-    return {name: value.full_tensor() if is_dtensor(value) else value.clone() for name, value in named.items()}
+    return {name: value.detach().clone() for name, value in module.named_parameters()}
 
 
 FITS = {

@@ -107,8 +107,8 @@ def test_an_engine_calls_it_too():
 # --- replicas whose gradients the placed module averages
 
 
-class AveragedByHand(PlacedReplica):
-    """A replica whose gradients meet after the last backward of a step."""
+class Averaging(Placed):
+    """A module whose gradients meet after the last backward of a step, also on a rank that has no sample in it."""
 
     is_last = True
 
@@ -121,6 +121,10 @@ class AveragedByHand(PlacedReplica):
             parameter.grad = self.ranks.all.all_reduce(parameter.grad, "mean")
 
 
+class AveragedByHand(Averaging, PlacedReplica):
+    """The same of a replica."""
+
+
 class ByHand(ReplicaStrategy):
     """Train replicas without torch's DDP."""
 
@@ -131,27 +135,14 @@ class ByHand(ReplicaStrategy):
         return AveragedByHand(self.site, module, *self._replicate(module, is_manual=is_manual, averages=False))
 
 
-class AveragedBehind(Placed):
-    """The same with nothing but an end of the backward, also on a rank that has no sample in a step."""
-
-    is_last = True
-
-    def set_grad_sync(self, enabled):
-        self.is_last = enabled
-
-    def end_backward(self):
-        for parameter in self.module.parameters() if self.is_last else ():
-            parameter.grad = self.ranks.all.all_reduce(parameter.grad, "mean")
-
-
 class Behind(ByHand):
-    """Train modules that are placed so."""
+    """The same without a `PlacedReplica`."""
 
     name: ClassVar[str] = "behind"
 
     def make_placed(self, module, *, is_manual=False):
         self._convert(module)
-        return AveragedBehind(self.site, module)
+        return Averaging(self.site, module)
 
 
 def trained_by_hand(strategy):

@@ -19,9 +19,8 @@ class Texts(TrainModule):
 
     ignored = 0
 
-    def __init__(self, length):
+    def __init__(self):
         super().__init__()
-        self.length = length
         self.embed, self.head = nn.Embedding(CLASSES, 3), nn.Linear(3, CLASSES)
         self.factors = []
 
@@ -62,7 +61,7 @@ class Samples(Texts):
 def fit_texts(folder, strategy, length, kind=Texts, **settings):
     """Return the parameters at the end, and by what gradients were multiplied."""
     seed_everything(3, verbose=False)
-    module = kind(length)
+    module = kind()
     tokens = torch.randint(CLASSES, (22, length + 1), generator=torch.Generator().manual_seed(1))
     trainer = double_trainer(
         strategy=strategy, max_epochs=2, accumulate_grad_batches=2, enable_checkpointing=True, default_root_dir=folder,
