@@ -117,7 +117,7 @@ def _warn_of_length(session: Session, config: LRSchedulerConfig) -> None:
     if name is None or config.frequency != 1 or epochs is None or math.isinf(steps):
         return
     own = {"step": int(steps), "epoch": epochs}
-    others = {"epochs": epochs, "steps": int(steps), "batches": int(data.num_batches * epochs)}
+    others = {"epochs": epochs, "steps": int(steps), "batches": data.num_batches * epochs}
     if (num_samples := _num_samples(session)) is not None:
         others["samples"] = num_samples * epochs
     if length == own[config.interval] or (isinstance(config.scheduler, OneCycleLR) and config.interval == "epoch"):

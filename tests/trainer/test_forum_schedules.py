@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from small import Regression, loader, quiet
 from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, StepLR
+from torch.utils.data import DataLoader, IterableDataset
 
 
 def fit(module: Any, **settings: Any) -> None:
@@ -74,6 +76,19 @@ def test_a_schedule_of_another_length_is_pointed_out(make: Any, interval: str, s
 )
 def test_a_schedule_that_fits_is_left_alone(make: Any, interval: str) -> None:
     fit(Scheduled(make, interval))
+
+
+class Endless(IterableDataset[Any]):
+    """A stream without a length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return ((torch.ones(2), torch.ones(1)) for _ in range(8))
+
+
+def test_a_stream_without_a_length_has_no_length_to_compare() -> None:
+    module = Scheduled(lambda o: OneCycleLR(o, 0.1, total_steps=8), "step")
+    quiet(max_epochs=2, max_steps=3).fit(module, DataLoader(Endless(), 2))
+    assert module.trainer.global_step == 3
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of")

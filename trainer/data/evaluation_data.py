@@ -110,7 +110,7 @@ def reader_of(loader: Any, ranks: DataRanks) -> Reader:
     """
     if is_indexed(loader) and (ranks.data_size == 1 or are_batches_dealt(loader, ranks)):
         return _Indexed(loader, ranks)
-    if ranks.is_dealing and can_deal(loader, ranks.data_size):
+    if ranks.is_dealing and can_deal(loader):
         return _Dealt(loader, ranks)
     if ranks.data_size == 1:
         return lambda stop, _: map(EvaluationBatch, count(), islice(begin_iteration(loader), stop))

@@ -239,9 +239,9 @@ class IndexStream:
         """The windows from the position on, while none has been drawn."""
         self.seek(0, 0)
 
-    def seek(self, epoch: int, start: int) -> None:
-        """Make the next iteration begin at this position."""
-        self._epoch, self._start = epoch, start
+    def seek(self, epoch: int, start: int, num_taken: int = 0) -> None:
+        """Make the next iteration begin at this position, without the first micro-batches of this rank's window."""
+        self._epoch, self._start, self._num_taken = epoch, start, num_taken
         self._undrawn, self._is_drawn = None, False
 
     def leave(self, position: int, *, is_over: bool) -> None:
@@ -283,7 +283,7 @@ class IndexStream:
         share, place, draw = self._share, self._start, self._draw
         seed, size, num_ranks = derive_seed(self._seed, self._epoch), share.global_batch_size, share.data_size
         is_ready = share.micro_batch_size is None
-        length = fewest = 0
+        length, fewest, taken = 0, 0, self._num_taken
         cuts: list[slice] = []
         totals: list[int | None] = []
         while global_batch := list(islice(entries, size)):
@@ -294,8 +294,8 @@ class IndexStream:
                 cuts, totals, fewest = share.cuts(length), [], share.fewest_micro_batches(length)
             if num_ranks > 1 and (is_ready or not totals):  # ready-made batches may differ in size
                 totals = share.totals(global_batch)
-            micro_batches = [draw(global_batch[cut], place + cut.start, seed) for cut in cuts]
-            place += length
+            micro_batches = [draw(global_batch[cut], place + cut.start, seed) for cut in cuts[taken:]]
+            place, taken = place + length, 0
             yield Window.of_all_ranks(micro_batches, totals, fewest, place)
 
     def _draw(self, entries: list[Any], place: int, seed: int) -> MicroBatch:

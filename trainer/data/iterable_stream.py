@@ -43,8 +43,8 @@ class IterableStream:
     """An iterable without indices: its position is a number of batches.
 
     Each rank reads its own. All ranks have the same random numbers, so that a loader can deal a shuffled order to them.
-    A DataLoader over an iterable data set is dealt to ranks and workers that would read the same. If all of them then
-    read parts of one order, the position is a number of samples of all ranks.
+    A DataLoader over an iterable data set is dealt to ranks and workers that would read the same. If all of them, or a
+    single one, then read parts of one order, the position is a number of samples of all ranks.
     """
 
     def __init__(self, loader: Any, seed: int, ranks: DataRanks, *, count: CountSamples) -> None:
@@ -68,7 +68,7 @@ class IterableStream:
         self._epoch, self.position, self.rounds, self.batch_size = 0, 0, 0, 1
         self._is_over = self._was_over = False
         self._state: Mapping[str, Any] = {}
-        if is_divided and can_deal(loader, num_streams):
+        if is_divided and can_deal(loader):
             self._deal = deal_stream(loader, ranks)
             if length_of(loader) is not None:
                 self._settle()
@@ -251,8 +251,8 @@ class IterableStream:
             state_dict = {**state_dict, "num_streams": self.num_streams}
             state_dict["position"] = state_dict["position"] * saved // self.num_streams
         elif self._is_addressed and not state_dict.get("in_samples"):  # by one rank, or ranks with streams of their own
-            position = state_dict["position"] * saved * (getattr(self._loader, "batch_size", None) or 1)
-            state_dict = {**state_dict, "num_streams": 1, "position": position, "dealt": {}}
+            position = state_dict["position"] * (getattr(self._loader, "batch_size", None) or 1)
+            state_dict = {**state_dict, "position": position, "dealt": {}}
         elif not self._is_addressed and state_dict.get("in_samples"):
             state_dict = {
                 **state_dict,

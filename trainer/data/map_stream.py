@@ -14,7 +14,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, d
 
 from ...common.errors import DataError
 from ...common.sample_order import Source
-from ...strategies.state.schema import INTEGER, TEXT, check_schema
+from ...strategies.state.schema import COUNT, INTEGER, TEXT, check_schema
 from .generators import GENERATORS
 from .in_process import reader_of
 from .index_stream import BatchShare, IndexStream, SeededIndices
@@ -71,6 +71,8 @@ class MapStream:
             vars(self._loader)["pin_memory"] = True
         self._is_seeded = is_seeded and loader.num_workers == 0
         self._epoch, self.position, self.rounds, self.batch_size = 0, 0, 0, 1
+        self._num_taken = 0
+        """Micro-batches after the position that this rank has read: one of several loaders may end inside a step."""
         self._reader: Callable[[object], object] | None = None
         """Makes a batch from its indices; None to use the loader's iterator."""
         self._batches: Iterator[object] = iter(())
@@ -113,7 +115,7 @@ class MapStream:
 
     def seek(self, epoch: int, position: int) -> None:
         self._note_position()
-        self._epoch, self.position, self.rounds, self._is_over = epoch, position, 0, False
+        self._epoch, self.position, self.rounds, self._is_over, self._num_taken = epoch, position, 0, False, 0
 
     def recut(self, cut: Cut) -> None:
         self._take(cut)
@@ -156,8 +158,9 @@ class MapStream:
                 for micro_batch in window:
                     if not self._fill(micro_batch):
                         return
+                    self._num_taken += 1
                     if micro_batch is window[-1]:
-                        self.position, self._offset = window.end, self._first_offset
+                        self.position, self._offset, self._num_taken = window.end, self._first_offset, 0
                     self.batch_size = micro_batch.size
                     yield micro_batch
             self._is_over = True
@@ -167,13 +170,14 @@ class MapStream:
         """Start reading at the position; release the loader's iterator, and so its workers, at the end."""
         if self._is_over:  # the next iteration is another epoch
             self._note_position()
-            self.position, self.rounds, self._is_over = 0, self.rounds + 1, False
+            self.position, self.rounds, self._is_over, self._num_taken = 0, self.rounds + 1, False, 0
         epoch = self._begun = self._epoch + self.rounds
-        self._indices.seek(epoch, self.position)
+        self._indices.seek(epoch, self.position, self._num_taken)
         if set_epoch(self._loader.dataset, epoch):
             end_persistent_workers(self._loader)  # their copies of the data set would keep the epoch before
         self._epoch_seed = derive_seed(self._seed, epoch)
-        self._first_offset = self._offset = self._share.data_rank * self.per_step
+        self._first_offset = self._share.data_rank * self.per_step
+        self._offset = self._first_offset + self._num_taken
         self._reader, self._ahead = reader_of(self._loader), END
         if self._reader is not None:
             yield self._indices.windows()
@@ -270,13 +274,14 @@ class MapStream:
 
     def state_dict(self) -> dict[str, Any]:
         self._note_position()
-        state = {"cut": self._cut_as, **place_of(self), "head": self._head}
+        state = {"cut": self._cut_as, **place_of(self), "taken": self._num_taken, "head": self._head}
         state.update(size=self._num_indices, content=self._content)
         order = self._indices.order_state()
         return state if order is None else {**state, "order": order}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         load_place(self, state_dict)
+        self._num_taken = self._saved_taken(state_dict)
         head, epoch = state_dict.get("head", []), self._epoch + self.rounds
         self._indices.load_order_state(state_dict.get("order"), epoch, head)
         if "size" not in state_dict or self._cut.ranks.data_rank:  # saved without it; the first rank warns
@@ -284,6 +289,19 @@ class MapStream:
         check_schema(state_dict, _SCHEMA, "The saved place of a training loader")
         saved = Drawn(self._name, head, state_dict["size"], state_dict["content"], "")
         self._saved = epoch, saved
+
+    def _saved_taken(self, state_dict: Mapping[str, Any]) -> int:
+        """Return the micro-batches after the saved position that this rank had read, where it has the same ones now."""
+        num_taken = state_dict.get("taken", 0)
+        check_schema(num_taken, COUNT, "The saved place of a training loader, 'taken',")
+        if num_taken and not self.is_cut_as(state_dict):
+            warnings.warn(
+                f"The checkpoint was saved inside a step in which {self!r} had begun again, and its batches are dealt "
+                f"differently now: {num_taken} of them are read twice. Resume on as many ranks as saved it.",
+                stacklevel=2,
+            )
+            return 0
+        return int(num_taken)
 
     @property
     def _head(self) -> list[object]:

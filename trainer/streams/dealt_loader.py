@@ -14,7 +14,7 @@ from ...strategies.torch_internals.utils import drop_iterator
 from .numbers import Numbers
 from .probe import Division, division_of, fingerprint_samples, fingerprints_of_workers
 from .shards import InShards, Progress, ShardDataset
-from .stated import Stated, WorkerBeginning, saves_state, with_dataset
+from .stated import Stated, WorkerBeginning, with_dataset
 from .turns import Skipping, TurnDataset, with_lanes
 
 Gather = Callable[[list[float]], Sequence[Sequence[float]]]
@@ -249,15 +249,10 @@ def join_states(state: Mapping[str, Any], of_all: Sequence[Mapping[str, Any]]) -
     return {**state, "shards": shards} if "shards" in state else dict(state)
 
 
-def can_deal(loader: Any, num_ranks: int) -> bool:
-    """Return whether a loader is a plain one over a stream that has, or may need, a place for each reader."""
+def can_deal(loader: Any) -> bool:
+    """Return whether a loader is a plain one over a stream, of which each reader gets its part and keeps its place."""
     if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
         return False
     if isinstance(loader.dataset, IterDataPipe) or hasattr(loader, "state_dict"):  # these deal and go on by themselves
         return False
-    if is_split_by_node(loader.dataset):
-        return False
-    if type(loader).__iter__ is not DataLoader.__iter__:
-        return False
-    dataset = loader.dataset
-    return num_ranks > 1 or loader.num_workers > 1 or isinstance(dataset, Skipping | InShards) or saves_state(dataset)
+    return not is_split_by_node(loader.dataset) and type(loader).__iter__ is DataLoader.__iter__

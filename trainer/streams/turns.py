@@ -118,13 +118,13 @@ class TurnDataset(IterableDataset[Any]):
         wanted = self._wanted(start)
         self._read = int(self._state["samples"]) if "stream" in self._state else 0
         last = None
-        for position, sample in self._samples(epoch, seed, start, wanted):
-            block = (position - start) // self._block
+        for first, samples in self._samples(epoch, seed, start, wanted):
+            block = (first - start) // self._block
             if block != last:  # what collate_fn draws depends on the place of its batch alone
-                self._numbers.seed(self._numbers.mix(seed, position))
+                self._numbers.seed(self._numbers.mix(seed, first))
                 last = block
-            self._read = position + 1
-            yield sample
+            for self._read, sample in enumerate(samples, first + 1):
+                yield sample
 
     def _wanted(self, start: int) -> Callable[[int], bool]:
         if self._info is None:
@@ -143,7 +143,8 @@ class TurnDataset(IterableDataset[Any]):
 
     def _samples(
         self, epoch: int, seed: int, start: int, wanted: Callable[[int], bool]
-    ) -> Iterator[tuple[int, object]]:
+    ) -> Iterator[tuple[int, Sequence[object]]]:
+        """Yield the wanted samples, as many together as their block has, each time with the position of the first."""
         dataset, state = self.dataset, self._state
         self._state, self._num_ahead, self._is_over = {}, 0, bool(state.get("is_over"))
         begun = self._take_begun((epoch, seed), is_needed=not self._is_over and "stream" not in state)
@@ -158,20 +159,20 @@ class TurnDataset(IterableDataset[Any]):
             if "stream" in state:
                 dataset.load_state_dict(state["stream"])
             if isinstance(dataset, Skipping):
-                yield from dataset.samples_from(start, wanted, self._block)
+                chosen = dataset.samples_from(start, wanted, self._block)
+                yield from ((position, (sample,)) for position, sample in chosen)
                 return
             with context:
                 samples = iter(dataset)
         position = self._read
-        while True:
+        while not self._is_over:
+            size = self._block - (position - start) % self._block  # to the end of a block
             with context:
-                sample = next(samples, samples)
-            if sample is samples:
-                self._is_over = True
-                return
-            if wanted(position):
-                yield position, sample
-            position += 1
+                block = list(islice(samples, size))
+            if block and wanted(position):
+                yield position, block
+            position += len(block)
+            self._is_over = len(block) < size
 
     def _take_begun(self, place: tuple[int, int], *, is_needed: bool) -> _Begun | None:
         """Return an epoch that was begun, if it is this one; else bring the stream back to where it was before."""

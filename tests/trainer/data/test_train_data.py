@@ -324,8 +324,31 @@ def test_a_rank_goes_on_with_a_stream_of_its_own_and_other_ranks_as_near_as_can_
     assert first == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert second == [[10, 11], [12, 13], [14, 15], [16, 17]]
     alone = train_data(DataLoader(Stream(0, 20), 2), DataRanks())
-    with pytest.warns(UserWarning, match="saved by 2 ranks and is resumed by 1, each from position 4"):
+    with pytest.warns(UserWarning, match="saved by 2 ranks and is resumed by 1, each from position 8"):
         assert alone.resume_epoch(0, states, 2) == 4
+
+
+def test_a_loader_that_began_again_inside_a_step_goes_on_and_in_other_steps_as_near_as_can_be():
+    def both(accumulate=4):
+        return train_data([loader(24, 1), loader(5, 1)], DataRanks(), accumulate=accumulate)
+
+    def rows_of(data, windows):
+        return read(data, windows, lambda rows: [flat(row) for row in rows])
+
+    data = both()
+    data.begin_epoch(0)
+    whole = [step.samples for step in rows_of(data, data.windows(0))]
+    assert [sample for [_, sample] in whole[0] + whole[1]][:7] == [0, 1, 2, 3, 4, 0, 1]
+    for number in range(1, 6):
+        data.begin_epoch(0)
+        begun = rows_of(data, itertools.islice(data.windows(0), number))
+        again = both()
+        rest = rows_of(again, again.windows(again.resume_epoch(0, begun[-1].state, 4 * number)))
+        assert [step.samples for step in begun + rest] == whole
+    data.begin_epoch(0)
+    [*_, second] = rows_of(data, itertools.islice(data.windows(0), 2))
+    with pytest.warns(UserWarning, match="had begun again, and .* dealt differently now: 3 of them are read"):
+        both(2).resume_epoch(0, second.state, 8)
 
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "max_size", "sequential"])

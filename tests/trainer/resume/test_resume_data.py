@@ -108,9 +108,22 @@ def test_workers_and_none_read_the_same(memory_path):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("mode", ["max_size_cycle", "max_size", "min_size"])
-def test_several_loaders_read_on(memory_path, mode):
-    assert_exact(lambda: Run(Structured(), combined(mode), None), memory_path)
+@pytest.mark.parametrize(
+    ("mode", "accumulate"), [("max_size_cycle", 1), ("max_size_cycle", 2), ("max_size", 1), ("min_size", 1)]
+)
+def test_several_loaders_read_on(memory_path, mode, accumulate):
+    settings = {"max_epochs": 2, "accumulate_grad_batches": accumulate}
+    assert_exact(lambda: Run(Structured(), combined(mode), None, settings), memory_path)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_that_began_again_inside_a_step_reads_on(memory_path, workers):
+    def build():
+        short = numbered(7, batch_size=2, augment=augment, num_workers=workers)
+        return Run(Structured(), {"a": numbered(22, batch_size=2), "b": [short]}, None, settings)
+
+    settings = {"max_epochs": 2, "accumulate_grad_batches": 3}
+    assert_exact(build, memory_path, [2, 3])
 
 
 @pytest.mark.sweep

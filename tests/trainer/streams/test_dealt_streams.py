@@ -4,6 +4,7 @@ import itertools
 import random
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from in_step import on_ranks
@@ -28,10 +29,12 @@ class Plain(IterableDataset):
 
 
 class Shuffled(IterableDataset):
-    """Numbers in an order drawn from global generators."""
+    """Numbers in an order drawn from all global generators."""
 
     def __iter__(self):
-        yield from random.sample(range(SIZE), SIZE)
+        order = random.sample(range(SIZE), SIZE)
+        order = [order[place] for place in np.random.permutation(SIZE)]
+        yield from (order[place] for place in torch.randperm(SIZE).tolist())
 
 
 class Told(IterableDataset):
@@ -142,7 +145,7 @@ def epochs_of(make, num_ranks, workers=0, num_epochs=1, **options):
     ]
 
 
-LAYOUTS = [(1, 2), (2, 0), (2, 2), (3, 0), (3, 1)]
+LAYOUTS = [(1, 1), (1, 2), (2, 0), (2, 2), (3, 0), (3, 1)]
 
 
 @pytest.mark.filterwarnings("ignore:.* is dealt batch by batch")
