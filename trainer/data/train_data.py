@@ -44,6 +44,8 @@ class TrainData:
         """The loaders as given."""
         self._cut, self._limit = cut, limit
         self._resumed_epoch: int | None = None
+        self._resumed_from: tuple[Sequence[Mapping[str, object]], int] = (), 0
+        """The states that a resumed epoch goes on from, and how many batches had been read."""
         self._combined = combined_of(source)
         loaders = self._combined.flattened if self._combined is not None else [source]
         if not loaders:
@@ -152,6 +154,7 @@ class TrainData:
         resumed, self._resumed_epoch = self._resumed_epoch, None
         if epoch == resumed:  # its place may lie inside the first global batch if that is larger now
             return
+        self._resumed_from = (), 0
         for stream in self._streams:
             stream.seek(epoch, 0)
 
@@ -175,6 +178,16 @@ class TrainData:
         for stream, state in zip(self._streams, states, strict=True):
             stream.seek(epoch, 0)
             stream.load_state_dict(state)
+        self._resumed_from = states, batches_done
+        return self.count_resumed()
+
+    def is_resumed(self, epoch: int) -> bool:
+        """Return whether this epoch goes on where a state was saved."""
+        return epoch == self._resumed_epoch
+
+    def count_resumed(self) -> int:
+        """Return how many batches come before where a resumed epoch goes on, as the data is cut and dealt now."""
+        states, batches_done = self._resumed_from
         if all(stream.is_cut_as(state) for stream, state in zip(self._streams, states, strict=True)):
             return batches_done
         in_turn = self._combined is not None and self._combined.mode == "sequential"

@@ -144,6 +144,9 @@ def _begin_epoch(session: Session) -> None:
     data = session.train_data
     assert data is not None
     data.recut(progress.accumulate_grad_batches)
+    if not is_new and data.is_resumed(state.epoch):  # counted before hooks have set the micro-batches of a step
+        state.go_to(data.count_resumed())
+        progress.go_to(state.batches_in_epoch)
     state.global_batch_size = data.global_batch_size
     plan_epoch(session)
     if is_new:

@@ -21,6 +21,7 @@ from .gathering import gather_once
 from .kept_objects import load_objects, objects_state, refuse_another, warn_if_shared
 from .logged_means import LoggedMeans
 from .reduction import ComputedMetric, Line, Reduction
+from .resumed_epoch import ResumedEpoch, logged_objects
 from .sample_guard import SampleGuard
 
 
@@ -50,7 +51,7 @@ class Metrics:
         self._latest: dict[str, Tensor] = {}
         self._computed_at: dict[str, int] = {}
         self._in_bar: dict[str, Tensor] = {}
-        self._resumed: dict[str, Any] = {}
+        self._resumed = ResumedEpoch()
         self._batches: dict[tuple[Stage, int | None], int] = {}
         self.logged: dict[str, Tensor] = {}
         """The newest value of every name that goes to the loggers, as of the last `read_steps`."""
@@ -164,8 +165,8 @@ class Metrics:
             is_heard=not scope.rank_zero_only or self._strategy.ranks.loss.rank == 0,
             is_double=isinstance(value, Tensor) and value.dtype == torch.float64,
         )
-        if self.stage == "train" and entry.epoch is not None and key in self._resumed:
-            entry.epoch.load_state_dict(self._resumed.pop(key))
+        if self.stage == "train" and entry.epoch is not None:
+            self._resumed.give(key, entry.epoch)
         return entry
 
     def _number(self, entry: Entry, value: Any) -> Tensor | float:
@@ -234,18 +235,10 @@ class Metrics:
                 for entry in self._stages[stage].values():
                     entry.stamp = -1
         if self.stage == "train":
-            self._register_resumed()
+            self._entries |= self._resumed.entries(self._entries, self._module, self._strategy)
+            self._resumed = ResumedEpoch()
         entries = [e for e in self._entries.values() if e.epoch is not None and not e.epoch.is_empty]
         return self._end(entries, "epoch")
-
-    def _register_resumed(self) -> None:
-        """Add the values that the epoch had logged before the run was resumed, but not since."""
-        for key, saved in self._resumed.items():
-            if saved["metric"] is not None:
-                entry = self._entries[key] = Entry.described(key, saved["metric"])
-                assert entry.epoch is not None
-                entry.epoch.load_state_dict(saved)
-        self._resumed.clear()
 
     def end_hooks(self) -> list[tuple[Line, Tensor]]:
         """Compute the values that the hooks at the end of the epoch logged after `end_batches`, and return them.
@@ -281,7 +274,7 @@ class Metrics:
     def clear_stage(self) -> None:
         """Forget the values of the current stage's epoch."""
         if self.stage == "train":
-            self._resumed.clear()
+            self._resumed = ResumedEpoch()
         for entry in self._entries.values():
             entry.clear()
         if not self._is_alone:
@@ -379,6 +372,7 @@ class Metrics:
             "computed_at": dict(self._computed_at),
             "in_bar": {name: value.cpu() for name, value in self._in_bar.items()},
             "objects": objects_state(self._module, self._strategy),
+            "logged_objects": logged_objects(logged, self._module, self._strategy),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -390,9 +384,9 @@ class Metrics:
 
     def _resume(self, state_dict: Mapping[str, Any] | None) -> None:
         # the values of all ranks count once, on the first of the ranks that have a loss
-        is_heard = state_dict is not None and self._strategy.has_loss and self._strategy.ranks.loss.rank == 0
-        self._resumed = dict(state_dict["epoch"]) if state_dict is not None and is_heard else {}
-        load_objects((state_dict or {}).get("objects", {}), self._module, self._strategy, is_heard=is_heard)
+        saved, has_loss, counts = state_dict or {}, self._strategy.has_loss, self._strategy.ranks.loss.rank == 0
+        load_objects(saved.get("objects", {}), self._module, self._strategy, is_heard=has_loss and counts)
+        self._resumed = ResumedEpoch(saved, counts=counts, has_loss=has_loss)
 
 
 def _with_values(entries: Iterable[Entry], moment: Moment) -> list[tuple[Line, Tensor]]:

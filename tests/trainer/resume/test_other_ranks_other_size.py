@@ -1,4 +1,4 @@
-"""A run resumed on other ranks whose loader has another batch size: the size counts for each rank of the saved run."""
+"""A run resumed on other ranks: the batch size and the micro-batches of a step count for each rank of the saved run."""
 
 import logging
 
@@ -56,3 +56,37 @@ def test_the_warning_says_for_which_ranks_the_batch_size_counts(tmp_path, batch_
 
 def _resume(path, batch_size, settings):
     return told_when_resumed(path, batch_size, **settings)
+
+
+class Seeing(Line):
+    """Notes the samples of each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen += [(self.trainer.global_step, number) for number in batch[:, 0].int().tolist()]
+        return super().training_step(batch, batch_idx)
+
+
+def samples_seen(path, *, is_resumed):
+    """Return the samples of each step of two epochs, whose steps have other numbers of micro-batches."""
+    module, saver = Seeing(), echelon.ModelCheckpoint(path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    callbacks = [echelon.GradientAccumulationScheduler({0: 2, 1: 4}), *[saver] * (not is_resumed)]
+    trainer = double_trainer(max_epochs=2, callbacks=callbacks, enable_checkpointing=not is_resumed)
+    data = torch.arange(11, dtype=torch.float64)[:, None].expand(11, 2)
+    order = [list(range(start, min(start + 2, 11))) for start in range(0, 11, 2)]
+    trainer.fit(module, DataLoader(data, batch_sampler=order), ckpt_path=path / "step=4.ckpt" if is_resumed else None)
+    return module.seen
+
+
+def test_a_step_that_a_callback_sizes_goes_on_on_other_ranks(tmp_path):
+    whole = samples_seen(tmp_path, is_resumed=False)
+    assert whole[-3:] == [(4, 8), (4, 9), (4, 10)]  # step 4 of epoch 1 had the first four batches of six
+    rest = run_ranks(_go_on, 2, tmp_path)
+    assert sorted(rest[0] + rest[1]) == whole[-3:]
+
+
+def _go_on(path):
+    return samples_seen(path, is_resumed=True)
