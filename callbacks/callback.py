@@ -166,7 +166,11 @@ class Callback:
         """Called after each micro-batch and, if it has one, its update; `outputs` come from ``training_step``."""
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
-        """Called after each optimizer step, its validation and its epoch's end; the place to save a checkpoint."""
+        """Called after each optimizer step, its validation and its epoch's end; the place to save a checkpoint.
+
+        Where only reading tells that the data has ended, the last step of an epoch has had its call by then, and this
+        is another one: compare `trainer.samples_seen` to count steps.
+        """
 
     def on_train_last_step(self, trainer: Run, module: nn.Module) -> None:
         """Called after the last `on_train_step_end`, however training ends: the last chance to save a checkpoint.

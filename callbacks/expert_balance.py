@@ -52,6 +52,7 @@ class ExpertBalance(Callback):
         self._rate = rate
         self._layers: dict[str, _Counted] = {}
         self._hooks: list[Any] = []
+        self._samples_seen = 0
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
         """Find the experts, and count their tokens from now on."""
@@ -69,6 +70,9 @@ class ExpertBalance(Callback):
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
         """Sum the counts of all ranks, log them, and update biases and shares."""
+        if trainer.samples_seen == self._samples_seen:  # the epoch has ended, but no step was made
+            return
+        self._samples_seen = trainer.samples_seen
         is_logged = trainer.is_log_step
         layers = self._layers.values()
         own = [vars(counting)[COUNTS] for layer in layers for counting in layer.counting]

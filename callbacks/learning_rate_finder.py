@@ -185,6 +185,7 @@ class _Sweep(Callback):
         self._curve, self._threshold = curve, threshold
         self._ratios: list[float] = []
         self._total = self._num_samples = 0.0
+        self._samples_seen = 0
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
         first, *_ = rates = _initial_rates(trainer.optimizers[0])
@@ -199,7 +200,9 @@ class _Sweep(Callback):
             self._num_samples += size
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
-        strategy = trainer.strategy
+        if trainer.samples_seen == self._samples_seen:  # the epoch has ended, but no step was made
+            return
+        strategy, self._samples_seen = trainer.strategy, trainer.samples_seen
         total, num_samples = strategy.ranks.loss.all_reduce([self._total, self._num_samples], "sum")
         # ranks that share one replica may differ in the last bit
         loss = strategy.ranks.all.broadcast(float(total / num_samples) if num_samples else None)

@@ -23,6 +23,7 @@ from ...common.errors import ConfigError, ProcessError
 from ..torch_internals.modules import find_child_dict, was_initialized
 from ..torch_internals.tensors import find_hooks, find_memory, set_hooks
 
+_QUALIFIED_NAME: Final = "__qualname__"
 PICKLING_ERRORS: Final = (pickle.PicklingError, AttributeError, TypeError)
 """Errors that Python raises for objects that cannot be pickled."""
 
@@ -135,7 +136,8 @@ def _pack_into(file: IO[bytes], value: object, modules: set[str]) -> None:
                 modules.add(obj.__name__)
             elif isinstance(obj, type | FunctionType):
                 modules.add(obj.__module__)
-            return super().reducer_override(obj)
+            reduced = super().reducer_override(obj)
+            return _with_qualified_name(reduced, obj) if isinstance(obj, type) else reduced
 
     Packer(file).dump(value)
 
@@ -144,6 +146,14 @@ def _with_file_name(reduced: tuple[object, tuple[object, ...]], name: str) -> tu
     """Return what makes code again, with the name of its file: from 3.1.3 on, cloudpickle writes another one."""
     make, arguments = reduced
     return make, tuple(name if isinstance(one, str) and one == "<dynamic-code>" else one for one in arguments)
+
+
+def _with_qualified_name(reduced: Any, kind: type) -> object:
+    """Return what makes a class again, with its qualified name: cloudpickle makes ``f.<locals>.C`` a ``C``."""
+    if reduced is NotImplemented or reduced[0].__name__ != "_make_skeleton_class":
+        return reduced
+    make, arguments, (attributes, slots), *rest = reduced
+    return make, arguments, ({**attributes, _QUALIFIED_NAME: kind.__qualname__}, slots), *rest
 
 
 def _make_without_init(kind: Any) -> object:
@@ -248,9 +258,9 @@ def _set_class_state(
 ) -> type:
     # a class that was just unpickled has no methods yet, except a named tuple, which is created with some, and those
     # that a base's __init_subclass__ adds
-    own = vars(cls)
-    is_local = not hasattr(cls, "_fields") and any(isinstance(own.get(name), FunctionType) for name in state[0])
-    return cls if is_local and all(name in own for name in state[0]) else original(cls, state)
+    own, names = vars(cls), state[0].keys() - {_QUALIFIED_NAME}
+    is_local = not hasattr(cls, "_fields") and any(isinstance(own.get(name), FunctionType) for name in names)
+    return cls if is_local and names <= own.keys() else original(cls, state)
 
 
 def find_culprit(roots: Mapping[str, object]) -> tuple[str, object] | None:

@@ -12,6 +12,7 @@ from ...common.errors import ConfigError, ModuleError
 from ..module.traces import change_for_good
 from ..state.dtensor import is_dtensor
 from ..targets.in_place_of_logits import asked_of
+from ..torch_internals.dtensors import register_anomaly_check
 from .attention import AttentionCut
 from .exchanges import TensorGroup
 from .layers import CutLayer, Forward, Slices, SummedGradients, WholeLayer
@@ -35,6 +36,7 @@ def cut_module(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, copies: It
         copies: how many ranks hold one part of a layer, wherever several do, also in layers that other ranks hold: all
             ranks make process groups for them, in this order.
     """
+    register_anomaly_check()
     group = TensorGroup(mesh)
     layers, numbers = plan.layers(module, group.size), plan.numbers_on_a_rank(module, group.size)
     for number in copies:

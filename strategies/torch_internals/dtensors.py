@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from .versions import names_of_torch
@@ -44,6 +46,20 @@ def tell_compiled_shards_apart() -> None:
 
     of_the_shard.knows_shards = True  # type: ignore[attr-defined]
     DTensor._stable_hash_for_caching = of_the_shard  # type: ignore[assignment, method-assign] # noqa: SLF001
+
+
+@functools.cache
+def register_anomaly_check() -> None:
+    """Have torch's anomaly detection look for NaNs in gradients that are DTensors too.
+
+    It asks whether any element of a tensor is true, for which DTensors have no rule (torch 2.11 to 2.15). The shards
+    are gathered for the answer, so that all ranks get the same.
+    """
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.experimental import register_sharding
+
+    register: Any = register_sharding(torch.ops.aten._is_any_true.default)  # noqa: SLF001
+    register(lambda _: [([Replicate()], [Replicate()])])
 
 
 def forget_meshes() -> None:

@@ -233,3 +233,23 @@ def test_predictions_are_written_by_each_rank_or_all_by_rank_zero(tmp_path: Path
     assert {name.split("_of")[0] for name in names if name.startswith("batch")} == {"batch_0", "batch_1", "batch_2"}
     dataset: Any = loader.dataset
     assert torch.equal(torch.load(tmp_path / "all_of_rank_0.pt"), dataset.tensors[1])
+
+
+def test_the_state_of_a_callback_whose_class_is_inside_a_function_comes_back(tmp_path: Path) -> None:
+    class Counting(Callback):
+        steps = 0
+
+        def on_train_step_end(self, trainer: Any, module: Any) -> None:
+            self.steps += 1
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"steps": self.steps}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.steps = state_dict["steps"]
+
+    counting = Counting()
+    trainer_of_ranks(tmp_path, counting).fit(
+        Net(), DataLoader(TensorDataset(torch.randn(24, 2), torch.randn(24, 1)), 4)
+    )
+    assert counting.steps == 6

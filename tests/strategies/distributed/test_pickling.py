@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from echelon.common.errors import ConfigError
 from echelon.strategies.distributed.pickling import find_culprit, pack_into, pack_value, unpack_from, unpack_value
+from echelon.testing import run_ranks
 
 
 class Holder:
@@ -87,6 +88,16 @@ def test_a_class_that_comes_back_is_not_changed():
     back = unpack_value(pack_value(Local()))
     assert type(back) is Local
     assert Local.method is method
+
+
+def test_a_class_inside_a_function_keeps_its_qualified_name():
+    class Inside:
+        class Within:
+            pass
+
+    names = [Inside.__qualname__, Inside.Within.__qualname__]
+    assert names[1].endswith("name.<locals>.Inside.Within")
+    assert run_ranks(lambda: [Inside.__qualname__, Inside.Within.__qualname__], 1) == [names]
 
 
 def test_a_module_that_only_this_process_has_travels_too(tmp_path, monkeypatch):

@@ -67,6 +67,19 @@ def test_steps_with_cut_layers_sequences_and_logits_are_those_of_one_process(mak
     torch.testing.assert_close(cut, trained(make), rtol=0, atol=1e-12)
 
 
+class Anomalous(Words):
+    def training_step(self, batch):
+        return (super().training_step(batch) * 0).sqrt()
+
+
+def test_anomalies_are_looked_for_in_cut_layers():
+    strategy = echelon.ParallelStrategy(tp=2)
+    cut = trained(encoder, strategy=strategy, devices=2, detect_anomaly=True)
+    torch.testing.assert_close(cut, trained(encoder), rtol=0, atol=1e-12)
+    with pytest.raises(RuntimeError, match="Function 'MulBackward0' returned nan values"):
+        trained(lambda: Anomalous(encoder().model), strategy=strategy, devices=2, detect_anomaly=True)
+
+
 def test_a_plan_that_no_forward_can_check_is_refused_before_the_first_update():
     strategy = echelon.ParallelStrategy(tp=2, tp_plan={"up": "colwise", "down": "rowwise"})
     with pytest.raises(ModuleError, match="cuts up, down, which belong to Unchecked itself, but its step does not"):
