@@ -4,11 +4,12 @@ from functools import partial
 
 import torch
 import torchmetrics
+from residual import Block
 from torch import nn
 from torch.optim import lr_scheduler
 from unusual_modules import Plain
 
-from echelon import Loss
+from echelon import Loss, TrainModule
 
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -16,6 +17,12 @@ OPTIMIZERS = {
     "rmsprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True),
     "adagrad": partial(torch.optim.Adagrad, lr=0.05),
     "nadam": partial(torch.optim.NAdam, lr=0.01),
+    "adamax": partial(torch.optim.Adamax, lr=0.01, weight_decay=0.01),
+    "radam": partial(torch.optim.RAdam, lr=0.02),
+    "adadelta": partial(torch.optim.Adadelta, lr=0.5),
+    "asgd": partial(torch.optim.ASGD, lr=0.05, t0=2),
+    "nesterov": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, foreach=True),
+    "ascent": partial(torch.optim.Adam, lr=0.001, maximize=True, weight_decay=0.1),
     "lbfgs": partial(torch.optim.LBFGS, lr=0.1, max_iter=2, history_size=3),
 }
 SCHEDULES = {
@@ -27,6 +34,25 @@ SCHEDULES = {
         partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=200, cycle_momentum=False),
         {"interval": "step"},
     ),
+    "warm-up": (
+        lambda optimizer: lr_scheduler.SequentialLR(
+            optimizer,
+            [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2), lr_scheduler.CosineAnnealingLR(optimizer, 9)],
+            [2],
+        ),
+        {"interval": "step"},
+    ),
+    "chained": (
+        lambda optimizer: lr_scheduler.ChainedScheduler(
+            [lr_scheduler.ConstantLR(optimizer, 0.3, 3), lr_scheduler.MultiStepLR(optimizer, [2, 5], 0.5)]
+        ),
+        {"interval": "step"},
+    ),
+    "cycles": (
+        partial(lr_scheduler.CyclicLR, base_lr=0.01, max_lr=0.05, step_size_up=2, cycle_momentum=False),
+        {"interval": "step"},
+    ),
+    "by a function": (partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1 + step)), {"interval": "step"}),
     "restarts": (partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=2), {}),
     "plateau": (
         partial(lr_scheduler.ReduceLROnPlateau, patience=0, factor=0.5, threshold=0.5),
@@ -47,17 +73,38 @@ METRICS = {
 }
 
 
+def parts(batch):
+    """Return the batches that are read side by side."""
+    return [one for one in batch.values() if one is not None] if isinstance(batch, dict) else [batch]
+
+
 class Net(Plain):
     """A small network that logs what a program says."""
 
     def __init__(self, program):
-        super().__init__()
-        self.program, self.rates = program, []
+        if program.is_configured:
+            TrainModule.__init__(self)
+        else:
+            super().__init__()
+        self.program, self.rates, self.steps_trained = program, [], 0
         make_metric = METRICS[program.metric]
         self.metrics = nn.ModuleDict(
             {} if make_metric is None else {task: make_metric() for task in ("fit", "validate")}
         )
-        if program.is_tied:
+        if program.has_state:
+            self.register_buffer("scale", torch.ones(1))
+        if not program.is_configured:
+            self.tie()
+
+    def configure_model(self):
+        if self.program.is_configured and not hasattr(self, "head"):
+            self.embed, self.head = nn.Linear(3, 4), nn.Linear(4, 1)
+            self.blocks = nn.ModuleList(Block() for _ in range(2))
+            self.tie()
+
+    def tie(self):
+        """Share the weights of two layers, if the program does."""
+        if self.program.is_tied:
             self.blocks[1].up.weight = self.blocks[0].up.weight
 
     def output(self, batch):
@@ -100,13 +147,18 @@ class Net(Plain):
         self.log("reduced", reduced, on_step=False, on_epoch=True, reduce_fx=self.program.reduce_fx)
 
     def training_step(self, batch, batch_idx):
-        output, units = self.output(batch), batch[2]
-        errors = self.errors_of(output, batch)
-        self.observe("fit", errors, batch)
+        first, *others = parts(batch)
+        output, units = self.output(first), first[2]
+        errors = self.errors_of(output, first)
+        self.observe("fit", errors, first)
         self.log_errors(errors)
-        loss = Loss((errors * units).sum(), units.sum()) if self.program.units else errors.mean()
-        if self.program.classes and not self.program.units:
-            loss = self.mean_over_targets(output, batch)
+        factor = self.scale.squeeze() / (1 + 0.1 * self.steps_trained) if self.program.has_state else 1.0
+        if self.program.units:
+            loss = Loss((errors * units).sum() * factor, units.sum())
+        elif self.program.classes:
+            loss = self.mean_over_targets(output, first)  # one that is multiplied counts samples
+        else:
+            loss = errors.mean() * factor + sum(0.5 * self.errors(other).mean() for other in others)
         return {"loss": loss, "largest": errors.detach().max()} if self.program.returns_dict else loss
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
@@ -124,8 +176,16 @@ class Net(Plain):
     def on_train_epoch_end(self):
         self.log("number", float(self.current_epoch))
         self.log_all_values("fit")
+        if self.program.has_state:
+            self.scale.mul_(0.8)
         if self.current_epoch == self.program.last_epoch:
             self.trainer.should_stop = True
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["steps_trained"] = self.steps_trained
+
+    def on_load_checkpoint(self, checkpoint):
+        self.steps_trained = checkpoint["steps_trained"]
 
     def on_validation_epoch_end(self):
         self.log_all_values("validate")
@@ -211,9 +271,13 @@ class OwnTransfer:
     """Changes batches on their way to the device."""
 
     def on_before_batch_transfer(self, batch, dataloader_idx):
+        if isinstance(batch, dict):
+            return {name: one and self.on_before_batch_transfer(one, dataloader_idx) for name, one in batch.items()}
         return [batch[0] * 0.5, *batch[1:]]
 
     def on_after_batch_transfer(self, batch, dataloader_idx):
+        if isinstance(batch, dict):
+            return {name: one and self.on_after_batch_transfer(one, dataloader_idx) for name, one in batch.items()}
         return [batch[0], batch[1] + 0.1, *batch[2:]]
 
 
@@ -221,7 +285,7 @@ class OwnBatchEnd:
     """Logs what the step returned, at the end of its batch."""
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        largest = outputs["largest"] if self.program.returns_dict else batch[1].max()
+        largest = outputs["largest"] if self.program.returns_dict else parts(batch)[0][1].max()
         self.log("largest", largest, on_step=False, on_epoch=True, reduce_fx="max")
 
 

@@ -3,35 +3,33 @@
 import os
 import random
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from as_rank import attempt
 from matrix import whole_state
+from random_data import ORDERS, SOURCES, WHOLE, Data, data, train_loader, val_loaders
 from random_modules import METRICS, OPTIMIZERS, OWN, SCHEDULES, module_of
 from recording_logger import RecordingLogger
-from torch.utils.data import (
-    DataLoader,
-    RandomSampler,
-    SubsetRandomSampler,
-    TensorDataset,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader
 from unusual_modules import LAYOUTS as UNUSUAL_LAYOUTS
 from unusual_modules import Layout
 
 from echelon import (
     BaseFinetuning,
     Callback,
-    DataModule,
+    DeviceStatsMonitor,
     EarlyStopping,
     EMAWeightAveraging,
+    GradientAccumulationScheduler,
     LambdaCallback,
     LearningRateMonitor,
     ModelCheckpoint,
+    SampleLedger,
     StochasticWeightAveraging,
+    ThroughputMonitor,
     Trainer,
     seed_everything,
 )
@@ -49,23 +47,14 @@ LAYOUTS = {one.title: one for one in [*UNUSUAL_LAYOUTS, *_OWN] if one.title != "
 ACCELERATOR = os.environ.get("ECHELON_TEST_DEVICE", "cpu")
 """That of every layout but `single`, with which they are compared."""
 
-ORDERS = {
-    "in order": {},
-    "shuffled": {"shuffle": True},
-    "a sampler": {"sampler": RandomSampler},
-    "with replacement": {"sampler": partial(RandomSampler, replacement=True)},
-    "a part": {"sampler": lambda data, generator: SubsetRandomSampler(range(0, len(data), 2), generator)},
-    "weighted": {
-        "sampler": lambda data, generator: WeightedRandomSampler(
-            [1 + index % 3 for index in range(len(data))], len(data), generator=generator
-        )
-    },
-}
-SOURCES = ("loader", "data module")
 CALLBACKS = (
     *("average of steps", "average of epochs", "checkpoints", "stopping", "rates", "freezing"),
-    *("unfreezing", "stopping by validation"),
+    *("unfreezing", "stopping by validation", "accumulation by epoch", "samples", "throughput", "devices"),
 )
+MEASURED = ("DeviceStatsMonitor/", "throughput/")
+"""How the names of values begin that differ from run to run."""
+DATA_RANKS = {"hsdp 2 x 2": 4, "tp 2 x fsdp 2": 2, "pp 2 x fsdp 2": 2, "tp x 2": 1, "pp x 2": 1}
+"""How many ranks read data of their own, where it is not each process."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +99,21 @@ class Program:
     """Whether the step updates two optimizers itself, with the batches of one rank."""
     classes: bool
     """Whether the loss is a mean over targets, of which samples have different numbers."""
+    whole: str | None
+    """Where batches stay whole, what gives them."""
+    combined: str | None
+    """The mode in which two loaders are read as one."""
+    is_configured: bool
+    """Whether layers are built in `configure_model`."""
+    has_state: bool
+    """Whether the loss depends on a buffer and on what the module saves itself."""
+    min_epochs: int
+    min_steps: int
+    limit_val: int | float
+    flags: dict
+    validates_first: bool
+    fits_again: bool
+    saves_weights_only: bool
 
     @classmethod
     def drawn(cls, seed):
@@ -119,6 +123,15 @@ class Program:
         global_batch = batch * draw.choice((2, 4, 8)) + draw.choice((0, 0, 0, 1))
         if is_manual:
             global_batch = 12 * draw.choice((1, 2))  # for 1, 2, 3 or 4 ranks
+        known = cls._drawn(draw, seed, batch, global_batch, is_manual)
+        most = known.max_steps if known.max_steps > 0 else known.min_steps
+        known = replace(known, min_epochs=min(known.min_epochs, known.epochs), min_steps=min(known.min_steps, most))
+        if known.last_epoch is not None:  # a resumed run does not know that it was to end
+            known = replace(known, min_epochs=0, min_steps=0)
+        return known if is_manual else replace(known, **cls._drawn_data(draw, known))
+
+    @classmethod
+    def _drawn(cls, draw, seed, batch, global_batch, is_manual):
         return cls(
             seed=seed,
             batch=batch,
@@ -160,47 +173,36 @@ class Program:
             returns_dict=draw.random() < 0.2,
             is_manual=is_manual,
             classes=draw.random() < 0.35,
+            whole=None,
+            combined=None,
+            is_configured=draw.random() < 0.2,
+            has_state=draw.random() < 0.3,
+            min_epochs=draw.choice((0, 0, 2)),
+            min_steps=draw.choice((0, 0, 4)),
+            limit_val=draw.choice((1.0, 1.0, 1.0, 2, 1)),
+            flags=draw.choice(({}, {}, {"deterministic": True}, {"detect_anomaly": True}, {"inference_mode": False})),
+            validates_first=draw.random() < 0.15,
+            fits_again=draw.random() < 0.15,
+            saves_weights_only=draw.random() < 0.5,
         )
 
-
-class Data(DataModule):
-    """The data of a program; what it trains on differs from epoch to epoch."""
-
-    def __init__(self, program, checkpoint):
-        super().__init__()
-        self.program = program
-        self.is_of_one = checkpoint is not None and checkpoint.parent.name == "single"
-
-    def train_dataloader(self):
-        num_ranks = 1 if self.is_of_one else self.trainer.strategy.data_size  # its loader is cut for more ranks
-        return train_loader(self.program, self.trainer.current_epoch, num_ranks)
-
-    def val_dataloader(self):
-        return val_loaders(self.program)
+    @staticmethod
+    def _drawn_data(draw, known):
+        """Return the fields of a program whose batches stay whole, or no other ones."""
+        whole = draw.choice((None, None, None, "batch sampler", "stream", "list"))
+        combined = draw.choice((None, None, "min_size", "max_size", "max_size_cycle", "sequential"))
+        samples = draw.randint(WHOLE * known.batch, 4 * WHOLE * known.batch)
+        if whole is None:
+            return {}
+        size = WHOLE * known.batch
+        return {"whole": whole, "combined": combined, "samples": samples, "global_batch": size}
 
 
-def data(number, seed):
-    """Return sequences of 4, their targets, and how much each counts."""
-    x = torch.randn(number, 4, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return TensorDataset(x, torch.sin(x.sum(2, keepdim=True)), torch.arange(number) % 3)
+class Counting(Callback):
+    """Counts the steps for a module, before what saves it."""
 
-
-def train_loader(program, seed=0, num_ranks=1):
-    """Return the training data of a program, in its order; in manual optimization the batches of a rank are a step."""
-    samples, order = data(program.samples, 1 + 100 * seed), dict(ORDERS[program.order])
-    if "sampler" in order:
-        order["sampler"] = order["sampler"](samples, generator=torch.Generator().manual_seed(3 + seed))
-    workers = {"num_workers": program.num_workers}
-    batch = program.global_batch // num_ranks if program.is_manual else program.batch
-    return DataLoader(samples, batch, drop_last=program.drop_last, **workers, **order)
-
-
-def val_loaders(program):
-    """Return the validation data of a program, if it validates."""
-    if program.validation is None:
-        return None
-    loaders = [DataLoader(data(program.val_samples + number, 2 + number), 2) for number in range(program.val_loaders)]
-    return loaders if len(loaders) > 1 else loaders[0]
+    def on_train_step_end(self, trainer, module):
+        module.steps_trained += 1
 
 
 class SaveAfter(Callback):
@@ -226,8 +228,9 @@ class Unfreezing(BaseFinetuning):
             self.unfreeze_and_add_param_group(module.embed, optimizer, lr=0.03)
 
 
-def callbacks_of(program, folder):
+def callbacks_of(program, folder, data_ranks):
     """Return the callbacks of a program by their names."""
+    each = WHOLE // data_ranks
     makers = {
         "average of steps": partial(EMAWeightAveraging, decay=0.7),
         "average of epochs": partial(StochasticWeightAveraging, 0.05, swa_epoch_start=1),
@@ -243,6 +246,10 @@ def callbacks_of(program, folder):
         "stopping": partial(EarlyStopping, "reduced", patience=1, mode="max"),
         "stopping by validation": partial(EarlyStopping, "val", patience=0, min_delta=0.05, strict=False),
         "rates": LearningRateMonitor,
+        "accumulation by epoch": partial(GradientAccumulationScheduler, {0: each, 1: 2 * each, 2: each}),
+        "samples": SampleLedger,
+        "throughput": ThroughputMonitor,
+        "devices": DeviceStatsMonitor,
         "unfreezing": Unfreezing,
         "freezing": partial(
             LambdaCallback,
@@ -252,12 +259,16 @@ def callbacks_of(program, folder):
     names = dict.fromkeys(program.callbacks)
     if "average of steps" in names:
         names.pop("average of epochs", None)
+    if program.whole is None:  # a global batch is set instead
+        names.pop("accumulation by epoch", None)
     if program.is_manual:  # it takes one optimizer
         names.pop("average of epochs", None)
     if "unfreezing" in names:
         names.pop("freezing", None)
     if "optimizer_zero_grad" in program.overrides:  # gradients of 0 move frozen weights, and no checkpoint has them
         names.pop("freezing", None)
+    if program.is_configured:  # no layer is there when what is frozen is chosen
+        names.pop("unfreezing", None)
     # LBFGS has one group, and schedules of torch that keep the rates of each fail with a new one
     if program.optimizer == "lbfgs" or program.schedule in ("restarts", "one cycle"):
         names.pop("unfreezing", None)
@@ -289,48 +300,94 @@ class End:
 def run(seed, layout, folder, checkpoint=None):
     """Return how a program ends in a layout; one that goes on from a checkpoint saves none."""
     program, where = Program.drawn(seed), LAYOUTS[layout]
+    # micro-batches are those of a rank of the run that goes on
+    data_ranks = data_ranks_of(layout if checkpoint is None else checkpoint.parent.name)
     seed_everything(seed, verbose=False)
-    module, logger, callbacks = module_of(program), RecordingLogger(str(folder)), callbacks_of(program, folder)
+    module, logger = module_of(program), RecordingLogger(str(folder))
+    callbacks = callbacks_of(program, folder, data_ranks)
     saver, has_data_module = callbacks.get("checkpoints"), program.is_manual or program.source == "data module"
-    extra = [] if checkpoint else [SaveAfter(program.stop, folder / "stopped.ckpt")]
+    extra = [Counting()] if checkpoint else [Counting(), SaveAfter(program.stop, folder / "stopped.ckpt")]
+    settings = {
+        "devices": where.devices,
+        "accelerator": "cpu" if layout == "single" else ACCELERATOR,
+        "precision": "64-true",
+        "log_every_n_steps": program.log_every,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": folder,
+        "reload_dataloaders_every_n_epochs": int(has_data_module),
+        **program.flags,
+        **step_of(program, data_ranks, callbacks),
+        **({} if program.is_manual else program.clip),
+    }
     trainer = Trainer(
         strategy=where.make(),
-        devices=where.devices,
-        accelerator="cpu" if layout == "single" else ACCELERATOR,
-        precision="64-true",
         max_epochs=program.epochs,
         max_steps=program.max_steps,
-        global_batch_size=None if program.is_manual else program.global_batch,
+        min_epochs=program.min_epochs,
+        min_steps=program.min_steps,
         num_sanity_val_steps=program.sanity,
-        log_every_n_steps=program.log_every,
+        limit_val_batches=program.limit_val,
         callbacks=[*callbacks.values(), *extra],
         logger=logger,
         enable_checkpointing=saver is not None,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        reload_dataloaders_every_n_epochs=int(has_data_module),
-        **({} if program.is_manual else program.clip),
+        **settings,
         **(program.validation or {}),
     )
+    before = {}
+    if program.validates_first and program.validation is not None:
+        before = trainer.validate(module, val_loaders(program), verbose=False)[0]
     if has_data_module:
         trainer.fit(module, datamodule=Data(program, checkpoint), ckpt_path=checkpoint)
     else:
         trainer.fit(module, train_loader(program), val_loaders(program), ckpt_path=checkpoint)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    metrics |= {f"before, {name}": float(value) for name, value in before.items()}
     samples = DataLoader(data(program.val_samples, 9), 2)
     metrics |= {name: float(value) for name, value in trainer.test(module, samples, verbose=False)[0].items()}
     predictions = torch.cat(trainer.predict(module, samples))
     metrics |= {f"prediction {number}": value for number, value in enumerate(predictions.tolist())}
     saved = () if saver is None else (sorted(os.listdir(saver.dirpath)), Path(saver.best_model_path).name)
+    weights = copied(whole_state(trainer, module))
+    trainer.save_checkpoint(folder / "end.ckpt", weights_only=program.saves_weights_only)
+    loaded = type(module).load_from_checkpoint(folder / "end.ckpt", program=program).state_dict()
+    weights |= {f"loaded {name}": value for name, value in loaded.items()}
+    if program.fits_again:
+        settings |= step_of(program, data_ranks, {})
+        again = Trainer(strategy=where.make(), max_epochs=1, logger=False, enable_checkpointing=False, **settings)
+        again.fit(module, datamodule=Data(program, None))
+        weights |= {f"again {name}": value for name, value in copied(whole_state(again, module)).items()}
     return End(
-        {name: value.to("cpu", copy=True) for name, value in whole_state(trainer, module).items()},
-        sorted(((step, name), float(value)) for step, row in logger.records for name, value in row.items()),
+        weights,
+        sorted(
+            ((step, name), 0.0 if name.startswith(MEASURED) else float(value))
+            for step, row in logger.records
+            for name, value in row.items()
+        ),
         module.rates,
         (trainer.global_step, trainer.current_epoch),
         metrics,
         saved,
     )
+
+
+def copied(state):
+    """Return copies of tensors on the CPU, which no later fit trains."""
+    return {name: value.to("cpu", copy=True) for name, value in state.items()}
+
+
+def data_ranks_of(layout):
+    """Return how many ranks of a layout read data of their own."""
+    return DATA_RANKS.get(layout, LAYOUTS[layout].processes)
+
+
+def step_of(program, data_ranks, callbacks):
+    """Return the settings that say which batches make a step."""
+    if program.is_manual:
+        return {}
+    if program.whole is None:
+        return {"global_batch_size": program.global_batch}
+    return {} if "accumulation by epoch" in callbacks else {"accumulate_grad_batches": WHOLE // data_ranks}
 
 
 def run_all(jobs, layout):

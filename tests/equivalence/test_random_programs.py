@@ -5,13 +5,16 @@ from random_programs import LAYOUTS
 from random_runs import compare
 from sweep import IS_SWEEP
 
-SEEDS = range(1000, 1080) if IS_SWEEP else range(1000, 1008)
 MANY = [layout for layout in LAYOUTS if layout != "single"]
+SEEDS = range(1000, 1060) if IS_SWEEP else range(1000, 1008)
+TOGETHER = {title: [title] for title in MANY} if IS_SWEEP else {"all": MANY}
+"""The layouts of a test: in a sweep, each one trains all programs."""
 
 
 @pytest.mark.sweep
-@pytest.mark.timeout(3600 if IS_SWEEP else 600)
+@pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")  # what programs are warned of is not the question here
-def test_random_programs_end_in_each_layout_as_in_one_process(memory_path):
-    layouts = {layout: SEEDS if IS_SWEEP else SEEDS[number % 8 :: 8] for number, layout in enumerate(MANY)}
+@pytest.mark.parametrize("titles", TOGETHER.values(), ids=TOGETHER)
+def test_random_programs_end_in_each_layout_as_in_one_process(memory_path, titles):
+    layouts = {title: SEEDS if IS_SWEEP else SEEDS[number % 8 :: 8] for number, title in enumerate(titles)}
     assert list(compare(SEEDS, layouts, memory_path)) == []

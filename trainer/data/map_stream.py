@@ -73,6 +73,8 @@ class MapStream:
         self._epoch, self.position, self.rounds, self.batch_size = 0, 0, 0, 1
         self._num_taken = 0
         """Micro-batches after the position that this rank has read: one of several loaders may end inside a step."""
+        self._resumed_as: Mapping[str, object] | None = None
+        """The state that was loaded, until its epoch is read: a hook may cut the data before."""
         self._reader: Callable[[object], object] | None = None
         """Makes a batch from its indices; None to use the loader's iterator."""
         self._batches: Iterator[object] = iter(())
@@ -115,7 +117,8 @@ class MapStream:
 
     def seek(self, epoch: int, position: int) -> None:
         self._note_position()
-        self._epoch, self.position, self.rounds, self._is_over, self._num_taken = epoch, position, 0, False, 0
+        self._epoch, self.position, self.rounds, self._is_over = epoch, position, 0, False
+        self._num_taken, self._resumed_as = 0, None
 
     def recut(self, cut: Cut) -> None:
         self._take(cut)
@@ -171,6 +174,7 @@ class MapStream:
         if self._is_over:  # the next iteration is another epoch
             self._note_position()
             self.position, self.rounds, self._is_over, self._num_taken = 0, self.rounds + 1, False, 0
+        self._forget_taken()
         epoch = self._begun = self._epoch + self.rounds
         self._indices.seek(epoch, self.position, self._num_taken)
         if set_epoch(self._loader.dataset, epoch):
@@ -281,7 +285,8 @@ class MapStream:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         load_place(self, state_dict)
-        self._num_taken = self._saved_taken(state_dict)
+        self._num_taken, self._resumed_as = state_dict.get("taken", 0), state_dict
+        check_schema(self._num_taken, COUNT, "The saved place of a training loader, 'taken',")
         head, epoch = state_dict.get("head", []), self._epoch + self.rounds
         self._indices.load_order_state(state_dict.get("order"), epoch, head)
         if "size" not in state_dict or self._cut.ranks.data_rank:  # saved without it; the first rank warns
@@ -290,18 +295,16 @@ class MapStream:
         saved = Drawn(self._name, head, state_dict["size"], state_dict["content"], "")
         self._saved = epoch, saved
 
-    def _saved_taken(self, state_dict: Mapping[str, Any]) -> int:
-        """Return the micro-batches after the saved position that this rank had read, where it has the same ones now."""
-        num_taken = state_dict.get("taken", 0)
-        check_schema(num_taken, COUNT, "The saved place of a training loader, 'taken',")
-        if num_taken and not self.is_cut_as(state_dict):
+    def _forget_taken(self) -> None:
+        """Begin at the saved position if this rank had read other micro-batches after it than it would skip now."""
+        state, self._resumed_as = self._resumed_as, None
+        if state is not None and self._num_taken and not self.is_cut_as(state):
             warnings.warn(
-                f"The checkpoint was saved inside a step in which {self!r} had begun again, and its batches are dealt "
-                f"differently now: {num_taken} of them are read twice. Resume on as many ranks as saved it.",
+                f"The checkpoint was saved inside a step in which {self!r} had begun, and its batches are dealt "
+                f"differently now: {self._num_taken} of them are read twice. Resume on as many ranks as saved it.",
                 stacklevel=2,
             )
-            return 0
-        return int(num_taken)
+            self._num_taken = 0
 
     @property
     def _head(self) -> list[object]:
