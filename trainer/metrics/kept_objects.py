@@ -25,17 +25,22 @@ _MERGED: Final = ("dim_zero_sum", "dim_zero_max", "dim_zero_min", "dim_zero_cat"
 """torchmetrics' reductions that give the same from what all ranks had on one, and the defaults on the others."""
 
 
-def objects_state(module: nn.Module | None, strategy: Strategy) -> dict[str, Any]:
+def objects_state(module: nn.Module | None, strategy: Strategy, logged: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the torchmetrics objects of a module have accumulated on all ranks, by their paths in it.
 
     Collective: every rank calls it.
+
+    Args:
+        module: the module.
+        strategy: the strategy of the ranks.
+        logged: those that this rank has logged; what any rank has is returned, too.
     """
     parts: dict[str, Any] = dict(module.named_modules()) if module is not None else {}
     own = {path: state for path, part in parts.items() if (state := _state_of(part)) is not None}
     if strategy.world_size == 1:
-        return own
-    of_ranks, gathering = strategy.ranks.count.all_gather_object(own), GatherOnce(strategy)
-    merged = {}
+        return {"objects": own, "logged_objects": logged}
+    of_ranks, logged_by = zip(*strategy.ranks.count.all_gather_object((own, logged)), strict=True)
+    gathering, merged = GatherOnce(strategy), {}
     for path in dict.fromkeys(path for of_rank in of_ranks for path in of_rank):
         reductions, states = find_reductions(parts[path]), [of_rank.get(path) for of_rank in of_ranks]
         if all(getattr(each, "__name__", "") in _MERGED for each in reductions.values()):
@@ -44,7 +49,8 @@ def objects_state(module: nn.Module | None, strategy: Strategy) -> dict[str, Any
             merged[path] = _merge_states([state for state in heard if state is not None], reductions)
         else:
             merged[path] = {"of_ranks": states}
-    return merged
+    known = {key: saved for of_rank in reversed(logged_by) for key, saved in of_rank.items()}
+    return {"objects": merged, "logged_objects": known}
 
 
 def load_objects(state: Mapping[str, Any], module: nn.Module | None, strategy: Strategy, *, is_heard: bool) -> None:

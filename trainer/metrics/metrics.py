@@ -371,8 +371,7 @@ class Metrics:
             "latest": {name: value.cpu() for name, value in self._latest.items()},
             "computed_at": dict(self._computed_at),
             "in_bar": {name: value.cpu() for name, value in self._in_bar.items()},
-            "objects": objects_state(self._module, self._strategy),
-            "logged_objects": logged_objects(logged, self._module, self._strategy),
+            **objects_state(self._module, self._strategy, logged_objects(logged, self._module)),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

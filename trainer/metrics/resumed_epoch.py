@@ -56,18 +56,11 @@ class ResumedEpoch:
         return entries
 
 
-def logged_objects(entries: Iterable[Entry], module: nn.Module | None, strategy: Strategy) -> dict[str, Any]:
-    """Return the paths of the objects that an epoch has logged on any rank, and how, by their keys.
-
-    Collective: every rank calls it.
-    """
+def logged_objects(entries: Iterable[Entry], module: nn.Module | None) -> dict[str, Any]:
+    """Return the paths of the objects that an epoch has logged on this rank, and how, by their keys."""
     paths = {id(part): path for path, part in module.named_modules()} if module is not None else {}
-    own = {
-        entry.epoch_line.key: {"path": paths[id(entry.computed)], "metric": entry.description()}
+    return {
+        entry.epoch_line.key: {"path": paths[id(entry.computed)], "metric": description}
         for entry in entries
-        if id(entry.computed) in paths
+        if id(entry.computed) in paths and (description := entry.description()) is not None
     }
-    known: dict[str, Any] = {}
-    for of_rank in [own] if strategy.world_size == 1 else strategy.ranks.count.all_gather_object(own):
-        known = {**of_rank, **known}
-    return {key: saved for key, saved in known.items() if saved["metric"] is not None}
