@@ -270,7 +270,7 @@ def callbacks_of(program, folder, data_ranks):
     if program.is_configured:  # no layer is there when what is frozen is chosen
         names.pop("unfreezing", None)
     # LBFGS has one group, and schedules of torch that keep the rates of each fail with a new one
-    if program.optimizer == "lbfgs" or program.schedule in ("restarts", "one cycle"):
+    if program.optimizer == "lbfgs" or program.schedule in ("restarts", "one cycle", "by a function"):
         names.pop("unfreezing", None)
     return {name: makers[name]() for name in names}
 
@@ -353,7 +353,7 @@ def run(seed, layout, folder, checkpoint=None):
     loaded = type(module).load_from_checkpoint(folder / "end.ckpt", program=program).state_dict()
     weights |= {f"loaded {name}": value for name, value in loaded.items()}
     if program.fits_again:
-        settings |= step_of(program, data_ranks, {})
+        settings |= step_of(program, data_ranks_of(layout), {})
         again = Trainer(strategy=where.make(), max_epochs=1, logger=False, enable_checkpointing=False, **settings)
         again.fit(module, datamodule=Data(program, None))
         weights |= {f"again {name}": value for name, value in copied(whole_state(again, module)).items()}
