@@ -253,3 +253,11 @@ def test_the_state_of_a_callback_whose_class_is_inside_a_function_comes_back(tmp
         Net(), DataLoader(TensorDataset(torch.randn(24, 2), torch.randn(24, 1)), 4)
     )
     assert counting.steps == 6
+
+
+def test_what_asked_to_stop_before_min_steps_ends_training_there(tmp_path: Path) -> None:
+    stopping = EarlyStopping("val", patience=0, min_delta=1e9)  # nothing is that much better: asks at the second check
+    settings: Any = {"min_steps": 7, "max_epochs": 1, "val_check_interval": 2, "num_sanity_val_steps": 0}
+    trainer = trainer_of_ranks(tmp_path, stopping, **settings)
+    trainer.fit(Net(), data(48, 2), data(8, 4))
+    assert trainer.global_step == 7

@@ -270,7 +270,7 @@ def callbacks_of(program, folder, data_ranks):
     if program.is_configured:  # no layer is there when what is frozen is chosen
         names.pop("unfreezing", None)
     # LBFGS has one group, and schedules of torch that keep the rates of each fail with a new one
-    if program.optimizer == "lbfgs" or program.schedule in ("restarts", "one cycle", "by a function"):
+    if program.optimizer == "lbfgs" or program.schedule in ("restarts", "one cycle", "by a function", "cycles"):
         names.pop("unfreezing", None)
     return {name: makers[name]() for name in names}
 

@@ -1,6 +1,7 @@
-"""Programs drawn at random end in each layout as in one process, resumed from a checkpoint as well."""
+"""Programs and loops drawn at random end in each layout as in one process, resumed from a checkpoint as well."""
 
 import pytest
+from random_loops import ENGINES, compare_loops
 from random_programs import LAYOUTS
 from random_runs import compare
 from sweep import IS_SWEEP
@@ -18,3 +19,12 @@ TOGETHER = {title: [title] for title in MANY} if IS_SWEEP else {"all": MANY}
 def test_random_programs_end_in_each_layout_as_in_one_process(memory_path, titles):
     layouts = {title: SEEDS if IS_SWEEP else SEEDS[number % 8 :: 8] for number, title in enumerate(titles)}
     assert list(compare(SEEDS, layouts, memory_path)) == []
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("title", ENGINES if IS_SWEEP else ["ddp x 2", "fsdp x 3"])
+def test_random_loops_end_under_an_engine_as_in_one_process(memory_path, title):
+    seeds = range(1000, 1060) if IS_SWEEP else range(1000, 1008)
+    assert list(compare_loops(seeds, [title], memory_path)) == []

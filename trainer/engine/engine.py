@@ -339,6 +339,7 @@ class Engine(EngineProcesses):
         self._connect()
         check_names(state, "engine.save")
         has_loader = any(isinstance(value, PreparedLoader) for value in state.values())
+        self._gradients.forget_dropped()
         if self._gradients.is_inside_step:
             raise self._lost(path)
         if has_loader and self._gradients.has_unused_batch:

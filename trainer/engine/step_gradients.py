@@ -41,13 +41,15 @@ class LoopBatch:
 class StepGradients:
     """Weighs losses as a Trainer does, by the batch that the loop read last, and checks the order of its calls.
 
-    A step begins with the first backward after an optimizer has stepped.
+    A step begins with the first backward after an optimizer has stepped, or after its gradients were dropped.
     """
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
         self.trained: list[Placed] = []
         """The strategies of the modules that were set up."""
+        self._scales = False
+        """Whether losses of one of them are scaled."""
         self._guards: dict[Placed, ReplicaGuard] = {}
         self._has_compared = True
         """Whether replicas have been compared since an optimizer stepped for the first time."""
@@ -139,6 +141,7 @@ class StepGradients:
     def train(self, placed: Placed) -> None:
         """Note a module that was set up."""
         self.trained.append(placed)
+        self._scales |= placed.precision.uses_scaler
         self._guards[placed] = guard = ReplicaGuard(placed, lambda: self._num_updates, "error")
         guard.begin()
         self._has_compared = placed.ranks.world_size == 1
@@ -190,6 +193,8 @@ class StepGradients:
         """
         if self.has_stepped:
             self._begin()
+        elif self._weights is not None or self._scales:
+            self.forget_dropped()
         if not self._has_forward:
             raise RunError(
                 "engine.backward must get a loss computed by a module that engine.setup returned, got one although "
@@ -222,6 +227,16 @@ class StepGradients:
             self._begin()
             self._num_backwards = 0
             self._stepped_at.clear()
+
+    def forget_dropped(self) -> None:
+        """End a step whose gradients the loop has set to None instead of using them, as it may do with NaNs."""
+        if self.has_stepped or not (self._has_met and self._num_backwards):
+            return
+        # not whether they are zero: that may differ between ranks, such as those whose shard is empty
+        if all(parameter.grad is None for placed in self.trained for parameter in placed.module.parameters()):
+            self.has_stepped = True
+            self._num_updates += 1
+            self.finish_update()
 
     def check_ready(self, optimizer: Optimizer, method: str) -> None:
         """Check that the gradients of an optimizer are complete; `method` is the one that the user has called.

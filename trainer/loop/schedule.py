@@ -99,7 +99,10 @@ def is_over(session: Session) -> bool:
         return True
     if not (progress.should_stop or (interruption.has_limit and interruption.is_time_up())):
         return False
-    return epochs >= settings.min_epochs and state.global_step >= settings.min_steps
+    if state.global_step < settings.min_steps:  # all ranks have agreed to stop there
+        timetable.next_check = min(timetable.next_check, settings.min_steps)
+        return False
+    return epochs >= settings.min_epochs
 
 
 def is_used_up(session: Session) -> bool:
