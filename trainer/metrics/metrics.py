@@ -18,10 +18,16 @@ from ...strategies.targets.shares import TokenShare
 from .accumulator import to_numbers
 from .entry import Entry, Moment, Scope, two_ways
 from .gathering import gather_once
-from .kept_objects import load_objects, objects_state, refuse_another, warn_if_shared
+from .kept_objects import (
+    ResumedEpoch,
+    load_objects,
+    logged_objects,
+    objects_state,
+    refuse_another,
+    warn_if_shared,
+)
 from .logged_means import LoggedMeans
 from .reduction import ComputedMetric, Line, Reduction
-from .resumed_epoch import ResumedEpoch, logged_objects
 from .sample_guard import SampleGuard
 
 
