@@ -47,6 +47,11 @@ class LossScaling:
         """Return whether an optimizer's gradients have been unscaled already."""
         return optimizer in self._unscaled
 
+    def has_dropped(self) -> bool:
+        """Return whether gradients were unscaled, and all of them set to None since, so that no step uses them."""
+        groups = (group for optimizer in self._unscaled for group in optimizer.param_groups)
+        return bool(self._unscaled) and all(one.grad is None for group in groups for one in group["params"])
+
     def unscale(self, optimizer: Optimizer) -> None:
         """Unscale an optimizer's gradients; a second call before its step does nothing."""
         if optimizer not in self._unscaled:

@@ -349,8 +349,8 @@ class Step(ABC):
         return 0.0 if loss is None else loss  # without gradients there is nothing to search for
 
     def _end_manual_update(self) -> None:
-        """Adapt the loss scale once all optimizers whose gradients were computed with it have stepped."""
-        if self._has_stepped:
+        """Adapt the loss scale once all optimizers whose gradients were computed with it have stepped, or lost them."""
+        if self._has_stepped or self.placed.scaling.has_dropped():
             self._has_stepped = False
             self.state.skipped_steps += not self.placed.end_step()
 

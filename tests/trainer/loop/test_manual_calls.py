@@ -112,3 +112,41 @@ def test_a_backward_of_the_users_own_is_refused_where_losses_are_scaled_and_work
     for kind in (*MISTAKES, OneOfTwo, Later):
         assert "precision scales losses" in message_of(kind, precision="16-mixed")
         torch.testing.assert_close(fit(kind), fit(Manual), rtol=0, atol=1e-12)
+
+
+class LeavesOut(Manual):
+    """Leaves out the update of a batch after its gradients were unscaled."""
+
+    left_out = None
+
+    def __init__(self):
+        super().__init__()
+        self.norms = []
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        self.manual_backward(self.last(self.first(batch[0])).square().mean())
+        self.clip_gradients(optimizer, gradient_clip_val=1e9, gradient_clip_algorithm="norm")
+        self.norms.append(float(self.last.weight.grad.norm()))
+        if batch_idx != self.left_out:
+            optimizer.step()
+        optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class LeavesOutOne(LeavesOut):
+    left_out = 1
+
+
+def test_gradients_after_an_update_that_was_left_out_are_unscaled(tmp_path):
+    norms = []
+    for kind in (LeavesOut, LeavesOutOne):
+        seed_everything(3, verbose=False)
+        module, data = kind(), torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
+        trainer = double_trainer(max_epochs=1, precision="16-mixed", default_root_dir=tmp_path)
+        trainer.fit(module, DataLoader(TensorDataset(0.01 * data), 2))
+        norms.append(module.norms[1:])  # the first loss is scaled too much
+    assert norms[0] == norms[1]
+    assert all(0 < norm < 1 for norm in norms[0])
