@@ -15,6 +15,7 @@ from ..strategies.experts.find_experts import find_experts, inputs_of, limit_of,
 from ..strategies.experts.layer import COUNTS
 from ..strategies.torch_internals.autograd import is_in_backward
 from .callback import Callback
+from .helpers.new_steps import NewSteps
 from .run import Run
 
 
@@ -52,10 +53,11 @@ class ExpertBalance(Callback):
         self._rate = rate
         self._layers: dict[str, _Counted] = {}
         self._hooks: list[Any] = []
-        self._samples_seen = 0
+        self._steps = NewSteps()
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
         """Find the experts, and count their tokens from now on."""
+        self._steps.begin(trainer)
         self._layers = {name: _Counted.of(module, name, number) for name, number in find_experts(module).items()}
         if self._rate and all(layer.bias is None for layer in self._layers.values()):
             raise ConfigError(
@@ -70,9 +72,8 @@ class ExpertBalance(Callback):
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
         """Sum the counts of all ranks, log them, and update biases and shares."""
-        if trainer.samples_seen == self._samples_seen:  # the epoch has ended, but no step was made
+        if not self._steps.has_come(trainer):
             return
-        self._samples_seen = trainer.samples_seen
         is_logged = trainer.is_log_step
         layers = self._layers.values()
         own = [vars(counting)[COUNTS] for layer in layers for counting in layer.counting]

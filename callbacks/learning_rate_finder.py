@@ -17,6 +17,7 @@ from ..strategies import Strategy
 from .callback import Callback
 from .finders.rate_curve import LearningRateCurve, Mode
 from .finders.trials import refuse_trials
+from .helpers.new_steps import NewSteps
 from .run import Run, Tunable
 
 _NAMES: Final = ("lr", "learning_rate")
@@ -185,9 +186,10 @@ class _Sweep(Callback):
         self._curve, self._threshold = curve, threshold
         self._ratios: list[float] = []
         self._total = self._num_samples = 0.0
-        self._samples_seen = 0
+        self._steps = NewSteps()
 
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
+        self._steps.begin(trainer)
         first, *_ = rates = _initial_rates(trainer.optimizers[0])
         self._ratios = [rate / first if first else 1.0 for rate in rates]
         self._set_rate(trainer.optimizers[0])
@@ -200,9 +202,9 @@ class _Sweep(Callback):
             self._num_samples += size
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
-        if trainer.samples_seen == self._samples_seen:  # the epoch has ended, but no step was made
+        if not self._steps.has_come(trainer):
             return
-        strategy, self._samples_seen = trainer.strategy, trainer.samples_seen
+        strategy = trainer.strategy
         total, num_samples = strategy.ranks.loss.all_reduce([self._total, self._num_samples], "sum")
         # ranks that share one replica may differ in the last bit
         loss = strategy.ranks.all.broadcast(float(total / num_samples) if num_samples else None)

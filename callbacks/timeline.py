@@ -18,6 +18,7 @@ from .callback import Callback
 from .figures.figure_file import need_matplotlib
 from .figures.timeline_figure import draw_timeline
 from .helpers.loggers import tell_loggers
+from .helpers.new_steps import NewSteps
 from .run import Run
 
 
@@ -53,7 +54,7 @@ class Timeline(Callback):
         need_matplotlib()
         self._path = None if path is None else any_path("path", path)
         self._step = step
-        self._steps_left = self._samples_seen = 0
+        self._steps_left, self._steps = 0, NewSteps()
         self._recorder: WindowRecorder | None = None
         self.window: WindowTimeline | None = None
         """The recording, on every rank of the run; the process that started them has only the fields below."""
@@ -85,14 +86,13 @@ class Timeline(Callback):
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
         """Start counting steps."""
         self._steps_left, self._recorder, self.window = self._step, None, None
-        self._samples_seen = trainer.samples_seen
+        self._steps.begin(trainer)
         self._begin_if_next(trainer)
 
     def on_train_step_end(self, trainer: Run, module: nn.Module) -> None:
         """Draw after the recorded step, which is collective: every rank calls it."""
-        if not self._steps_left or trainer.samples_seen == self._samples_seen:  # only an epoch has ended
+        if not self._steps_left or not self._steps.has_come(trainer):
             return
-        self._samples_seen = trainer.samples_seen
         self._steps_left -= 1
         self._begin_if_next(trainer)
         if not self._steps_left:

@@ -71,6 +71,14 @@ def test_the_tokens_of_experts_are_those_of_the_last_step(tmp_path: Path) -> Non
     assert [step for step, row in logger.records if any("expert" in name for name in row)] == list(range(1, 10))
 
 
+def test_each_of_two_fits_of_one_step_counts(tmp_path: Path) -> None:
+    balance, logger = ExpertBalance(), RecordingLogger(str(tmp_path))
+    for _ in range(2):
+        trainer = quiet(tmp_path, callbacks=[balance], max_steps=1, logger=logger, log_every_n_steps=1)
+        trainer.fit(Routed(), DataLoader(Unknown(), 2))
+    assert sum(any("expert" in name for name in row) for _, row in logger.records) == 2
+
+
 @pytest.mark.parametrize("step", [2, 4])
 def test_a_timeline_is_of_the_step_that_was_asked_for(tmp_path: Path, step: int) -> None:
     asked = []

@@ -3,12 +3,11 @@
 Usage: python tests/equivalence/random_loops.py [--first SEED] [--number LOOPS] [layout ...]
 """
 
-import argparse
 import random
 import sys
-import tempfile
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,12 +21,11 @@ from as_rank import attempt
 from random_data import ORDERS, WHOLE, data, train_loader
 from random_modules import OPTIMIZERS
 from random_programs import ACCELERATOR, LAYOUTS, End, copied, data_ranks_of
-from random_runs import differences, made
-from residual import Block
+from random_runs import compare, main
+from residual import PLAN, Block
 
 from echelon import Engine, Loss
 from echelon.strategies.state.dtensor import gather_whole
-from echelon.testing import run_ranks
 
 ENGINES = [title for title in LAYOUTS if title.split()[0] not in ("dp", "pp", "ps", "single")]
 """The layouts of an Engine; those of `dp`, pipelines and servers have loops of their own."""
@@ -94,11 +92,15 @@ class Loop:
             skips=draw.random() < 0.15,
         )
 
+    def is_left_out(self, layout):
+        """Return False: each layout of an Engine trains each loop."""
+        return False
+
 
 class Net(nn.Module):
     """A regression on sequences of 4, without a training step."""
 
-    tp_plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}  # noqa: RUF012
+    tp_plan = PLAN
 
     def __init__(self):
         super().__init__()
@@ -228,55 +230,9 @@ def run_all(jobs, layout):
     return [End(error=end) if isinstance(end, str) else end for end in ends]
 
 
-def compare_loops(seeds, layouts, folder):
-    """Yield the seed, the layout and what is not alike of each loop that ends otherwise than in one process."""
-    one = dict(
-        zip(seeds, run_all([(seed, made(folder, seed, "single"), None) for seed in seeds], "single"), strict=True)
-    )
-    yield from ((seed, "single", [end.error]) for seed, end in one.items() if end.error is not None)
-    for layout in dict.fromkeys(("single", *layouts)):
-        jobs = []
-        for seed in seeds:
-            loop = Loop.drawn(seed)
-            if one[seed].error is None and layout != "single":
-                jobs.append((seed, made(folder, seed, layout), None))
-            if one[seed].error is None and loop.stop < one[seed].counters[0]:
-                saver = layout if seed % 2 else "single"
-                where = made(folder, seed, f"{layout}, resumed")
-                jobs.append((seed, where, folder / str(seed) / saver / "stopped.ckpt"))
-        number = LAYOUTS[layout].processes
-        ends = run_all(jobs, layout) if number == 1 else run_ranks(run_all, number, jobs, layout, timeout=500)[0]
-        for (seed, _, checkpoint), end in zip(jobs, ends, strict=True):
-            expected = one[seed]
-            if checkpoint is not None:
-                if not checkpoint.exists():
-                    continue
-                stop = Loop.drawn(seed).stop
-                expected, end = expected.after(stop), end.after(stop)
-            if end.error is not None and "ConfigError" in end.error:
-                continue
-            if said := differences(expected, end):
-                yield seed, layout if checkpoint is None else f"{layout}, resumed from {checkpoint}", said
-
-
-def main():
-    """Compare loops, and print each difference."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("layouts", nargs="*", help=f"any of {', '.join(ENGINES)}; by default, all")
-    parser.add_argument("--first", type=int, default=0, help="the seed of the first loop")
-    parser.add_argument("--number", type=int, default=50, help="how many loops")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    number = 0
-    with tempfile.TemporaryDirectory() as folder:
-        seeds = range(options.first, options.first + options.number)
-        for seed, layout, said in compare_loops(seeds, options.layouts or ENGINES, Path(folder)):
-            number += 1
-            print(f"{Loop.drawn(seed)}\n{layout}:", *said, sep="\n  ", flush=True)
-    print(f"{options.number} loops: {number} ends differ from one process")
-    return 1 if number else 0
+compare_loops = partial(compare, kind=Loop, run=run_all)
+"""Yields what is not alike of the loops in some layouts, as `compare` does of programs."""
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, ENGINES, Loop, run_all))

@@ -130,6 +130,18 @@ class Program:
             known = replace(known, min_epochs=0, min_steps=0)
         return known if is_manual else replace(known, **cls._drawn_data(draw, known))
 
+    def is_left_out(self, layout):
+        """Return whether a layout trains the program in another way, by what its documentation says.
+
+        In a pipeline, the last stage alone has what the step returned beside its loss, and a step calls the blocks
+        once. What a step reads where one of several loaders ends depends on the number of ranks that read data.
+        """
+        asks_for_outputs = self.returns_dict and "on_train_batch_end" in self.overrides
+        has_several_loaders = self.combined is not None
+        if layout.startswith("pp"):
+            return asks_for_outputs or has_several_loaders
+        return has_several_loaders and data_ranks_of(layout) > 1
+
     @classmethod
     def _drawn(cls, draw, seed, batch, global_batch, is_manual):
         return cls(

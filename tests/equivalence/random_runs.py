@@ -15,7 +15,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "helpers"))
 
-from random_programs import LAYOUTS, Program, data_ranks_of, run_all
+from random_programs import LAYOUTS, Program, run_all
 
 from echelon.testing import run_ranks
 
@@ -28,27 +28,27 @@ REFUSALS = (
 """What errors say of programs that a layout refuses by name."""
 
 
-def main():
-    """Compare the programs, print each difference with its program, and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("layouts", nargs="*", help=f"any of {', '.join(LAYOUTS)}; by default, all")
-    parser.add_argument("--first", type=int, default=0, help="the seed of the first program")
-    parser.add_argument("--number", type=int, default=100, help="how many programs")
+def main(about=__doc__, titles=LAYOUTS, kind=Program, run=run_all):
+    """Compare programs, or loops, print each difference with what was drawn, and return the exit code."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("layouts", nargs="*", help=f"any of {', '.join(titles)}; by default, all")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--number", type=int, default=100, help="how many are drawn")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     seeds = range(options.first, options.first + options.number)
-    layouts = {layout: seeds for layout in options.layouts or LAYOUTS if layout != "single"}
+    layouts = {layout: seeds for layout in options.layouts or titles if layout != "single"}
     number = 0
     with tempfile.TemporaryDirectory() as folder:
-        for seed, layout, said in compare(seeds, layouts, Path(folder)):
+        for seed, layout, said in compare(seeds, layouts, Path(folder), kind, run):
             number += 1
-            print(f"{Program.drawn(seed)}\n{layout}:", *said, sep="\n  ", flush=True)
-    print(f"{options.number} programs in {len(layouts)} layouts: {number} ends differ from one process")
+            print(f"{kind.drawn(seed)}\n{layout}:", *said, sep="\n  ", flush=True)
+    print(f"{options.number} drawn, in {len(layouts)} layouts: {number} ends differ from one process")
     return 1 if number else 0
 
 
-def compare(seeds, layouts, folder):
+def compare(seeds, layouts, folder, kind=Program, run=run_all):
     """Yield a seed, the layout of a run and what is not alike, for each run that does not end as in one process.
 
     Each program also goes on from a checkpoint that it, or one process, has saved inside a run. Programs that a layout
@@ -58,55 +58,45 @@ def compare(seeds, layouts, folder):
         seeds: those of the programs.
         layouts: for each layout, the seeds of the programs that it trains.
         folder: an empty folder.
+        kind: what is drawn.
+        run: runs some of them in a process.
     """
-    ends = run_all([(seed, made(folder, seed, "single"), None) for seed in seeds], "single")
+    ends = run([(seed, made(folder, seed, "single"), None) for seed in seeds], "single")
     one = dict(zip(seeds, ends, strict=True))
     yield from ((seed, "single", [end.error]) for seed, end in one.items() if end.error is not None)
     for layout, chosen in {"single": seeds, **layouts}.items():
         jobs = []
         for seed in chosen:
-            if _is_left_out(Program.drawn(seed), layout):
+            drawn = kind.drawn(seed)
+            if drawn.is_left_out(layout):
                 continue
             if one[seed].error is None and layout != "single":
                 jobs.append((seed, made(folder, seed, layout), None))
-            if one[seed].error is None and Program.drawn(seed).stop < one[seed].counters[0]:
+            if one[seed].error is None and drawn.stop < one[seed].counters[0]:
                 jobs.append((seed, made(folder, seed, f"{layout}, resumed"), saved_by(folder, seed, layout)))
-        yield from _compared(one, layout, jobs, ends_on(layout, jobs))
+        yield from _compared(one, layout, jobs, ends_on(layout, jobs, run), kind)
 
 
-def _is_left_out(program, layout):
-    """Return whether a layout trains a program in another way, by what its documentation says.
-
-    In a pipeline, the last stage alone has what the step returned beside its loss, and a step calls the blocks once.
-    What a step reads where one of several loaders ends depends on the number of ranks that read data.
-    """
-    asks_for_outputs = program.returns_dict and "on_train_batch_end" in program.overrides
-    has_several_loaders = program.combined is not None
-    if layout.startswith("pp"):
-        return asks_for_outputs or has_several_loaders
-    return has_several_loaders and data_ranks_of(layout) > 1
-
-
-def _compared(one, layout, jobs, ends):
+def _compared(one, layout, jobs, ends, kind):
     for (seed, _, checkpoint), end in zip(jobs, ends, strict=True):
         is_refused = end.error is not None and any(said in end.error for said in REFUSALS)
         if is_refused or not (checkpoint is None or checkpoint.exists()):
             continue  # and where a layout has refused a program, it has saved nothing to go on from
         expected, title = one[seed], layout
         if checkpoint is not None:
-            stop = Program.drawn(seed).stop
+            stop = kind.drawn(seed).stop
             expected, end, title = expected.after(stop), end.after(stop), f"{layout}, resumed from {checkpoint}"
         if said := differences(expected, end):
             yield seed, title, said
 
 
-def ends_on(layout, jobs, together=16):
+def ends_on(layout, jobs, run, together=16):
     """Return the ends of runs in a layout, on its first rank."""
     number, ends = LAYOUTS[layout].processes, []
     if number == 1:
-        return run_all(jobs, layout)
+        return run(jobs, layout)
     for start in range(0, len(jobs), together):
-        ends += run_ranks(run_all, number, jobs[start : start + together], layout, timeout=300)[0]
+        ends += run_ranks(run, number, jobs[start : start + together], layout, timeout=300)[0]
     return ends
 
 

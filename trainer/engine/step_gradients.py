@@ -48,8 +48,6 @@ class StepGradients:
         self.strategy = strategy
         self.trained: list[Placed] = []
         """The strategies of the modules that were set up."""
-        self._scales = False
-        """Whether losses of one of them are scaled."""
         self._guards: dict[Placed, ReplicaGuard] = {}
         self._has_compared = True
         """Whether replicas have been compared since an optimizer stepped for the first time."""
@@ -141,7 +139,6 @@ class StepGradients:
     def train(self, placed: Placed) -> None:
         """Note a module that was set up."""
         self.trained.append(placed)
-        self._scales |= placed.precision.uses_scaler
         self._guards[placed] = guard = ReplicaGuard(placed, lambda: self._num_updates, "error")
         guard.begin()
         self._has_compared = placed.ranks.world_size == 1
@@ -193,7 +190,7 @@ class StepGradients:
         """
         if self.has_stepped:
             self._begin()
-        elif self._weights is not None or self._scales:
+        elif self._weights is not None or any(placed.scaling.has_dropped() for placed in self.trained):
             self.forget_dropped()
         if not self._has_forward:
             raise RunError(

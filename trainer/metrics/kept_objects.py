@@ -26,17 +26,23 @@ _MERGED: Final = ("dim_zero_sum", "dim_zero_max", "dim_zero_min", "dim_zero_cat"
 """torchmetrics' reductions that give the same from what all ranks had on one, and the defaults on the others."""
 
 
-def objects_state(module: nn.Module | None, strategy: Strategy, logged: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the torchmetrics objects of a module have accumulated on all ranks, by their paths in it.
+def objects_state(module: nn.Module | None, strategy: Strategy, entries: Iterable[Entry]) -> dict[str, Any]:
+    """Return what the torchmetrics objects of a module have accumulated on all ranks, and which of them were logged.
 
     Collective: every rank calls it.
 
     Args:
-        module: the module.
+        module: the module, in which objects are named by their paths.
         strategy: the strategy of the ranks.
-        logged: those that this rank has logged; what any rank has is returned, too.
+        entries: those that the epoch has logged on this rank.
     """
     parts: dict[str, Any] = dict(module.named_modules()) if module is not None else {}
+    paths = {id(part): path for path, part in parts.items()}
+    logged = {
+        entry.epoch_line.key: {"path": paths[id(entry.computed)], "metric": description}
+        for entry in entries
+        if id(entry.computed) in paths and (description := entry.description()) is not None
+    }
     own = {path: state for path, part in parts.items() if (state := _state_of(part)) is not None}
     if strategy.world_size == 1:
         return {"objects": own, "logged_objects": logged}
@@ -134,16 +140,6 @@ class ResumedEpoch:
                 entry.computed = metric
                 gather_once(metric, strategy)
         return entries
-
-
-def logged_objects(entries: Iterable[Entry], module: nn.Module | None) -> dict[str, Any]:
-    """Return the paths of the objects that an epoch has logged on this rank, and how, by their keys."""
-    paths = {id(part): path for path, part in module.named_modules()} if module is not None else {}
-    return {
-        entry.epoch_line.key: {"path": paths[id(entry.computed)], "metric": description}
-        for entry in entries
-        if id(entry.computed) in paths and (description := entry.description()) is not None
-    }
 
 
 def refuse_another(entry: Entry, metric: object) -> None:

@@ -18,14 +18,7 @@ from ...strategies.targets.shares import TokenShare
 from .accumulator import to_numbers
 from .entry import Entry, Moment, Scope, two_ways
 from .gathering import gather_once
-from .kept_objects import (
-    ResumedEpoch,
-    load_objects,
-    logged_objects,
-    objects_state,
-    refuse_another,
-    warn_if_shared,
-)
+from .kept_objects import ResumedEpoch, load_objects, objects_state, refuse_another, warn_if_shared
 from .logged_means import LoggedMeans
 from .reduction import ComputedMetric, Line, Reduction
 from .sample_guard import SampleGuard
@@ -377,7 +370,7 @@ class Metrics:
             "latest": {name: value.cpu() for name, value in self._latest.items()},
             "computed_at": dict(self._computed_at),
             "in_bar": {name: value.cpu() for name, value in self._in_bar.items()},
-            **objects_state(self._module, self._strategy, logged_objects(logged, self._module)),
+            **objects_state(self._module, self._strategy, logged),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
