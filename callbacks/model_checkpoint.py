@@ -124,7 +124,7 @@ class ModelCheckpoint(Callback):
         self._kept = KeptCheckpoints()
         self._saved_best = self._assigned_best = ""
         self._replaced: list[str] = []
-        self._was_pending = self._is_due = False
+        self._was_pending = self._is_due = self._is_unranked = False
         self._is_training = self._has_epoch_ended = self._has_saved = self._is_postponed = False
         self.saved_at = -1
         """The `global_step` of the newest save."""
@@ -164,8 +164,7 @@ class ModelCheckpoint(Callback):
     @property
     def current_score(self) -> Tensor | None:
         """The monitored value of the checkpoint last added to the top k."""
-        scores = list(self._kept.scores.values())
-        return torch.tensor(scores[-1]) if scores and self.monitor else None
+        return torch.tensor([*self._kept.scores.values()][-1]) if self._kept.scores and self.monitor else None
 
     @property
     def kth_best_model_path(self) -> str:
@@ -259,7 +258,7 @@ class ModelCheckpoint(Callback):
         """Reset what is due, also after earlier validations."""
         self._is_due = self._is_postponed = self._has_saved = False
         self._is_training = True
-        self.saved_at = trainer.global_step
+        self.saved_at, self._is_unranked = trainer.global_step, self._kept.newest not in ("", *self._kept.scores)
         self._metric.start(is_pending=self._was_pending)
         self._was_pending = False
         self.schedule.start(trainer)
@@ -295,15 +294,16 @@ class ModelCheckpoint(Callback):
 
     def on_train_last_step(self, trainer: Run, module: nn.Module) -> None:
         """Save as at the end of an epoch if training ends inside one, and save what would be lost. Collective."""
-        if not self._has_epoch_ended and self.schedule.is_epoch_due(trainer.current_epoch):
+        is_over = not trainer.is_interrupted  # else the run that is resumed saves what is due
+        if is_over and not self._has_epoch_ended and self.schedule.is_epoch_due(trainer.current_epoch):
             self._save(trainer)
-            if self.save_top_k != 0 and not self._kept.names and not trainer.is_interrupted:
+            if self.save_top_k != 0 and not self._kept.names:
                 self._save(trainer, top_k=False, force=True)  # better unranked than nothing
         if self._is_postponed:
             self._save(trainer)
         if self._saves_last:
             self._save(trainer, top_k=False)
-        if trainer.is_interrupted:
+        if not is_over:
             self._save_interrupted(trainer)
         if self._metric.is_pending and not self._kept.names and trainer.is_global_zero:
             warnings.warn(
@@ -332,14 +332,15 @@ class ModelCheckpoint(Callback):
         """Save what would be lost, unless it is already saved or full checkpoints are switched off."""
         savers = [one for one in trainer.callbacks if isinstance(one, ModelCheckpoint) and not one.save_weights_only]
         is_saved = any(one.saved_at == trainer.global_step for one in savers)
-        if not is_saved and not self.save_weights_only and (self.save_top_k != 0 or self.save_last):
-            self._save(trainer, top_k=self.monitor is None, force=True)
+        if self in savers and not is_saved and (self.save_top_k != 0 or self.save_last):
+            self._save(trainer, top_k=self.monitor is None and self.save_top_k == 1, force=True)
 
     def _save(
         self, trainer: Run, *, top_k: bool = True, last: bool = True, force: bool = False, wait: bool = False
     ) -> None:
-        """Save if this step is in the top k, or if the last is saved; each step is saved only once."""
-        if trainer.global_step == self.saved_at:
+        """Save if this step is in the top k, or if the last is saved; each step is saved and ranked only once."""
+        is_saved = trainer.global_step == self.saved_at  # unranked, it gets a rank where the end of its epoch has one
+        if is_saved and not (top_k and self._is_unranked):
             return
         score = self._score(trainer) if top_k and self.save_top_k != 0 else None
         scores = self._kept.scores_with_room(score, self.save_top_k, self._metric)
@@ -347,7 +348,7 @@ class ModelCheckpoint(Callback):
         if score is not None and not is_in_top_k and self.verbose and trainer.is_global_zero:
             _log.info("%s=%.6g is not among the best %d.", self.monitor, score, self.save_top_k)
         force = force or (last and self._saves_last)
-        if not is_in_top_k and not force:
+        if not is_in_top_k and (is_saved or not force):
             return
         is_named = is_in_top_k or wait  # also after an exception, as Lightning names it
         template = self._name if is_named else CheckpointName(self._default_name, style=self._style)
@@ -376,7 +377,7 @@ class ModelCheckpoint(Callback):
         except BaseException:
             self._kept = before
             raise
-        self._unconfirmed = (name, before)
+        self._unconfirmed, self._is_unranked = (name, before), name not in kept.scores
         if self.save_last:
             trainer.point_to_checkpoint(self._path(self._style.link), self._path(kept.newest))
         tell_loggers(trainer.loggers if trainer.is_global_zero else (), "after_save_checkpoint", self)

@@ -131,7 +131,7 @@ class Run(Protocol):
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether a signal or ``max_time`` is ending training, on all ranks."""
+        """Whether a signal or ``max_time`` is ending training before its other limits, on all ranks."""
 
     # --- what hooks may change ---
 

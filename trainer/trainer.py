@@ -246,7 +246,8 @@ class Trainer(TrainerArguments, TrainerAttributes, Checkpoints, Trials):
 
     @property
     def is_interrupted(self) -> bool:
-        return (interruption := self._ran.interruption).is_requested or interruption.is_time_up()
+        is_ended = (interruption := self._ran.interruption).is_requested or interruption.is_time_up()
+        return is_ended and not self.settings.is_reached(self._ran.state)
 
     @property
     def num_training_batches(self) -> int | float:

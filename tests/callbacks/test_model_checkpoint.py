@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from itertools import pairwise
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from scripted import Scripted, batches, trainer_in
+from torch.utils.data import DataLoader, IterableDataset
 
 from echelon.callbacks import Callback, LambdaCallback, ModelCheckpoint
 from echelon.common.errors import CheckpointError, ConfigError
@@ -335,6 +337,37 @@ def test_what_an_interruption_saved_goes_when_there_is_something_newer(tmp_path:
     assert names_in(tmp_path / "ckpt") == ["epoch=0-step=4.ckpt", "epoch=1-step=6.ckpt"]
     fit(tmp_path, ModelCheckpoint(tmp_path / "ckpt", monitor="val_loss"), Scripted([0.2, 0.4]), ckpt_path="last")
     assert names_in(tmp_path / "ckpt") == ["epoch=1-step=8.ckpt"]
+
+
+def test_an_interruption_inside_an_epoch_ranks_nothing(tmp_path: Path) -> None:
+    def fit_to(folder: str, module: Scripted) -> tuple[list[str], str]:
+        saver = ModelCheckpoint(tmp_path / folder, monitor="train_end", mode="max", save_top_k=1, save_last=True)
+        with pytest.raises(SystemExit) if isinstance(module, Terminated) else nullcontext():
+            fit(tmp_path, saver, module, check_val_every_n_epoch=2, ckpt_path="last", max_epochs=4)
+        return names_in(tmp_path / folder), Path(saver.best_model_path).name
+
+    values = [0.2, 0.1, 0.4, 0.3]
+    undisturbed = fit_to("undisturbed", Scripted(epoch_values=values))
+    fit_to("interrupted", Terminated(epoch_values=values))
+    assert fit_to("interrupted", Scripted(epoch_values=values)) == undisturbed
+
+
+class Stream(IterableDataset[Any]):
+    """Samples whose number only reading tells."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(batches().dataset)
+
+
+def test_the_last_step_of_a_stream_is_ranked_when_its_end_is_read(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(
+        tmp_path / "ckpt", monitor="train_end", mode="max", every_n_train_steps=4, save_last=True, save_top_k=2
+    )
+    module = Scripted(epoch_values=[0.3, 0.1, 0.2])
+    trainer_in(tmp_path, saver, max_epochs=3).fit(module, DataLoader(Stream(), 2))
+    scores = {Path(path).name: round(score.item(), 3) for path, score in saver.best_k_models.items()}
+    assert scores == {"epoch=0-step=4-v1.ckpt": 0.3, "epoch=2-step=12-v1.ckpt": 0.2}
+    assert names_in(tmp_path / "ckpt") == [*scores, "last.ckpt"]
 
 
 @pytest.mark.parametrize("ends_by", ["signal", "max_steps"])

@@ -35,14 +35,12 @@ WHOLE = 12
 class Data(DataModule):
     """The data of a program; what it trains on differs from epoch to epoch."""
 
-    def __init__(self, program, checkpoint):
+    def __init__(self, program, num_ranks):
         super().__init__()
-        self.program = program
-        self.is_of_one = checkpoint is not None and checkpoint.parent.name == "single"
+        self.program, self.num_ranks = program, num_ranks
 
     def train_dataloader(self):
-        num_ranks = 1 if self.is_of_one else self.trainer.strategy.data_size  # its loader is cut for more ranks
-        return train_loader(self.program, self.trainer.current_epoch, num_ranks)
+        return train_loader(self.program, self.trainer.current_epoch, self.num_ranks)
 
     def val_dataloader(self):
         return val_loaders(self.program)

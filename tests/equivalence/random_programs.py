@@ -114,6 +114,8 @@ class Program:
     validates_first: bool
     fits_again: bool
     saves_weights_only: bool
+    monitor: str | None
+    save_last: bool | str
 
     @classmethod
     def drawn(cls, seed):
@@ -196,6 +198,8 @@ class Program:
             validates_first=draw.random() < 0.15,
             fits_again=draw.random() < 0.15,
             saves_weights_only=draw.random() < 0.5,
+            monitor=draw.choice(("reduced", "reduced", "reduced", None, "step")),
+            save_last=draw.choice((True, True, True, False, "link")),
         )
 
     @staticmethod
@@ -250,9 +254,10 @@ def callbacks_of(program, folder, data_ranks):
             ModelCheckpoint,
             folder / "checkpoints",
             "{epoch}-{step}",
-            monitor="reduced",
-            save_last=True,
-            save_top_k=program.top_k,
+            monitor=program.monitor,
+            save_last=program.save_last,
+            save_top_k=1 if program.monitor is None and program.top_k > 1 else program.top_k,
+            mode="max" if program.monitor == "step" else None,
             **program.every,
         ),
         "stopping": partial(EarlyStopping, "reduced", patience=1, mode="max"),
@@ -311,29 +316,43 @@ class End:
 
 def run(seed, layout, folder, checkpoint=None):
     """Return how a program ends in a layout; one that goes on from a checkpoint saves none."""
-    program, where = Program.drawn(seed), LAYOUTS[layout]
+    program = Program.drawn(seed)
     # micro-batches are those of a rank of the run that goes on
     data_ranks = data_ranks_of(layout if checkpoint is None else checkpoint.parent.name)
     seed_everything(seed, verbose=False)
     module, logger = module_of(program), RecordingLogger(str(folder))
     callbacks = callbacks_of(program, folder, data_ranks)
-    saver, has_data_module = callbacks.get("checkpoints"), program.is_manual or program.source == "data module"
+    saver = callbacks.get("checkpoints")
     extra = [Counting()] if checkpoint else [Counting(), SaveAfter(program.stop, folder / "stopped.ckpt")]
-    settings = {
-        "devices": where.devices,
-        "accelerator": "cpu" if layout == "single" else ACCELERATOR,
-        "precision": "64-true",
-        "log_every_n_steps": program.log_every,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "default_root_dir": folder,
-        "reload_dataloaders_every_n_epochs": int(has_data_module),
-        **program.flags,
-        **step_of(program, data_ranks, callbacks),
-        **({} if program.is_manual else program.clip),
-    }
-    trainer = Trainer(
-        strategy=where.make(),
+    trainer = trainer_of(program, layout, folder, data_ranks, callbacks, extra, logger)
+    before = {}
+    if program.validates_first and program.validation is not None:
+        before = trainer.validate(module, val_loaders(program), verbose=False)[0]
+    is_of_one = checkpoint is not None and checkpoint.parent.name == "single"  # its loader is cut for more ranks
+    fit(trainer, module, program, checkpoint, num_ranks=1 if is_of_one else data_ranks_of(layout))
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    metrics |= {f"before, {name}": float(value) for name, value in before.items()}
+    samples = DataLoader(data(program.val_samples, 9), 2)
+    metrics |= {name: float(value) for name, value in trainer.test(module, samples, verbose=False)[0].items()}
+    predictions = torch.cat(trainer.predict(module, samples))
+    metrics |= {f"prediction {number}": value for number, value in enumerate(predictions.tolist())}
+    saved = () if saver is None else kept_by(saver)
+    weights = copied(whole_state(trainer, module))
+    trainer.save_checkpoint(folder / "end.ckpt", weights_only=program.saves_weights_only)
+    loaded = type(module).load_from_checkpoint(folder / "end.ckpt", program=program).state_dict()
+    weights |= {f"loaded {name}": value for name, value in loaded.items()}
+    if program.fits_again:
+        settings = settings_of(program, layout, folder, data_ranks_of(layout), ())
+        again = Trainer(max_epochs=1, logger=False, enable_checkpointing=False, **settings)
+        again.fit(module, datamodule=Data(program, data_ranks_of(layout)))
+        weights |= {f"again {name}": value for name, value in copied(whole_state(again, module)).items()}
+    rows = [((step, name), value) for step, row in logger.records for name, value in row.items()]
+    return End(weights, rows_of(rows), module.rates, (trainer.global_step, trainer.current_epoch), metrics, saved)
+
+
+def trainer_of(program, layout, folder, data_ranks, callbacks, extra, logger):
+    """Return the trainer that fits a program with its callbacks, and others behind them."""
+    return Trainer(
         max_epochs=program.epochs,
         max_steps=program.max_steps,
         min_epochs=program.min_epochs,
@@ -342,45 +361,53 @@ def run(seed, layout, folder, checkpoint=None):
         limit_val_batches=program.limit_val,
         callbacks=[*callbacks.values(), *extra],
         logger=logger,
-        enable_checkpointing=saver is not None,
-        **settings,
+        enable_checkpointing="checkpoints" in callbacks,
+        **settings_of(program, layout, folder, data_ranks, callbacks),
         **(program.validation or {}),
     )
-    before = {}
-    if program.validates_first and program.validation is not None:
-        before = trainer.validate(module, val_loaders(program), verbose=False)[0]
-    if has_data_module:
-        trainer.fit(module, datamodule=Data(program, checkpoint), ckpt_path=checkpoint)
+
+
+def settings_of(program, layout, folder, data_ranks, callbacks):
+    """Return the settings of each trainer of a program, with some callbacks by their names."""
+    where = LAYOUTS[layout]
+    return {
+        "strategy": where.make(),
+        "devices": where.devices,
+        "accelerator": "cpu" if layout == "single" else ACCELERATOR,
+        "precision": "64-true",
+        "log_every_n_steps": program.log_every,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": folder,
+        "reload_dataloaders_every_n_epochs": int(has_data_module(program)),
+        **program.flags,
+        **step_of(program, data_ranks, callbacks),
+        **({} if program.is_manual else program.clip),
+    }
+
+
+def has_data_module(program):
+    """Return whether the data of a program comes from a data module."""
+    return program.is_manual or program.source == "data module"
+
+
+def fit(trainer, module, program, ckpt_path, num_ranks):
+    """Train a program, from a checkpoint on if there is one; in manual optimization a step has batches of all ranks."""
+    if has_data_module(program):
+        trainer.fit(module, datamodule=Data(program, num_ranks), ckpt_path=ckpt_path)
     else:
-        trainer.fit(module, train_loader(program), val_loaders(program), ckpt_path=checkpoint)
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    metrics |= {f"before, {name}": float(value) for name, value in before.items()}
-    samples = DataLoader(data(program.val_samples, 9), 2)
-    metrics |= {name: float(value) for name, value in trainer.test(module, samples, verbose=False)[0].items()}
-    predictions = torch.cat(trainer.predict(module, samples))
-    metrics |= {f"prediction {number}": value for number, value in enumerate(predictions.tolist())}
-    saved = () if saver is None else (sorted(os.listdir(saver.dirpath)), Path(saver.best_model_path).name)
-    weights = copied(whole_state(trainer, module))
-    trainer.save_checkpoint(folder / "end.ckpt", weights_only=program.saves_weights_only)
-    loaded = type(module).load_from_checkpoint(folder / "end.ckpt", program=program).state_dict()
-    weights |= {f"loaded {name}": value for name, value in loaded.items()}
-    if program.fits_again:
-        settings |= step_of(program, data_ranks_of(layout), {})
-        again = Trainer(strategy=where.make(), max_epochs=1, logger=False, enable_checkpointing=False, **settings)
-        again.fit(module, datamodule=Data(program, None))
-        weights |= {f"again {name}": value for name, value in copied(whole_state(again, module)).items()}
-    return End(
-        weights,
-        sorted(
-            ((step, name), 0.0 if name.startswith(MEASURED) else float(value))
-            for step, row in logger.records
-            for name, value in row.items()
-        ),
-        module.rates,
-        (trainer.global_step, trainer.current_epoch),
-        metrics,
-        saved,
-    )
+        trainer.fit(module, train_loader(program), val_loaders(program), ckpt_path=ckpt_path)
+
+
+def kept_by(saver):
+    """Return the names of the checkpoints that are left, and of the best."""
+    folder = Path(saver.dirpath)
+    return sorted(os.listdir(folder)) if folder.exists() else [], Path(saver.best_model_path).name
+
+
+def rows_of(logged):
+    """Return what loggers got, without the values that differ from run to run."""
+    return sorted((key, 0.0 if key[1].startswith(MEASURED) else float(value)) for key, value in logged)
 
 
 def copied(state):

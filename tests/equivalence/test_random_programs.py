@@ -1,9 +1,10 @@
-"""Programs and loops drawn at random end in each layout as in one process, resumed from a checkpoint as well."""
+"""Programs and loops drawn at random end in each layout as in one process, resumed or stopped anywhere as well."""
 
 import pytest
 from random_loops import ENGINES, compare_loops
 from random_programs import LAYOUTS
 from random_runs import compare
+from random_stops import compare as compare_stopped
 from sweep import IS_SWEEP
 
 MANY = [layout for layout in LAYOUTS if layout != "single"]
@@ -28,3 +29,15 @@ def test_random_programs_end_in_each_layout_as_in_one_process(memory_path, title
 def test_random_loops_end_under_an_engine_as_in_one_process(memory_path, title):
     seeds = range(1000, 1060) if IS_SWEEP else range(1000, 1008)
     assert list(compare_loops(seeds, {title: seeds}, memory_path)) == []
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("title", ["single", "ddp x 2", "fsdp x 2", "pp x 2"] if IS_SWEEP else ["single", "ddp x 2"])
+def test_random_programs_that_are_stopped_anywhere_end_as_undisturbed_ones(memory_path, title):
+    seeds = range(1000, 1040) if IS_SWEEP else range(1000, 1004) if title == "single" else [1004]
+    for seed in seeds:
+        (folder := memory_path / str(seed)).mkdir()
+        stops, said = compare_stopped(seed, title, folder)
+        assert not said, (seed, stops, said)

@@ -91,25 +91,14 @@ def is_over(session: Session) -> bool:
             session.metrics.reduce()  # brings the values logged by the last stage to rank 0's bar and callbacks
         if has_failed:  # all ranks raise together, so none waits for another in vain
             session.writer.close()
-    epochs = state.epoch + state.is_epoch_done
-    last_epoch = math.inf if settings.last_epoch is None else settings.last_epoch
-    if interruption.signal is not None or state.global_step >= last_step or epochs >= last_epoch:
-        return True
-    if is_used_up(session):
+    if interruption.signal is not None or settings.is_reached(state):
         return True
     if not (progress.should_stop or (interruption.has_limit and interruption.is_time_up())):
         return False
     if state.global_step < settings.min_steps:  # all ranks have agreed to stop there
         timetable.next_check = min(timetable.next_check, settings.min_steps)
         return False
-    return epochs >= settings.min_epochs
-
-
-def is_used_up(session: Session) -> bool:
-    """Return whether the samples or tokens of the run were seen; the same on every rank."""
-    settings, state = session.settings, session.state
-    has_samples = settings.max_samples is not None and state.samples_seen >= settings.max_samples
-    return has_samples or (settings.max_tokens is not None and state.tokens_seen >= settings.max_tokens)
+    return state.epoch + state.is_epoch_done >= settings.min_epochs
 
 
 def counts_tokens(session: Session) -> bool:

@@ -21,7 +21,6 @@ from .schedule import (
     counts_tokens,
     is_last_validation_due,
     is_over,
-    is_used_up,
     is_validation_due,
     is_validation_due_at_epoch_end,
     plan_epoch,
@@ -105,7 +104,7 @@ def train(session: Session, step: Step, *, left_in_eval: Sequence[str] = (), aft
             for hook in hooks.on_train_step_end:
                 hook()
             may_be_over = is_alone and (progress.should_stop or interruption.signal is not None or may_run_out)
-            may_be_over |= has_amount and is_used_up(session)
+            may_be_over |= has_amount and session.settings.is_used_up(state)
             if (may_be_over or state.global_step >= timetable.next_check) and is_over(session):
                 is_partial = True
                 _leave_epoch(session)
@@ -123,9 +122,11 @@ def train(session: Session, step: Step, *, left_in_eval: Sequence[str] = (), aft
 
 
 def _end_training(session: Session) -> None:
-    """Call the last hook of training, and send what it has logged to the loggers."""
+    """Call the last hook of training, and send what it has logged to the loggers, unless a resumed run will."""
     session.hooks.call("on_train_end")
-    session.log({line.reported: value for line, value in session.metrics.end_hooks()})
+    values = session.metrics.end_hooks()
+    if not session.run.is_interrupted:
+        session.log({line.reported: value for line, value in values})
 
 
 def _begin_epoch(session: Session) -> None:
@@ -228,12 +229,15 @@ def _end_epoch(session: Session, untrained: Untrained, *, is_partial: bool, vali
     if validates and not is_partial and is_validation_due_at_epoch_end(session):
         validate_in_fit(session)
     values = metrics.end_batches()
+    if is_partial:
+        metrics.set_aside()
     session.hooks.call("on_train_epoch_end")
     session.replicas.check()
     values += metrics.end_hooks()
-    if not (is_partial and session.run.is_interrupted):  # the resumed run will log the whole epoch
+    if not (is_partial and session.run.is_interrupted):  # the resumed run logs the whole epoch
         session.log({line.reported: value for line, value in values})
     if is_partial:
+        metrics.restart_stage(None)  # `on_train_end` has nothing of it to log
         return
     step_schedulers(session, "epoch", state.epoch + 1, with_metric=True)
     state.is_epoch_done = True

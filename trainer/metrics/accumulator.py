@@ -36,6 +36,14 @@ class Accumulator:
         self._total: Tensor | None = None
         self._weight = 0.0
 
+    def copy(self) -> Accumulator:
+        """Return another accumulator of what was added so far."""
+        other = Accumulator(self.reduce)
+        if not self.is_empty:
+            total, weight = self.partial()
+            other.load_state_dict({"total": total, "weight": weight})
+        return other
+
     def restart(self, value: Tensor | float, weight: float) -> None:
         """Forget everything, and add a value."""
         self._values, self._weights, self._total, self._weight = [value], [weight], None, 0.0

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from typing import Any, Final, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from ...common.errors import ModuleError
+from ...strategies.targets.shares import TokenShare
 from .accumulator import REDUCTIONS, Accumulator, Reduce
 from .reduction import ComputedMetric, Line, Share, computed_value
 
@@ -142,6 +144,12 @@ class Entry:
         del place["options"]
         return cls(key, **place, in_training=True, is_heard=True)
 
+    def copy(self) -> Self:
+        """Return another entry, whose epoch goes on from the values so far."""
+        other = copy(self)
+        other.epoch = None if self.epoch is None else self.epoch.copy()
+        return other
+
     def clear(self) -> None:
         """Forget the values."""
         for accumulator in (self.step, self.epoch):
@@ -162,6 +170,21 @@ def _reduction_of(name: str, reduce_fx: object) -> Reduce:
         )
     known: Reduce = reduction
     return known
+
+
+def weight_of(name: str, batch_size: float | TokenShare, size: int) -> float:
+    """Return what a value counts that is logged in a batch of a `size` with its own ``batch_size``.
+
+    Raises:
+        ModuleError: if it is below 0.
+    """
+    weight = batch_size.of(size) if isinstance(batch_size, TokenShare) else batch_size
+    if weight < 0:
+        raise ModuleError(
+            f"self.log({name!r}, ...): batch_size must be a number of samples from 0, got {weight}; give that number, "
+            "or leave it out."
+        )
+    return weight
 
 
 def two_ways(entry: Entry, options: Scope, stage: str) -> ModuleError:

@@ -16,7 +16,7 @@ from ...strategies import Strategy
 from ...strategies.state.dtensor import gather_tensor
 from ...strategies.targets.shares import TokenShare
 from .accumulator import to_numbers
-from .entry import Entry, Moment, Scope, two_ways
+from .entry import Entry, Moment, Scope, two_ways, weight_of
 from .gathering import gather_once
 from .kept_objects import ResumedEpoch, load_objects, objects_state, refuse_another, warn_if_shared
 from .logged_means import LoggedMeans
@@ -38,8 +38,8 @@ class Metrics:
 
     __slots__ = (
         *("_batches", "_computed_at", "_entries", "_in_bar", "_is_alone", "_latest", "_module", "_reductions"),
-        *("_resumed", "_stages", "_strategy", "batch", "batch_size", "dataloader_idx", "guard", "in_batch"),
-        *("logged", "means", "position", "stage"),
+        *("_resumed", "_stages", "_strategy", "_unfinished", "batch", "batch_size", "dataloader_idx", "guard"),
+        *("in_batch", "logged", "means", "position", "stage"),
     )
 
     def __init__(self, strategy: Strategy, module: nn.Module | None = None) -> None:
@@ -51,6 +51,7 @@ class Metrics:
         self._computed_at: dict[str, int] = {}
         self._in_bar: dict[str, Tensor] = {}
         self._resumed = ResumedEpoch()
+        self._unfinished: dict[str, Entry] | None = None
         self._batches: dict[tuple[Stage, int | None], int] = {}
         self.logged: dict[str, Tensor] = {}
         """The newest value of every name that goes to the loggers, as of the last `read_steps`."""
@@ -120,14 +121,7 @@ class Metrics:
                 value = value.item() if value.is_cpu else value.detach().clone()
         elif not isinstance(value, int | float):
             value = self._number(entry, value)
-        weight: float = self.batch_size
-        if batch_size is not None:
-            weight = batch_size.of(weight) if isinstance(batch_size, TokenShare) else batch_size
-            if weight < 0:
-                raise ModuleError(
-                    f"self.log({name!r}, ...): batch_size must be a number of samples from 0, got {weight}; give that "
-                    "number, or leave it out."
-                )
+        weight = self.batch_size if batch_size is None else weight_of(name, batch_size, self.batch_size)
         if entry.step is not None:
             if entry.stamp != self.position or entry.batch != self.batch:
                 entry.step.restart(value, weight)
@@ -281,6 +275,12 @@ class Metrics:
                 self._reduction(self.stage, moment).reset()
         self.guard.forget()
 
+    def set_aside(self) -> None:
+        """Keep what an unfinished epoch has accumulated for checkpoints: hooks at its end log into a copy."""
+        self._unfinished = self._entries
+        entries = {key: entry if entry.in_batch else entry.copy() for key, entry in self._entries.items()}
+        self._entries = self._stages[self.stage] = entries
+
     def restart_stage(self, state_dict: Mapping[str, object] | None) -> None:
         """Forget what the current stage's epoch has accumulated, and continue from a saved state if there is one."""
         self._entries.clear()
@@ -355,18 +355,19 @@ class Metrics:
         Collective: every rank calls it.
         """
         self.read_steps()
-        logged = [e for e in self._stages.get("train", {}).values() if e.epoch is not None and not e.epoch.is_empty]
+        known = self._stages.get("train", {}) if self._unfinished is None else self._unfinished
+        logged = [e for e in known.values() if e.epoch is not None and not e.epoch.is_empty]
         entries = [e for e in logged if e.computed is None]
         epoch = {e.epoch_line.key: e.epoch.state_dict() for e in entries if e.epoch is not None}
         if not self._is_alone:
             shares = {e.epoch_line.key: e.share("epoch") for e in entries if e.scope.sync_dist}
             partials = self._reduction("train", "epoch").partials(shares)
             epoch |= {key: {"total": partial.total, "weight": partial.weight} for key, partial in partials.items()}
-        known = {e.epoch_line.key: e.description() for e in entries}
-        for of_stage in self._strategy.ranks.stage.all_gather_object(known):
-            known = {**of_stage, **known}
+        metrics = {e.epoch_line.key: e.description() for e in entries}
+        for of_stage in self._strategy.ranks.stage.all_gather_object(metrics):
+            metrics = {**of_stage, **metrics}
         return {
-            "epoch": {key: {**values, "metric": known.get(key)} for key, values in epoch.items()},
+            "epoch": {key: {**values, "metric": metrics.get(key)} for key, values in epoch.items()},
             "latest": {name: value.cpu() for name, value in self._latest.items()},
             "computed_at": dict(self._computed_at),
             "in_bar": {name: value.cpu() for name, value in self._in_bar.items()},

@@ -23,6 +23,9 @@ _WORK: Final = {CPU: 1 << 30}
 _WORK_OF_ACCELERATORS: Final = 1 << 38
 _LARGEST: Final = 1 << 26
 """Elements of a weight beyond which a layer is not tried, as that needs memory."""
+_FEW_ROWS: Final = {CPU: 128}
+"""Rows for which the time of a product may be that of reading its weight; with more, multiplying takes longer."""
+_FEW_ROWS_OF_ACCELERATORS: Final = 1024
 
 
 class Product(NamedTuple):
@@ -113,8 +116,9 @@ class Layers(SavingWatch):
             return
         if any(isinstance(part, BatchNorm) for part in self.subject.module.modules()):
             return  # its statistics are those of a micro-batch
+        few = _FEW_ROWS.get(self.subject.device.type, _FEW_ROWS_OF_ACCELERATORS)
         # where only a part of the rows is tried, there are many
-        tried = [(one, count) for one, count in self._most() if one in self._counts]
+        tried = [(one, count) for one, count in self._most() if one in self._counts and one.rows <= few]
         now = then = 0.0
         for one, count in tried:
             seconds = self._times(one, one._replace(rows=2 * one.rows))

@@ -21,6 +21,7 @@ from ..loggers import DummyLogger, check_name
 from .detailed_profilers import profiler_by_name
 from .profiler import Profiler
 from .setting_types import Defaulted, fits_annotation, name_type
+from .train_state import TrainState
 
 _LIMITS: Final = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
 _AMOUNTS: Final = (*_LIMITS, "overfit_batches", "val_check_interval")
@@ -158,6 +159,17 @@ class Settings:
     def ends_by_amount(self) -> bool:
         """Whether a number of samples or tokens ends training."""
         return self.max_samples is not None or self.max_tokens is not None
+
+    def is_used_up(self, state: TrainState) -> bool:
+        """Return whether a run has seen the samples or tokens that end it; the same on every rank."""
+        has_samples = self.max_samples is not None and state.samples_seen >= self.max_samples
+        return has_samples or (self.max_tokens is not None and state.tokens_seen >= self.max_tokens)
+
+    def is_reached(self, state: TrainState) -> bool:
+        """Return whether a run has all its epochs, steps, samples or tokens; the same on every rank."""
+        has_steps = self.last_step is not None and state.global_step >= self.last_step
+        has_epochs = self.last_epoch is not None and state.epoch + state.is_epoch_done >= self.last_epoch
+        return has_steps or has_epochs or self.is_used_up(state)
 
     def effective(self) -> Settings:
         """Return the settings with ``fast_dev_run``, ``overfit_batches`` and ``barebones`` applied to the others."""

@@ -1,11 +1,13 @@
 """`self.log`: what it keeps, under which names, how it reduces, and who gets it when."""
 
+import signal
+
 import pytest
 import torch
 from small import Regression, loader, quiet
 from torch import nn
 
-from echelon import Callback, Logger, ModuleError
+from echelon import Callback, Logger, ModelCheckpoint, ModuleError
 
 
 class Recording(Logger):
@@ -41,9 +43,10 @@ class Logging(Regression):
 def fit(module, num_samples=8, **settings):
     """Fit once over batches of two that begin with the samples 0, 2, 4, 6."""
     recording = Recording()
+    ckpt_path = settings.pop("ckpt_path", None)
     settings = {"max_epochs": 1, "log_every_n_steps": 1, "logger": recording, **settings}
     trainer = quiet(**settings)
-    trainer.fit(module, loader(num_samples, 2), loader(5, 2))
+    trainer.fit(module, loader(num_samples, 2), loader(5, 2), ckpt_path=ckpt_path)
     return trainer, recording
 
 
@@ -362,3 +365,63 @@ def test_metrics_of_a_run_are_forgotten_by_the_next():
     trainer, _ = fit(Logging())
     trainer.validate(Logging(), loader(2, 2), verbose=False)
     assert numbers(trainer.callback_metrics) == {"v": 0.0}
+
+
+class LogsAtTheEnd(Regression):
+    """Logs at the end of an epoch and of training, and gets a signal in some step."""
+
+    def __init__(self, signalled_in=0):
+        super().__init__()
+        self.signalled_in = signalled_in
+
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_step + 1 == self.signalled_in:
+            signal.raise_signal(signal.SIGTERM)
+        self.log("x", float(batch_idx), on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_start(self):
+        if self.trainer.batch_position == 0:
+            self.log("epochs", 1.0, reduce_fx="sum")
+
+    def on_train_epoch_end(self):
+        self.log("epochs", 1.0, reduce_fx="sum")
+        self.log("ended", float(self.current_epoch))
+
+    def on_train_end(self):
+        self.log("last", 7.0)
+
+
+ROWS = [
+    (4, {"x": 1.5, "epochs": 2.0, "ended": 0.0, "epoch": 0}),
+    (6, {"x": 0.5, "epochs": 2.0, "ended": 1.0, "epoch": 1}),
+    (6, {"last": 7.0, "epoch": 2}),
+]
+"""Of six steps in epochs of four."""
+
+
+def test_an_epoch_that_is_cut_short_is_logged_once_and_goes_on_from_what_its_steps_logged(tmp_path):
+    trainer, recording = fit(LogsAtTheEnd(), max_epochs=2, max_steps=6)
+    assert recording.rows == ROWS
+    trainer.save_checkpoint(tmp_path / "six")
+    trainer, recording = fit(LogsAtTheEnd(), max_epochs=2, ckpt_path=tmp_path / "six")
+    assert recording.rows == [(8, {"x": 1.5, "epochs": 2.0, "ended": 1.0, "epoch": 1}), (8, {"last": 7.0, "epoch": 2})]
+
+
+def test_an_interrupted_run_leaves_what_its_end_logs_to_the_run_that_goes_on(tmp_path):
+    def fit_six(module, **settings):
+        saver = ModelCheckpoint(tmp_path)
+        return fit(module, max_epochs=2, max_steps=6, callbacks=[saver], enable_checkpointing=True, **settings)
+
+    recording = Recording()
+    with pytest.raises(SystemExit):
+        fit_six(LogsAtTheEnd(signalled_in=5), logger=recording)
+    assert recording.rows == ROWS[:1]
+    assert fit_six(LogsAtTheEnd(), ckpt_path="last")[1].rows == ROWS[1:]
+
+
+def test_a_signal_in_the_last_step_interrupts_nothing():
+    recording = Recording()
+    with pytest.raises(SystemExit):
+        fit(LogsAtTheEnd(signalled_in=6), max_epochs=2, max_steps=6, logger=recording)
+    assert recording.rows == ROWS
