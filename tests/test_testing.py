@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
 
 from echelon.common.errors import ProcessError
 from echelon.testing import run_ranks
@@ -46,6 +47,22 @@ def test_a_rank_that_hangs_is_killed_and_the_error_says_where_it_stood():
     with pytest.raises(ProcessError, match=r"Rank .*1 had not finished after timeout=1 s") as caught:
         run_ranks(sleep_on_rank_one, 2, timeout=1)
     assert "where_it_hangs" in str(caught.value)
+
+
+class Endless(Dataset):
+    """A data set whose samples never come."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        time.sleep(600)
+
+
+def test_a_worker_of_a_loader_that_hangs_says_where_it_stood():
+    with pytest.raises(ProcessError, match=r"\(pt_data_worker\), which rank 0 has started") as caught:
+        run_ranks(lambda: next(iter(DataLoader(Endless(), num_workers=1))), 1, timeout=2)
+    assert "in __getitem__" in str(caught.value)
 
 
 def test_a_rank_that_raises_is_named():

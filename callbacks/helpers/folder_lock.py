@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...common.errors import CheckpointError
+from ...common.proc_status import host_id, look_at, started_at
 from ...common.storage import AnyPath, StorePath
-from ...strategies.launch.proc_status import host_id, look_at, started_at
 from ...strategies.state.schema import check_schema, format_as_line, parse_json
 from ..run import Run
 from .store_lock import SCHEMA, StoreLock

@@ -22,10 +22,10 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 from ...common.errors import ProcessError
 from ...common.internals.processes import set_exit_code
+from ...common.proc_status import look_at
 from ..torch_internals.distributed import list_processes
 from .failures import WorkerExit
 from .fork_server import blank_main, keeping_start_method, preload_modules
-from .proc_status import look_at
 from .worker import WorkerTask, run_worker
 
 _log = logging.getLogger(__name__)
@@ -104,9 +104,9 @@ class Agent(LocalElasticAgent):
                 os.kill(pid, number)
 
     @property
-    def running(self) -> list[int]:
-        """The ranks on this node that have not ended."""
-        return list(self._running)
+    def running(self) -> dict[int, int]:
+        """The ranks on this node that have not ended, each with the number of its process."""
+        return dict(self._running)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, object]:
         preload_modules(self._modules, uses_devices=self._uses_devices)

@@ -26,8 +26,8 @@ from ...common.internals.processes import (
     list_preloaded,
     stop_fork_server,
 )
+from ...common.proc_status import look_at
 from ..torch_internals.compiler import COMPILER_MODULE
-from .proc_status import look_at
 from .worker import CULPRITS, NOT_FOR_THE_FORK_SERVER, setting_preload_words
 
 PRELOADED = (

@@ -7,12 +7,11 @@ import multiprocessing
 import signal
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ...common.errors import CollectiveError, ConfigError, ProcessError
 from ..cluster.environment import LOOPBACK, Environment
@@ -21,15 +20,14 @@ from ..distributed.pickling import installed_modules, pack_into, pack_value, unp
 from .node_folder import NodeFolder, refuse_without_forks
 from .registries import with_registries
 from .signal_handlers import handling_signals
-from .worker import IMPORTED_FIRST, SHOW_STACKS, CallerState, InheritedFile, WorkerTask
+from .stack_dumps import dump_stacks
+from .worker import IMPORTED_FIRST, CallerState, InheritedFile, WorkerTask
 
 if TYPE_CHECKING:
     from .agent import Agent
 
 T = TypeVar("T")
 MakeAgent: TypeAlias = "Callable[[WorkerTask], Agent]"
-
-_STACKS_TIMEOUT: Final = 2.0  # seconds in which workers write their stacks
 
 
 def static_agents(num_processes: int, environment: Environment, start_timeout: timedelta) -> MakeAgent:
@@ -239,17 +237,10 @@ def _run_workers(
 
 def _timeout_error(task: WorkerTask, agent: Agent, timeout: float | None) -> ProcessError:
     """Return an error with the stacks of the ranks that have not finished."""
-    ranks = agent.running
-    agent.send(SHOW_STACKS)
-    files = {rank: task.folder / f"{rank}.stacks" for rank in ranks}
-    end, sizes, num_equal = time.monotonic() + _STACKS_TIMEOUT, [0], 0
-    while time.monotonic() < end and not (all(sizes) and num_equal > 2):  # they are written in pieces
-        time.sleep(0.05)
-        before, sizes = sizes, [file.stat().st_size if file.exists() else 0 for file in files.values()]
-        num_equal = num_equal + 1 if sizes == before else 0
-    stacks = [f"rank {rank}:\n{file.read_text() if file.exists() else ''}" for rank, file in files.items()]
+    told = dump_stacks(agent.running, task.folder)
+    stacks = [f"rank {rank}:\n{text}" for rank, text in told.items()]
     return ProcessError(
-        f"Rank {', '.join(map(str, ranks))} had not finished after timeout={timeout:g} s, and all were killed; raise "
+        f"Rank {', '.join(map(str, told))} had not finished after timeout={timeout:g} s, and all were killed; raise "
         "the limit, or see from their stacks where they were:\n" + "\n".join(stacks)
     )
 

@@ -22,6 +22,7 @@ from typing import Any, Final, Self
 import torch
 
 from ...common.errors import ProcessError
+from ...common.proc_status import look_at
 from ..cluster.environment import CALLS_FILE, NODE_FOLDER, launch_of, num_cores, overriding_variables
 from ..cluster.network import loopback_variables
 from ..cluster.torchrun import RUN_ID, has_agent
@@ -29,7 +30,6 @@ from ..devices.kinds import are_unusable
 from ..distributed.pickling import pack_into, unpack_from, unpack_value
 from ..torch_internals.distributed import kill_with_parent
 from .failures import Failure
-from .proc_status import look_at
 from .signal_handlers import RUN_SIGNALS, ignore_signal
 from .torch_settings import TorchSettings
 

@@ -20,12 +20,12 @@ from ...common.errors import ProcessError
 from ..launch.agent import Agent
 from ..launch.failures import WorkerExit
 from ..launch.fork_server import preload_modules
+from ..launch.stack_dumps import dump_stacks
 from ..launch.worker import WorkerTask
 from .elastic_rendezvous import ManyNodes, OneNode, lost_store
 from .hang_detection import Hang, Limits, Standing, Watch, read_clocks
 from .restart_policy import GiveUp, RestartPolicy
 from .rounds import RUN_FOLDER, EndKind, Round, RoundEnd, append_round
-from .stack_dumps import dump_stacks
 
 _LOOK: Final = 0.25  # seconds between two checks of heartbeats and other nodes; a worker's exit is noticed at once
 _PEERS: Final = 0.1  # seconds for the peers of a failed worker to report it, which helps to find the cause

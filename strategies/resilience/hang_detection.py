@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from ...common.errors import ConfigError
-from ..launch.proc_status import Activity, Process, is_traced, look_at
+from ...common.proc_status import Activity, Process, is_traced, look_at
 from .heartbeat import BeatRecord, Phase, make_records, read_record, set_until
 
 _ASLEEP: Final = 1.0  # seconds of suspend, above the imprecision of the clocks

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...common.errors import ProcessError
+from ...common.proc_status import look_at
 from ..cluster.environment import hide_gpus
 from ..launch.fork_server import blank_main, preload_modules
-from ..launch.proc_status import look_at
 from ..launch.worker import end_with_the_caller, makes_devices_unusable
 from ..torch_internals.distributed import kill_with_parent
 

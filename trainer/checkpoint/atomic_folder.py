@@ -17,8 +17,8 @@ from typing import Final
 
 from ...common.errors import CheckpointError
 from ...common.flush import flush_to_disk
+from ...common.proc_status import host_id, process_exists
 from ...common.storage import AnyPath, Pending, StorePath, as_path
-from ...strategies.launch.proc_status import host_id, process_exists
 from .files import explain_os_error
 from .in_store.links import write_link
 from .in_store.store_folder import committed_to_store, discard_stored, working_store_folder

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ...common.errors import ConfigError
+from ...common.proc_status import children_of, leads_session, look_at
 from ...strategies.cluster.environment import (
     DEFAULT_PORT,
     LAUNCH,
@@ -26,7 +27,6 @@ from ...strategies.cluster.network import address_towards, is_this_machine, loop
 from ...strategies.devices.kinds import available_types
 from ...strategies.elastic import parse_nodes
 from ...strategies.launch.node_folder import NodeFolder
-from ...strategies.launch.proc_status import children_of, leads_session, look_at
 from .launch_elastic import START_TIMEOUT, Program, run_elastic
 
 if TYPE_CHECKING:

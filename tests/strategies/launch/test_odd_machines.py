@@ -20,9 +20,9 @@ from small import Regression, loader
 
 from echelon import Trainer
 from echelon.common.errors import ConfigError, ProcessError
+from echelon.common.proc_status import look_at
 from echelon.strategies.distributed.pickling import pack_into
 from echelon.strategies.launch import fork_server
-from echelon.strategies.launch.proc_status import look_at
 from echelon.strategies.servers import processes
 
 LAUNCH = """

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from echelon.common.errors import ConfigError
-from echelon.strategies.launch.proc_status import Activity, look_at
+from echelon.common.proc_status import Activity, look_at
 from echelon.strategies.resilience import heartbeat
 from echelon.strategies.resilience.hang_detection import Hang, Limits, Standing, Watch, read_clocks
 from echelon.strategies.resilience.heartbeat import Beat, Phase

@@ -9,7 +9,7 @@ import pytest
 import torch
 from programs import WatchedProgram
 
-from echelon.strategies.launch.proc_status import look_at
+from echelon.common.proc_status import look_at
 
 PROGRAM = """
 import os, sys, time

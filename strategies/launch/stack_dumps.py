@@ -1,4 +1,4 @@
-"""Stack dumps: the stacks of hanging workers' threads, or the state of their processes in the kernel."""
+"""Stack dumps: the stacks of hanging workers' threads and of what they wait for, or their state in the kernel."""
 
 from __future__ import annotations
 
@@ -9,28 +9,43 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from ..launch.proc_status import catches_signal, look_at, status_of
-from ..launch.worker import SHOW_STACKS
+from ...common.proc_status import catches_signal, children_of, look_at, status_of
+from .worker import SHOW_STACKS
 
 _PATIENCE: Final = 2.0
 _POLL: Final = 0.05
+_MOST: Final = 4
+"""Processes of each worker that are asked."""
 _TOLD: Final = ("State", "TracerPid", "Threads", "VmRSS", "SigPnd", "ShdPnd", "SigBlk")
 
 
 def dump_stacks(pids: Mapping[int, int], folder: Path) -> dict[int, str]:
-    """Return the stacks of each worker's threads, by rank, within two seconds.
+    """Return the stacks of each worker's threads, by rank, within two seconds, and those of processes that it forked.
 
     Workers write them to ``RANK.stacks`` in `folder`, the job's, with a signal handler in C that works even if Python
-    is stuck. For a worker that cannot answer, the text says why, and gives its state in the kernel.
+    is stuck. What a worker forks, such as the processes of a DataLoader, inherits both; a few of them are asked one by
+    one. For a process that cannot answer, the text says why, and gives its state in the kernel.
     """
     files = {rank: folder / f"{rank}.stacks" for rank in pids}
-    before = {rank: _size_of_file(file) for rank, file in files.items()}
-    reasons = {rank: _ask_for_stacks(pid) for rank, pid in pids.items()}
-    sizes = _wait_for_dumps({rank: file for rank, file in files.items() if reasons[rank] is None}, before)
-    texts = {}
+    texts = _ask_all({rank: (pid, files[rank]) for rank, pid in pids.items()})
     for rank, pid in pids.items():
+        forked = [child for child in children_of(pid) if catches_signal(child, SHOW_STACKS)]
+        for child in forked[:_MOST]:
+            name = status_of(child).get("Name", "ended")
+            told = _ask_all({rank: (child, files[rank])})[rank]
+            texts[rank] += f"\nProcess {child} ({name}), which rank {rank} has started:\n{told}"
+    return texts
+
+
+def _ask_all(asked: Mapping[int, tuple[int, Path]]) -> dict[int, str]:
+    """Return what processes, one of each rank, add to their files, or why one cannot."""
+    before = {rank: _size_of_file(file) for rank, (_, file) in asked.items()}
+    reasons = {rank: _ask_for_stacks(pid) for rank, (pid, _) in asked.items()}
+    sizes = _wait_for_dumps({rank: file for rank, (_, file) in asked.items() if reasons[rank] is None}, before)
+    texts = {}
+    for rank, (pid, file) in asked.items():
         if sizes.get(rank, 0) > before[rank]:
-            texts[rank] = files[rank].read_bytes()[before[rank] :].decode(errors="replace")
+            texts[rank] = file.read_bytes()[before[rank] :].decode(errors="replace")
         else:
             reason = reasons[rank] or f"It did not answer within {_PATIENCE:g} s."
             texts[rank] = f"{reason}\n{_kernel_state(pid)}"

@@ -6,9 +6,9 @@ import subprocess
 import sys
 from contextlib import contextmanager
 
-from echelon.strategies.launch.proc_status import catches_signal
+from echelon.common.proc_status import catches_signal, children_of
+from echelon.strategies.launch.stack_dumps import dump_stacks
 from echelon.strategies.launch.worker import SHOW_STACKS
-from echelon.strategies.resilience.stack_dumps import dump_stacks
 
 REGISTER = "import faulthandler, sys; faulthandler.register(int(sys.argv[2]), open(sys.argv[1], 'w'))"
 STUCK_IN_PYTHON = """
@@ -22,6 +22,13 @@ import ctypes
 def is_deep_in_c():
     while True: ctypes.PyDLL(None).sleep(1000)
 print(flush=True); is_deep_in_c()
+"""
+FORKED = """
+import os, threading
+def waits_in_a_fork():
+    print(flush=True)
+    threading.Event().wait()
+waits_in_a_fork() if os.fork() == 0 else os.wait()
 """
 
 
@@ -63,3 +70,15 @@ def test_a_second_dump_tells_of_now(tmp_path):
     with process(tmp_path, 0, STUCK_IN_PYTHON) as pid:
         assert dump_stacks({0: pid}, tmp_path)[0].count("most recent call first") == 1
         assert dump_stacks({0: pid}, tmp_path)[0].count("most recent call first") == 1
+
+
+def test_what_a_worker_has_forked_tells_where_it_stands(tmp_path):
+    with process(tmp_path, 3, FORKED) as pid:
+        (forked,) = children_of(pid)
+        try:
+            own, of_forked = dump_stacks({3: pid}, tmp_path)[3].split(f"Process {forked} (")
+        finally:
+            os.kill(forked, signal.SIGKILL)
+    assert "most recent call first" in own
+    assert "which rank 3 has started" in of_forked
+    assert "in waits_in_a_fork" in of_forked
