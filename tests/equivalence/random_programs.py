@@ -22,6 +22,7 @@ from echelon import (
     Callback,
     DeviceStatsMonitor,
     EarlyStopping,
+    ElasticStrategy,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
     LambdaCallback,
@@ -43,6 +44,13 @@ _OWN = [
 ]
 LAYOUTS = {one.title: one for one in [*UNUSUAL_LAYOUTS, *_OWN] if one.title != "cp x 2"}
 """The layouts by their titles; parts of sequences have other extreme values than whole ones, which cp refuses."""
+
+LAUNCHED = {
+    "ddp x 2, started": Layout("ddp x 2, started", 1, lambda: "ddp", devices=2),
+    "elastic x 2": Layout("elastic x 2", 1, partial(ElasticStrategy, snapshot_every=2), devices=2),
+    "elastic fsdp x 2": Layout("elastic fsdp x 2", 1, partial(ElasticStrategy, "fsdp", snapshot_every=2), devices=2),
+}
+"""Those whose ranks the trainer starts itself."""
 
 ACCELERATOR = os.environ.get("ECHELON_TEST_DEVICE", "cpu")
 """That of every layout but `single`, with which they are compared."""
@@ -369,7 +377,7 @@ def trainer_of(program, layout, folder, data_ranks, callbacks, extra, logger):
 
 def settings_of(program, layout, folder, data_ranks, callbacks):
     """Return the settings of each trainer of a program, with some callbacks by their names."""
-    where = LAYOUTS[layout]
+    where = (LAYOUTS | LAUNCHED)[layout]
     return {
         "strategy": where.make(),
         "devices": where.devices,
@@ -417,7 +425,7 @@ def copied(state):
 
 def data_ranks_of(layout):
     """Return how many ranks of a layout read data of their own."""
-    return DATA_RANKS.get(layout, LAYOUTS[layout].processes)
+    return 2 if layout in LAUNCHED else DATA_RANKS.get(layout, LAYOUTS[layout].processes)
 
 
 def step_of(program, data_ranks, callbacks):

@@ -25,6 +25,7 @@ sys.path.append(str(Path(__file__).parents[1] / "helpers"))
 from matrix import whole_state
 from random_modules import module_of
 from random_programs import (
+    LAUNCHED,
     LAYOUTS,
     Counting,
     End,
@@ -42,13 +43,15 @@ from random_runs import REFUSALS, differences
 from echelon import Callback, CSVLogger, seed_everything
 from echelon.testing import run_ranks
 
-HOOKS = ["setup", "teardown", *(name for name in vars(Callback) if name.startswith("on_") and name != "on_exception")]
+HOOKS = ["setup", *(name for name in vars(Callback) if name.startswith("on_") and name != "on_exception")]
 ENDS = {
     "an error": ["StopError"],
     "SIGTERM": ["SystemExit: 143", "killed by SIGTERM"],
     "SIGKILL": ["killed by SIGKILL"],
 }
 """What may end a run, and what says so."""
+OF_ELASTIC_RUNS = ("goodput/", "stragglers/", "time/", "elastic/")
+"""How the names of values begin that an elastic run logs of itself."""
 STARTS = 3
 """How often a program is started, the last time to its end."""
 
@@ -76,19 +79,32 @@ class Stop:
 
 
 class Stopping(Callback):
-    """Notes the calls of its hooks, and ends the run at one of them."""
+    """Notes the calls of its hooks, and ends the run at one of them, once."""
 
-    def __init__(self, stop):
-        is_here = stop is not None and int(os.environ.get("RANK", "0")) in stop.ranks
-        self.stop, self.calls = stop if is_here else None, []
+    def __init__(self, stop, folder):
+        self.stop, self.calls, self.folder = stop, [], folder
 
     def note(self, hook):
         self.calls.append(hook)
-        if self.stop is None or len(self.calls) != self.stop.call + 1:
+        rank = int(os.environ.get("RANK", "0"))
+        if self.stop is None or rank not in self.stop.ranks or len(self.calls) != self.stop.call + 1:
+            return
+        try:
+            (self.folder / f"{self.stop}, on {rank}").touch(exist_ok=False)
+        except FileExistsError:  # in workers that were started again
             return
         if self.stop.how == "an error":
             raise StopError(hook)
         os.kill(os.getpid(), getattr(signal, self.stop.how))
+
+    def teardown(self, trainer, module, stage):
+        self.note("teardown")
+        calls_file(self.folder, trainer.global_rank).write_text(" ".join(self.calls))
+
+
+def calls_file(folder, rank):
+    """Return the file of the hooks that were called on a rank, in a run that has come to its end."""
+    return folder / f"{rank}.calls"
 
 
 def noting(hook):
@@ -109,26 +125,26 @@ def program_of(seed):
 
 
 def run(seed, layout, folder, stop):
-    """Return how a program ends that goes on from its last checkpoint, and the calls of hooks on this rank."""
+    """Return how a program ends that goes on from its last checkpoint."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     program, data_ranks = program_of(seed), data_ranks_of(layout)
     seed_everything(seed, verbose=False)
-    module, stopping, logger = module_of(program), Stopping(stop), CSVLogger(folder, "csv", version=0)
+    module, stopping, logger = module_of(program), Stopping(stop, folder), CSVLogger(folder, "csv", version=0)
     named = list(callbacks_of(program, folder, data_ranks).items())
     named.insert(len(named) if stop is None else stop.place, ("noting", stopping))
     callbacks = dict(named)
     trainer = trainer_of(program, layout, folder, data_ranks, callbacks, [Counting()], logger)
     fit(trainer, module, program, "last", data_ranks)
-    end = End(
-        copied(whole_state(trainer, module)),
+    is_started = layout in LAUNCHED
+    return End(
+        copied(module.state_dict() if is_started else whole_state(trainer, module)),
         curve(folder) if trainer.is_global_zero else [],
-        module.rates,
+        [] if is_started else module.rates,
         (trainer.global_step, trainer.current_epoch),
         {name: float(value) for name, value in trainer.callback_metrics.items()},
         kept_by(callbacks["checkpoints"]),
     )
-    return end, stopping.calls
 
 
 def curve(folder):
@@ -137,21 +153,24 @@ def curve(folder):
     if not path.exists():
         return []
     with path.open() as file:
-        rows = [(int(row.pop("step")), row) for row in csv.DictReader(file)]
-    return rows_of([((step, name), value) for step, row in rows for name, value in row.items() if value])
+        rows = [{name: value for name, value in row.items() if value} for row in csv.DictReader(file)]
+    told = [row for row in rows if not any(name.startswith(OF_ELASTIC_RUNS) for name in row)]
+    return rows_of(((int(row["step"]), name), value) for row in told for name, value in row.items() if name != "step")
 
 
 def started(seed, layout, folder, stop=None):
-    """Return the end of a run and the calls of hooks on each rank; if it has failed, None and the error's text."""
-    number = LAYOUTS[layout].processes
+    """Return the end of a run, and the calls of hooks on each rank; if it has failed, None and the error's text."""
+    number = 1 if layout in LAUNCHED else LAYOUTS[layout].processes
+    folder.mkdir(exist_ok=True)
     try:
-        if number == 1 and (stop is None or stop.how == "an error"):
-            results = [run(seed, layout, folder, stop)]
+        if number > 1 or (layout == "single" and stop is not None and stop.how != "an error"):
+            end = run_ranks(run, number, seed, layout, folder, stop, timeout=120)[0]
         else:
-            results = run_ranks(run, number, seed, layout, folder, stop, timeout=120)
-    except Exception:  # noqa: BLE001 - it is compared with what was to end the run
+            end = run(seed, layout, folder, stop)
+    except (Exception, SystemExit):  # noqa: BLE001 - it is compared with what was to end the run
         return None, traceback.format_exc()
-    return results[0][0], [calls for _, calls in results]
+    ranks = range(2 if layout in LAUNCHED else number)
+    return end, [calls_file(folder, rank).read_text().split() for rank in ranks]
 
 
 def compare(seed, layout, folder):
@@ -165,12 +184,14 @@ def compare(seed, layout, folder):
         end, error = started(seed, layout, folder / "stopped", stop)
         if end is None and not any(said in error for said in ENDS[stop.how]):
             return stops, [error]
-    end, error = started(seed, layout, folder / "stopped")
-    return stops, [error] if end is None else compare_ends(undisturbed, end, program_of(seed))
+    end, calls = started(seed, layout, folder / "stopped")
+    if end is None:
+        return stops, [calls]
+    return stops, compare_ends(undisturbed, end, program_of(seed))
 
 
 def compare_ends(undisturbed, end, program):
-    """Return what is not alike in the end of an undisturbed run, and in that of one that was stopped."""
+    """Return what is not alike in the end of an undisturbed run, and in that of one that was stopped and went on."""
     first = end.rates[0][0][0] if end.rates else math.inf  # the step has one call more where reading tells the end
     for one in (undisturbed, end):
         one.rates = [row for row in one.rates if row[0][0] > first]
@@ -178,9 +199,6 @@ def compare_ends(undisturbed, end, program):
             one.saved
         )  # another name where a signal has saved the last step of an epoch before its end was read
         one.saved = [name.replace("-v1", "") for name in names], best.replace("-v1", "")
-        if first == math.inf:  # nothing was left to train; no checkpoint has the end of an epoch that was cut short
-            one.counters, one.metrics = (), {}
-            one.weights.pop("scale", None)
     if program.save_last is not True:  # what a signal has saved stays until something newer is saved
         names, best = end.saved
         more = [name for name in names if name not in undisturbed.saved[0]]
@@ -193,7 +211,9 @@ def compare_ends(undisturbed, end, program):
 def main():
     """Compare programs, print each difference with what was drawn, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("layouts", nargs="*", default=["single"], help=f"any of {', '.join(LAYOUTS)}; by default, one")
+    parser.add_argument(
+        "layouts", nargs="*", default=["single"], help=f"any of {', '.join(LAYOUTS | LAUNCHED)}; by default, one"
+    )
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--number", type=int, default=100, help="how many are drawn")
     options = parser.parse_args()

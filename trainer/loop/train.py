@@ -121,6 +121,19 @@ def train(session: Session, step: Step, *, left_in_eval: Sequence[str] = (), aft
     _end_training(session)
 
 
+def end_cut_epoch(session: Session) -> None:
+    """End the epoch inside of which a run came to its limit, in a run that goes on from the checkpoint saved there.
+
+    Nothing tells whether the first run has done so: a kill may have come in between. Loggers leave out what they have.
+    """
+    session.hooks.call("on_train_start")
+    session.replicas.begin()
+    _begin_epoch(session)
+    _end_epoch(session, Untrained(session), is_partial=True, validates=False)
+    session.state.is_epoch_over = True
+    _end_training(session)
+
+
 def _end_training(session: Session) -> None:
     """Call the last hook of training, and send what it has logged to the loggers, unless a resumed run will."""
     session.hooks.call("on_train_end")

@@ -408,16 +408,34 @@ def test_an_epoch_that_is_cut_short_is_logged_once_and_goes_on_from_what_its_ste
     assert recording.rows == [(8, {"x": 1.5, "epochs": 2.0, "ended": 1.0, "epoch": 1}), (8, {"last": 7.0, "epoch": 2})]
 
 
-def test_an_interrupted_run_leaves_what_its_end_logs_to_the_run_that_goes_on(tmp_path):
-    def fit_six(module, **settings):
-        saver = ModelCheckpoint(tmp_path)
-        return fit(module, max_epochs=2, max_steps=6, callbacks=[saver], enable_checkpointing=True, **settings)
+def fit_six(folder, module, **settings):
+    """Fit six steps in epochs of four, and save checkpoints in a folder."""
+    saver = ModelCheckpoint(folder)
+    return fit(module, max_epochs=2, max_steps=6, callbacks=[saver], enable_checkpointing=True, **settings)
 
+
+def test_a_run_that_goes_on_from_its_last_step_ends_the_epoch_that_was_cut_short(tmp_path):
+    class Killed(LogsAtTheEnd):
+        def on_train_epoch_end(self):
+            if self.trainer.global_step == 6:  # the step is saved by now
+                raise StopIteration("instead of a kill")
+            super().on_train_epoch_end()
+
+    with pytest.raises(StopIteration):
+        fit_six(tmp_path, Killed())
+    trainer, recording = fit_six(tmp_path, LogsAtTheEnd(), ckpt_path="last")
+    whole, _ = fit(LogsAtTheEnd(), max_epochs=2, max_steps=6)
+    assert recording.rows == ROWS[1:]
+    assert numbers(trainer.callback_metrics) == numbers(whole.callback_metrics)
+    assert trainer.current_epoch == whole.current_epoch == 2
+
+
+def test_an_interrupted_run_leaves_what_its_end_logs_to_the_run_that_goes_on(tmp_path):
     recording = Recording()
     with pytest.raises(SystemExit):
-        fit_six(LogsAtTheEnd(signalled_in=5), logger=recording)
+        fit_six(tmp_path, LogsAtTheEnd(signalled_in=5), logger=recording)
     assert recording.rows == ROWS[:1]
-    assert fit_six(LogsAtTheEnd(), ckpt_path="last")[1].rows == ROWS[1:]
+    assert fit_six(tmp_path, LogsAtTheEnd(), ckpt_path="last")[1].rows == ROWS[1:]
 
 
 def test_a_signal_in_the_last_step_interrupts_nothing():
