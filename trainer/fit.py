@@ -20,7 +20,7 @@ from .loop.evaluate import Results, evaluate_stage, sanity_check
 from .loop.finite_end import warn_if_not_finite
 from .loop.schedule import is_over, start_clock, validates_in_this_epoch
 from .loop.step import Step
-from .loop.train import end_cut_epoch, train
+from .loop.train import train
 from .request import Request
 from .resume.find_checkpoint import read_checkpoint
 from .resume.run_state import first_step_of, load_generators, load_position, load_training, load_weights
@@ -104,23 +104,19 @@ def fit(session: Session, request: Request) -> None:
 
 
 def _train_unless_over(session: Session, step: Step, left_in_eval: Sequence[str]) -> None:
-    """Train, if anything is left to train."""
+    """Train, if anything is left to train, or an epoch to end."""
     state, settings = session.state, session.settings
     start_clock(session)
-    if _has_training_left(session):
-        check_savable(session)
-        train(session, step, left_in_eval=left_in_eval, after_first=partial(check_savable, session))
-        return
-    if session.resumed_from is None:
-        return
-    if not session.is_restarted and session.strategy.rank == 0:
+    is_left = _has_training_left(session)
+    if not is_left and session.resumed_from is not None and not session.is_restarted and session.strategy.rank == 0:
         _log.warning(
             "Nothing is left to train: %s is at epoch %d and global_step %d, with max_epochs=%s and max_steps=%s; "
             "raise them, or the limit that it was trained to, to continue.",
             *(session.resumed_from, state.current_epoch, state.global_step, settings.last_epoch, settings.max_steps),
         )
-    if state.batches_in_epoch and not state.is_epoch_done and settings.is_reached(state):
-        end_cut_epoch(session)
+    if is_left or (state.is_inside_epoch and session.train_data is not None and session.train_data.num_batches > 0):
+        check_savable(session)
+        train(session, step, left_in_eval=left_in_eval, after_first=partial(check_savable, session))
 
 
 def _finish_saves(session: Session) -> None:

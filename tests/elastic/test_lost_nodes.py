@@ -114,7 +114,7 @@ def test_too_few_nodes_are_left(memory_path):
     with nodes_of_a_run(memory_path, TWO) as nodes:
         both = [nodes.start(slot, nodes="2", chaos="lose:node=1@step=9", start_timeout=20.0) for slot in range(2)]
         assert sorted(nodes.end(one) for one in both) == [-signal.SIGKILL, 1], nodes.told()
-    assert "1 of at least 2 nodes connected to" in nodes.told()
+    assert "1 of at least 2 nodes connected to" in nodes.told(), nodes.told()
 
 
 def test_a_node_that_gives_up_ends_the_run_for_all_and_says_why(memory_path):

@@ -116,22 +116,21 @@ def train(session: Session, step: Step, *, left_in_eval: Sequence[str] = (), aft
             if is_over(session):
                 hooks.call("on_train_last_step")
         state.is_epoch_over = True
+    if state.is_inside_epoch and not session.run.is_interrupted:
+        _end_cut_epoch(session)
     writer.wait_for_copy()
     session.replicas.sync()  # under torchrun each rank keeps its own replica
     _end_training(session)
 
 
-def end_cut_epoch(session: Session) -> None:
-    """End the epoch inside of which a run came to its limit, in a run that goes on from the checkpoint saved there.
+def _end_cut_epoch(session: Session) -> None:
+    """End the epoch inside of which training ended, in a run that goes on from the checkpoint that was saved there.
 
     Nothing tells whether the first run has done so: a kill may have come in between. Loggers leave out what they have.
     """
-    session.hooks.call("on_train_start")
-    session.replicas.begin()
     _begin_epoch(session)
     _end_epoch(session, Untrained(session), is_partial=True, validates=False)
     session.state.is_epoch_over = True
-    _end_training(session)
 
 
 def _end_training(session: Session) -> None:

@@ -107,6 +107,11 @@ class TrainState:
         return self.epoch + self.is_epoch_over
 
     @property
+    def is_inside_epoch(self) -> bool:
+        """Whether some of the epoch's batches were seen, and its end has not come."""
+        return self.batches_in_epoch > 0 and not (self.is_epoch_done or self.is_epoch_over)
+
+    @property
     def batches_seen(self) -> int:
         """Micro-batches of all epochs that this rank has trained on."""
         return self.batches_before_epoch + self.batches_in_epoch

@@ -7,7 +7,7 @@ import torch
 from small import Regression, loader, quiet
 from torch import nn
 
-from echelon import Callback, Logger, ModelCheckpoint, ModuleError
+from echelon import Callback, EarlyStopping, Logger, ModelCheckpoint, ModuleError
 
 
 class Recording(Logger):
@@ -408,24 +408,39 @@ def test_an_epoch_that_is_cut_short_is_logged_once_and_goes_on_from_what_its_ste
     assert recording.rows == [(8, {"x": 1.5, "epochs": 2.0, "ended": 1.0, "epoch": 1}), (8, {"last": 7.0, "epoch": 2})]
 
 
-def fit_six(folder, module, **settings):
+def fit_six(folder, module, *callbacks, **settings):
     """Fit six steps in epochs of four, and save checkpoints in a folder."""
-    saver = ModelCheckpoint(folder)
-    return fit(module, max_epochs=2, max_steps=6, callbacks=[saver], enable_checkpointing=True, **settings)
+    settings = {"max_epochs": 2, "max_steps": 6, "enable_checkpointing": True, **settings}
+    return fit(module, callbacks=[*callbacks, ModelCheckpoint(folder)], **settings)
 
 
-def test_a_run_that_goes_on_from_its_last_step_ends_the_epoch_that_was_cut_short(tmp_path):
-    class Killed(LogsAtTheEnd):
-        def on_train_epoch_end(self):
-            if self.trainer.global_step == 6:  # the step is saved by now
-                raise StopIteration("instead of a kill")
-            super().on_train_epoch_end()
+class ValidatesAlike(LogsAtTheEnd):
+    """Has the same value in each validation, and does not come to the end of the epoch inside which it stops."""
 
+    ends = False
+
+    def validation_step(self, batch, batch_idx):
+        self.log("v", 1.0)
+
+    def on_train_epoch_end(self):
+        if self.trainer.global_step == 6 and not self.ends:  # the step is saved by now
+            raise StopIteration("instead of a kill")
+        super().on_train_epoch_end()
+
+
+@pytest.mark.parametrize("ends_by", ["max_steps", "a callback"])
+def test_a_run_that_goes_on_from_its_last_step_ends_the_epoch_that_was_cut_short(tmp_path, ends_by):
+    def fit_one(folder, *, ends, **more):
+        stopping = [EarlyStopping("v", patience=2)] if ends_by == "a callback" else []
+        module, steps = ValidatesAlike(), 6 if ends_by == "max_steps" else -1
+        module.ends = ends
+        return fit_six(tmp_path / folder, module, *stopping, max_steps=steps, val_check_interval=2, **more)
+
+    whole, undisturbed = fit_one("whole", ends=True)
     with pytest.raises(StopIteration):
-        fit_six(tmp_path, Killed())
-    trainer, recording = fit_six(tmp_path, LogsAtTheEnd(), ckpt_path="last")
-    whole, _ = fit(LogsAtTheEnd(), max_epochs=2, max_steps=6)
-    assert recording.rows == ROWS[1:]
+        fit_one("parts", ends=False)
+    trainer, recording = fit_one("parts", ends=True, ckpt_path="last")
+    assert recording.rows == undisturbed.rows[-2:] == ROWS[1:]
     assert numbers(trainer.callback_metrics) == numbers(whole.callback_metrics)
     assert trainer.current_epoch == whole.current_epoch == 2
 
