@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final
 
 import torch
@@ -27,8 +27,10 @@ def load_trained(module: TrainModule, trained: Mapping[str, object]) -> str:
     note_changed(module, _changed_names(nn.Module.state_dict(module), trained))
     raised = ""
     try:
-        if module.state_dict().keys() != trained.keys():
+        known = module.state_dict().keys()
+        if known != trained.keys():
             module.configure_model()
+            _convert_built(module, trained, known)
         module.load_state_dict(trained)
         return ""
     except Exception as error:  # noqa: BLE001 - see above
@@ -47,6 +49,14 @@ def load_trained(module: TrainModule, trained: Mapping[str, object]) -> str:
     if not (module.unplaced_weights or untrained):
         return ""
     return _describe_loss(module, own, untrained, raised)
+
+
+def _convert_built(module: nn.Module, trained: Mapping[str, object], known: Collection[str]) -> None:
+    """Give what was built here the dtypes of what was trained: the workers have converted theirs to the precision."""
+    for name, own in nn.Module.state_dict(module, keep_vars=True).items():
+        value = trained.get(name)
+        if name not in known and isinstance(own, Tensor) and isinstance(value, Tensor) and own.dtype != value.dtype:
+            own.data = own.data.to(value.dtype)
 
 
 def _changed_names(own: Mapping[str, object], trained: Mapping[str, object]) -> Iterator[str]:

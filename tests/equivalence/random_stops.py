@@ -124,11 +124,11 @@ def program_of(seed):
     return replace(program, callbacks=chosen, last_epoch=None)
 
 
-def run(seed, layout, folder, stop):
-    """Return how a program ends that goes on from its last checkpoint."""
+def run(seed, layout, folder, stop, data_ranks):
+    """Return how a program ends that goes on from its last checkpoint, with micro-batches of so many data ranks."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    program, data_ranks = program_of(seed), data_ranks_of(layout)
+    program = program_of(seed)
     seed_everything(seed, verbose=False)
     module, stopping, logger = module_of(program), Stopping(stop, folder), CSVLogger(folder, "csv", version=0)
     named = list(callbacks_of(program, folder, data_ranks).items())
@@ -158,40 +158,56 @@ def curve(folder):
     return rows_of(((int(row["step"]), name), value) for row in told for name, value in row.items() if name != "step")
 
 
-def started(seed, layout, folder, stop=None):
+def started(seed, layout, folder, stop=None, begun_in=None):
     """Return the end of a run, and the calls of hooks on each rank; if it has failed, None and the error's text."""
-    number = 1 if layout in LAUNCHED else LAYOUTS[layout].processes
+    number, data_ranks = 1 if layout in LAUNCHED else LAYOUTS[layout].processes, data_ranks_of(begun_in or layout)
     folder.mkdir(exist_ok=True)
     try:
         if number > 1 or (layout == "single" and stop is not None and stop.how != "an error"):
-            end = run_ranks(run, number, seed, layout, folder, stop, timeout=120)[0]
+            end = run_ranks(run, number, seed, layout, folder, stop, data_ranks, timeout=120)[0]
         else:
-            end = run(seed, layout, folder, stop)
+            end = run(seed, layout, folder, stop, data_ranks)
     except (Exception, SystemExit):  # noqa: BLE001 - it is compared with what was to end the run
         return None, traceback.format_exc()
     ranks = range(2 if layout in LAUNCHED else number)
     return end, [calls_file(folder, rank).read_text().split() for rank in ranks]
 
 
-def compare(seed, layout, folder):
-    """Return what is not alike in an undisturbed run of a program and in one that is stopped, and where it was."""
-    draw, stops = random.Random(f"{seed} {layout}"), []
-    undisturbed, calls = started(seed, layout, folder / "undisturbed")
+def compare(seed, layouts, folder):
+    """Return what is not alike in an undisturbed run of a program and in one that is stopped, and where it was.
+
+    Args:
+        seed: that of the program.
+        layouts: that of the first start, which the undisturbed run has too, and of each later one.
+        folder: an empty folder.
+    """
+    first, *_ = layouts
+    draw, stops = random.Random(f"{seed} {first}"), []
+    undisturbed, calls = started(seed, first, folder / "undisturbed")
     if undisturbed is None:
         return stops, [] if any(said in calls for said in REFUSALS) else [calls]
-    for _ in range(STARTS - 1):
-        stops.append(stop := Stop.drawn(draw, calls))
-        end, error = started(seed, layout, folder / "stopped", stop)
-        if end is None and not any(said in error for said in ENDS[stop.how]):
+    for layout in layouts:
+        if not [*folder.glob("stopped/checkpoints/epoch*")]:
+            begun_in = layout
+        stop = None if len(stops) == len(layouts) - 1 else Stop.drawn(draw, calls)
+        stops.append(stop)
+        end, error = started(seed, layout, folder / "stopped", stop, begun_in)
+        if end is None and layout != first and any(said in error for said in REFUSALS):
+            return stops, []
+        if end is None and not (stop is not None and any(said in error for said in ENDS[stop.how])):
             return stops, [error]
-    end, calls = started(seed, layout, folder / "stopped")
-    if end is None:
-        return stops, [calls]
-    return stops, compare_ends(undisturbed, end, program_of(seed))
+    return stops, compare_ends(undisturbed, end, program_of(seed), is_alike=len({*layouts}) == 1)
 
 
-def compare_ends(undisturbed, end, program):
-    """Return what is not alike in the end of an undisturbed run, and in that of one that was stopped and went on."""
+def compare_ends(undisturbed, end, program, *, is_alike):
+    """Return what is not alike in the end of an undisturbed run, and in that of one that was stopped and went on.
+
+    Args:
+        undisturbed: how the former ends.
+        end: how the latter ends.
+        program: what was trained.
+        is_alike: they are compared to the bit, as in one layout.
+    """
     first = end.rates[0][0][0] if end.rates else math.inf  # the step has one call more where reading tells the end
     for one in (undisturbed, end):
         one.rates = [row for row in one.rates if row[0][0] > first]
@@ -203,9 +219,14 @@ def compare_ends(undisturbed, end, program):
         names, best = end.saved
         more = [name for name in names if name not in undisturbed.saved[0]]
         end.saved = [name for name in names if name not in more or len(more) > 2], best
-    weights = undisturbed.weights.items()
+    weights = undisturbed.weights.items() if is_alike else ()
     bits = [name for name, value in weights if not torch.equal(value, end.weights[name])]
     return [*differences(undisturbed, end), *(f"{name} has other bits" for name in bits)]
+
+
+def drawn_layouts(seed):
+    """Return the layouts in which a program is started in turn."""
+    return tuple(random.Random(f"layouts {seed}").choices([*LAYOUTS, *LAUNCHED], k=STARTS))
 
 
 def main():
@@ -216,20 +237,22 @@ def main():
     )
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--number", type=int, default=100, help="how many are drawn")
+    parser.add_argument("--in-turn", action="store_true", help="draw another layout for each start")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     number = 0
     for seed in range(options.first, options.first + options.number):
-        for layout in options.layouts:
-            if program_of(seed).is_left_out(layout):
+        turns = [drawn_layouts(seed)] if options.in_turn else [(layout,) * STARTS for layout in options.layouts]
+        for layouts in turns:
+            if any(map(program_of(seed).is_left_out, layouts)):
                 continue
             with tempfile.TemporaryDirectory() as folder:
-                stops, said = compare(seed, layout, Path(folder))
+                stops, said = compare(seed, layouts, Path(folder))
             if said:
                 number += 1
-                print(f"{program_of(seed)}\n{layout}:", *stops, *said, sep="\n  ", flush=True)
-    print(f"{options.number} drawn, in {len(options.layouts)} layouts: {number} ends differ from an undisturbed run")
+                print(f"{program_of(seed)}\n{layouts}:", *stops, *said, sep="\n  ", flush=True)
+    print(f"{options.number} drawn: {number} ends differ from an undisturbed run")
     return 1 if number else 0
 
 

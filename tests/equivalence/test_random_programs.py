@@ -4,6 +4,7 @@ import pytest
 from random_loops import ENGINES, compare_loops
 from random_programs import LAYOUTS
 from random_runs import compare
+from random_stops import STARTS
 from random_stops import compare as compare_stopped
 from sweep import IS_SWEEP
 
@@ -39,5 +40,5 @@ def test_random_programs_that_are_stopped_anywhere_end_as_undisturbed_ones(memor
     seeds = range(1000, 1040) if IS_SWEEP else range(1000, 1004) if title == "single" else [1004]
     for seed in seeds:
         (folder := memory_path / str(seed)).mkdir()
-        stops, said = compare_stopped(seed, title, folder)
+        stops, said = compare_stopped(seed, (title,) * STARTS, folder)
         assert not said, (seed, stops, said)

@@ -112,6 +112,14 @@ def test_the_caller_has_weights_counters_and_metrics(fitted):
     assert module.net[1].num_batches_tracked == 6
 
 
+def test_layers_that_configure_model_builds_come_back_in_the_precision_of_the_run(tmp_path):
+    module = Late()
+    trainer_in(tmp_path, precision="64-true", max_steps=2, logger=False).fit(module, Data())
+    weight = module.net[0].weight
+    assert weight.dtype == module.net[1].running_var.dtype == torch.float64
+    assert not torch.equal(weight, weight.float().double())
+
+
 def test_the_best_checkpoint_holds_the_weights_that_came_back(fitted):
     trainer, module, _, stopping = fitted
     final = {name: weight.clone() for name, weight in module.state_dict().items()}
