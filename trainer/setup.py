@@ -161,8 +161,13 @@ def load_train_data(session: Session, given: object) -> None:
         )
     check_loaders(source, "train_dataloaders")
     session.state.data_size = session.state.data_size or session.strategy.data_size
-    pins = pins_memory(session.strategy.device)
-    cut = Cut(settings.accumulate_grad_batches, settings.global_batch_size, _data_ranks(session), pins_memory=pins)
+    cut = Cut(
+        settings.accumulate_grad_batches,
+        settings.global_batch_size,
+        _data_ranks(session),
+        pins_memory=pins_memory(session.strategy.device),
+        is_by_batch=not session.module.automatic_optimization,
+    )
     session.train_data = TrainData(
         source,
         seed=session.state.seed,

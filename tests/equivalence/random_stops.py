@@ -163,7 +163,7 @@ def started(seed, layout, folder, stop=None, begun_in=None):
     number, data_ranks = 1 if layout in LAUNCHED else LAYOUTS[layout].processes, data_ranks_of(begun_in or layout)
     folder.mkdir(exist_ok=True)
     try:
-        if number > 1 or (layout == "single" and stop is not None and stop.how != "an error"):
+        if number > 1 or not (layout in LAUNCHED or stop is None or stop.how == "an error"):
             end = run_ranks(run, number, seed, layout, folder, stop, data_ranks, timeout=120)[0]
         else:
             end = run(seed, layout, folder, stop, data_ranks)
@@ -215,6 +215,8 @@ def compare_ends(undisturbed, end, program, *, is_alike):
             one.saved
         )  # another name where a signal has saved the last step of an epoch before its end was read
         one.saved = [name.replace("-v1", "") for name in names], best.replace("-v1", "")
+    if not (undisturbed.rates and end.rates):  # one was in processes that the trainer has started
+        undisturbed.rates = end.rates = []
     if program.save_last is not True:  # what a signal has saved stays until something newer is saved
         names, best = end.saved
         more = [name for name in names if name not in undisturbed.saved[0]]

@@ -88,6 +88,7 @@ class Cut:
         *,
         pins_memory: bool = False,
         micro_batch_size: int | None = None,
+        is_by_batch: bool = False,
     ) -> None:
         self.accumulate = accumulate
         self.global_batch_size = global_batch_size
@@ -96,6 +97,8 @@ class Cut:
         """Whether batches of workers go to pinned memory, from which a GPU copies without the host."""
         self.micro_batch_size = micro_batch_size
         """The largest micro-batch; None for the loader's own batch size."""
+        self.is_by_batch = is_by_batch
+        """Whether each batch is a step, as in manual optimization: fewer ranks than planned read larger ones."""
         self._num_planned = (ranks.planned_size or ranks.data_size) * accumulate
 
     @property
@@ -113,6 +116,8 @@ class Cut:
         else:
             size = (batch_size or 1) * self._num_planned
         ranks = self.ranks
+        if batch_size is not None and self.is_by_batch and self.global_batch_size is None:
+            batch_size = max(batch_size, math.ceil(size / ranks.data_size))
         if is_dealt:
             return BatchShare(size, batch_size, ranks.data_rank, ranks.data_size)
         return BatchShare(math.ceil(size / ranks.data_size), batch_size)

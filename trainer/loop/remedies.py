@@ -89,8 +89,11 @@ def tell_of_other_size(session: Session, saved_size: int | None) -> None:
     Not where a callback has set the accumulation, which may differ from epoch to epoch.
     """
     size, is_set = session.state.global_batch_size, session.settings.accumulate_grad_batches
-    is_other = saved_size is not None and size not in (None, saved_size)
-    if not is_other or session.strategy.rank or session.progress.accumulate_grad_batches != is_set:
+    if session.strategy.rank or session.progress.accumulate_grad_batches != is_set:
+        return
+    if size is None:
+        _tell_of_other_batches(session)
+    if saved_size is None or size in (None, saved_size):
         return
     saved_ranks, reason = session.state.data_size, ""
     if saved_ranks != session.strategy.data_size:
@@ -104,6 +107,21 @@ def tell_of_other_size(session: Session, saved_size: int | None) -> None:
         size,
         reason,
         saved_size,
+    )
+
+
+def _tell_of_other_batches(session: Session) -> None:
+    """Say if the steps of a resumed run have another number of ready-made batches."""
+    ranks, planned, settings = session.strategy.data_size, session.state.data_size, session.settings
+    before, is_manual = planned * settings.accumulate_grad_batches, not session.module.automatic_optimization
+    now = ranks * (1 if is_manual else math.ceil(before / ranks))
+    if session.resumed_from is None or now == before:
+        return
+    _log.warning(
+        "%s is of a run with %d batches in an optimizer step, and now there are %d, as the loader yields batches that "
+        "are neither cut nor joined: none is lost or repeated, but the steps are others. Go on with as many processes "
+        "that read data as then, %d%s.",
+        *(session.resumed_from, before, now, planned, "" if is_manual else f", or with a number that divides {before}"),
     )
 
 

@@ -354,7 +354,10 @@ class Metrics:
 
         Collective: every rank calls it.
         """
-        self.read_steps()
+        if self._is_alone:
+            self.read_steps()
+        else:
+            self._take_step("train")
         known = self._stages.get("train", {}) if self._unfinished is None else self._unfinished
         logged = [e for e in known.values() if e.epoch is not None and not e.epoch.is_empty]
         entries = [e for e in logged if e.computed is None]

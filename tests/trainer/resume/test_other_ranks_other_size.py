@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from as_rank import double_trainer, world_size
+from as_rank import double_trainer, step_by_hand_on, world_size
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -32,7 +32,8 @@ def told_when_resumed(path, batch_size, **settings):
     logger = logging.getLogger("echelon.trainer.loop.remedies")
     logger.addHandler(handler)
     trainer = double_trainer(max_steps=3 if world_size() == 1 else 4, **settings)
-    loader = DataLoader(torch.ones(24, 2, dtype=torch.float64), batch_size)
+    data = torch.ones(24, 2, dtype=torch.float64)
+    loader = DataLoader(list(data.split(4)) if batch_size is None else data, batch_size)
     trainer.fit(Line(), loader, ckpt_path=None if world_size() == 1 else path)
     if world_size() == 1:
         trainer.save_checkpoint(path)
@@ -56,6 +57,45 @@ def test_the_warning_says_for_which_ranks_the_batch_size_counts(tmp_path, batch_
 
 def _resume(path, batch_size, settings):
     return told_when_resumed(path, batch_size, **settings)
+
+
+@pytest.mark.parametrize(("accumulate", "said"), [(1, True), (2, True), (3, False)])
+def test_ready_made_batches_that_make_other_steps_are_told(tmp_path, accumulate, said):
+    path, settings = str(tmp_path / "saved.ckpt"), {"accumulate_grad_batches": accumulate}
+    told_when_resumed(path, None, **settings)
+    of_first, *of_others = run_ranks(_resume, 3, path, None, settings)
+    text = f"a run with {accumulate} batches in an optimizer step, and now there are 3"
+    assert [text in one for one in of_first] == [True] * said
+    assert of_others == [[], []]
+
+
+class ByHand(Line):
+    """Notes the samples of each batch, and takes a step with each."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization, self.seen = False, []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(batch[:, 0].int().tolist())
+        step_by_hand_on(self, super().training_step(batch, batch_idx))
+
+
+def steps_by_hand(path):
+    """Train 11 samples, of which a step of two ranks has six, or go on in one process; return the samples of a step."""
+    module, is_whole = ByHand(), world_size() == 2
+    data = torch.arange(11, dtype=torch.float64)[:, None].expand(11, 2)
+    trainer = double_trainer(max_epochs=2, max_steps=1 if is_whole else -1)
+    trainer.fit(module, DataLoader(data, 3), ckpt_path=None if is_whole else path)
+    if is_whole:
+        trainer.save_checkpoint(path)
+    return module.seen
+
+
+def test_steps_of_manual_optimization_are_the_same_on_fewer_ranks(tmp_path):
+    path = str(tmp_path / "one.ckpt")
+    assert run_ranks(steps_by_hand, 2, path) == [[[0, 1, 2]], [[3, 4, 5]]]
+    assert steps_by_hand(path) == [[6, 7, 8, 9, 10], [0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]
 
 
 class Seeing(Line):
