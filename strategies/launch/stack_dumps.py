@@ -23,18 +23,32 @@ def dump_stacks(pids: Mapping[int, int], folder: Path) -> dict[int, str]:
     """Return the stacks of each worker's threads, by rank, within two seconds, and those of processes that it forked.
 
     Workers write them to ``RANK.stacks`` in `folder`, the job's, with a signal handler in C that works even if Python
-    is stuck. What a worker forks, such as the processes of a DataLoader, inherits both; a few of them are asked one by
-    one. For a process that cannot answer, the text says why, and gives its state in the kernel.
+    is stuck. What a worker forks, such as the processes of a DataLoader, inherits both; a few of them are asked after
+    it, one of each worker at a time. For a process that cannot answer, the text says why, and gives its state in the
+    kernel.
     """
     files = {rank: folder / f"{rank}.stacks" for rank in pids}
     texts = _ask_all({rank: (pid, files[rank]) for rank, pid in pids.items()})
-    for rank, pid in pids.items():
-        forked = [child for child in children_of(pid) if catches_signal(child, SHOW_STACKS)]
-        for child in forked[:_MOST]:
-            name = status_of(child).get("Name", "ended")
-            told = _ask_all({rank: (child, files[rank])})[rank]
-            texts[rank] += f"\nProcess {child} ({name}), which rank {rank} has started:\n{told}"
+    forked = {rank: _forks_of(pid) for rank, pid in pids.items()}
+    for number in range(_MOST):
+        asked = {rank: (those[number], files[rank]) for rank, those in forked.items() if number < len(those)}
+        names = {rank: status_of(pid).get("Name", "ended") for rank, (pid, _) in asked.items()}
+        for rank, text in _ask_all(asked).items():
+            texts[rank] += f"\nProcess {asked[rank][0]} ({names[rank]}), which rank {rank} has started:\n{text}"
     return texts
+
+
+def _forks_of(pid: int) -> list[int]:
+    """Return the processes that a worker has forked; other programs, which it has started, get no signal."""
+    command = _command_of(pid)
+    return [each for each in children_of(pid) if catches_signal(each, SHOW_STACKS) and _command_of(each) == command]
+
+
+def _command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it is gone
+        return b""
 
 
 def _ask_all(asked: Mapping[int, tuple[int, Path]]) -> dict[int, str]:
