@@ -147,7 +147,7 @@ class Callback:
         """Called before the first epoch, after the sanity check."""
 
     def on_train_end(self, trainer: Run, module: nn.Module) -> None:
-        """Called after the last epoch, also in an interrupted run."""
+        """Called after the last epoch, also in an interrupted run, and again in one that goes on from its end."""
 
     def on_train_epoch_start(self, trainer: Run, module: nn.Module) -> None:
         """Called when an epoch begins, and again when a run is resumed inside one."""

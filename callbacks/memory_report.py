@@ -95,8 +95,8 @@ class MemoryReport(Callback):
                 self._report(trainer, module)
 
     def on_train_end(self, trainer: Run, module: nn.Module) -> None:
-        """Report if training ends earlier."""
-        if self._steps_left:
+        """Report if training ends earlier, but not without a step."""
+        if 0 < self._steps_left < self._num_steps:
             self._steps_left = 0
             self._report(trainer, module)
 

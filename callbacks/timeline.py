@@ -99,8 +99,8 @@ class Timeline(Callback):
             self._end(trainer)
 
     def on_train_end(self, trainer: Run, module: nn.Module) -> None:
-        """Warn if training ended before the step."""
-        if self._steps_left and trainer.is_global_zero:
+        """Warn if training ended before the step; not where no step was left to train."""
+        if 0 < self._steps_left < self._step and trainer.is_global_zero:
             done = self._step - self._steps_left
             warnings.warn(
                 f"Timeline has drawn nothing: its step is {self._step}, and training ended after {done}; give a "

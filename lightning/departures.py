@@ -217,6 +217,7 @@ UNSEEN: Final = frozenset(
         "The step value of an accumulation window",
         'save_last="link", save_top_k=0',
         "A run resumed from that checkpoint",
+        "fit from the checkpoint of a complete run",
         "Writing a checkpoint",
         "Ctrl-C",
         "save_hyperparameters of a module built in another's __init__",

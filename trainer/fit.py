@@ -104,17 +104,22 @@ def fit(session: Session, request: Request) -> None:
 
 
 def _train_unless_over(session: Session, step: Step, left_in_eval: Sequence[str]) -> None:
-    """Train, if anything is left to train, or an epoch to end."""
-    state, settings = session.state, session.settings
+    """Train, if anything is left to train; in a run that goes on, only end training otherwise.
+
+    A kill may have come between the last checkpoint and what the end of training does, such as an export of the model.
+    """
+    state, settings, resumed_from = session.state, session.settings, session.resumed_from
+    assert session.train_data is not None
     start_clock(session)
     is_left = _has_training_left(session)
-    if not is_left and session.resumed_from is not None and not session.is_restarted and session.strategy.rank == 0:
+    if not is_left and resumed_from is not None and not session.is_restarted and session.strategy.rank == 0:
         _log.warning(
             "Nothing is left to train: %s is at epoch %d and global_step %d, with max_epochs=%s and max_steps=%s; "
             "raise them, or the limit that it was trained to, to continue.",
-            *(session.resumed_from, state.current_epoch, state.global_step, settings.last_epoch, settings.max_steps),
+            *(resumed_from, state.current_epoch, state.global_step, settings.last_epoch, settings.max_steps),
         )
-    if is_left or (state.is_inside_epoch and session.train_data is not None and session.train_data.num_batches > 0):
+    was_trained = resumed_from is not None and state.global_step > 0 and session.train_data.num_batches > 0
+    if is_left or (was_trained and not session.run.is_interrupted):
         check_savable(session)
         train(session, step, left_in_eval=left_in_eval, after_first=partial(check_savable, session))
 

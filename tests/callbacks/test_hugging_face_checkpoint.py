@@ -13,7 +13,7 @@ from sweep import IS_SWEEP, dealt
 from torch.utils.data import DataLoader, TensorDataset
 
 import echelon
-from echelon import FSDPStrategy, HuggingFaceCheckpoint, ParallelStrategy, TrainModule
+from echelon import FSDPStrategy, HuggingFaceCheckpoint, ModelCheckpoint, ParallelStrategy, TrainModule
 from echelon.common.errors import CheckpointError, ConfigError
 from echelon.testing import run_ranks
 
@@ -184,9 +184,16 @@ class Tokenizer:
         (Path(folder) / "tokenizer.json").write_text("{}")
 
 
-def fit(folder, saves, **settings):
+class Failing(Tokenizer):
+    """Finds the disk full."""
+
+    def save_pretrained(self, folder):
+        raise OSError(28, "No space left on device")
+
+
+def fit(folder, saves, ckpt_path=None, **settings):
     trainer = double_trainer(max_epochs=1, callbacks=saves, **settings)
-    trainer.fit(Finetuning("llama", folder), DataLoader(TensorDataset(TOKENS), 4))
+    trainer.fit(Finetuning("llama", folder), DataLoader(TensorDataset(TOKENS), 4), ckpt_path=ckpt_path)
     return trainer
 
 
@@ -219,13 +226,22 @@ def test_what_is_there_and_no_model_stays_and_a_failed_write_leaves_nothing(tmp_
         fit(folder, HuggingFaceCheckpoint(tmp_path / "out"))
     assert (tmp_path / "out" / "step=3" / "thesis.txt").read_text() == "mine"
 
-    class Failing(Tokenizer):
-        def save_pretrained(self, folder):
-            raise OSError(28, "No space left on device")
-
     with pytest.raises(CheckpointError, match="could not be written.*No space left on device.*make room"):
         fit(folder, HuggingFaceCheckpoint(tmp_path / "full", tokenizer=Failing()))
     assert not list((tmp_path / "full").iterdir())
+
+
+def test_a_model_that_was_not_written_at_the_end_is_written_when_the_run_is_started_again(tmp_path):
+    folder = saved("llama", tmp_path)
+
+    def start(tokenizer, ckpt_path):
+        callbacks = [HuggingFaceCheckpoint(tmp_path / "out", tokenizer=tokenizer), ModelCheckpoint(tmp_path / "ckpt")]
+        fit(folder, callbacks, ckpt_path, enable_checkpointing=True)
+
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        start(Failing(), None)
+    start(Tokenizer(), "last")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["step=3"]
 
 
 def test_a_failed_upload_is_a_warning(tmp_path, monkeypatch):

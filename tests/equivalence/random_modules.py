@@ -181,6 +181,9 @@ class Net(Plain):
         if self.current_epoch == self.program.last_epoch:
             self.trainer.should_stop = True
 
+    def on_train_end(self):
+        self.log("trained", float(self.steps_trained))
+
     def on_save_checkpoint(self, checkpoint):
         checkpoint["steps_trained"] = self.steps_trained
 

@@ -445,6 +445,19 @@ def test_a_run_that_goes_on_from_its_last_step_ends_the_epoch_that_was_cut_short
     assert trainer.current_epoch == whole.current_epoch == 2
 
 
+def test_a_run_that_goes_on_where_nothing_is_left_ends_training(tmp_path):
+    class Killed(LogsAtTheEnd):
+        def on_train_end(self):
+            raise StopIteration("instead of a kill")
+
+    with pytest.raises(StopIteration):
+        fit_six(tmp_path, Killed(), max_steps=8)
+    trainer, recording = fit_six(tmp_path, LogsAtTheEnd(), max_steps=8, ckpt_path="last")
+    assert recording.rows == [(8, {"last": 7.0, "epoch": 2})]
+    assert (trainer.global_step, trainer.current_epoch) == (8, 2)
+    assert fit_six(tmp_path / "new", LogsAtTheEnd(), max_epochs=0)[1].rows == []
+
+
 def test_an_interrupted_run_leaves_what_its_end_logs_to_the_run_that_goes_on(tmp_path):
     recording = Recording()
     with pytest.raises(SystemExit):
