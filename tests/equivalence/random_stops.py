@@ -2,7 +2,7 @@
 
 What ends a run is an error, SIGTERM or SIGKILL, on one rank or on all, twice in a row.
 
-Usage: python tests/equivalence/random_stops.py [--first SEED] [--number PROGRAMS] [layout ...]
+Usage: python tests/equivalence/random_stops.py [--first SEED] [--number PROGRAMS] [--in-turn] [layout ...]
 """
 
 import argparse
@@ -107,13 +107,13 @@ def calls_file(folder, rank):
     return folder / f"{rank}.calls"
 
 
-def noting(hook):
-    """Return a method that notes its call."""
-    return lambda self, *_, **__: self.note(hook)
+def make_hook(name):
+    """Return a hook that notes its call."""
+    return lambda self, *_, **__: self.note(name)
 
 
 for each in HOOKS:
-    setattr(Stopping, each, noting(each))
+    setattr(Stopping, each, make_hook(each))
 
 
 def program_of(seed):
@@ -208,12 +208,12 @@ def compare_ends(undisturbed, end, program, *, is_alike):
         program: what was trained.
         is_alike: they are compared to the bit, as in one layout.
     """
-    first = end.rates[0][0][0] if end.rates else math.inf  # the step has one call more where reading tells the end
+    # the first step that was trained last has one call more where reading tells the end
+    first = end.rates[0][0][0] if end.rates else math.inf
     for one in (undisturbed, end):
         one.rates = [row for row in one.rates if row[0][0] > first]
-        names, best = (
-            one.saved
-        )  # another name where a signal has saved the last step of an epoch before its end was read
+        # another name where a signal has saved the last step of an epoch before its end was read
+        names, best = one.saved
         one.saved = [name.replace("-v1", "") for name in names], best.replace("-v1", "")
     if not (undisturbed.rates and end.rates):  # one was in processes that the trainer has started
         undisturbed.rates = end.rates = []
