@@ -116,10 +116,6 @@ def train(session: Session, step: Step, *, left_in_eval: Sequence[str] = (), aft
             if is_over(session):
                 hooks.call("on_train_last_step")
         state.is_epoch_over = True
-    if state.is_inside_epoch and not session.run.is_interrupted:
-        _end_cut_epoch(session)
-    writer.wait_for_copy()
-    session.replicas.sync()  # under torchrun each rank keeps its own replica
     _end_training(session)
 
 
@@ -135,6 +131,10 @@ def _end_cut_epoch(session: Session) -> None:
 
 def _end_training(session: Session) -> None:
     """Call the last hook of training, and send what it has logged to the loggers, unless a resumed run will."""
+    if session.state.is_inside_epoch and not session.run.is_interrupted:
+        _end_cut_epoch(session)
+    session.writer.wait_for_copy()
+    session.replicas.sync()  # under torchrun each rank keeps its own replica
     session.hooks.call("on_train_end")
     values = session.metrics.end_hooks()
     if not session.run.is_interrupted:
