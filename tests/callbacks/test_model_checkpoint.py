@@ -341,9 +341,9 @@ def test_what_an_interruption_saved_goes_when_there_is_something_newer(tmp_path:
 
 def test_an_interruption_inside_an_epoch_ranks_nothing(tmp_path: Path) -> None:
     def fit_to(folder: str, module: Scripted) -> tuple[list[str], str]:
-        saver = ModelCheckpoint(tmp_path / folder, monitor="train_end", mode="max", save_top_k=1, save_last=True)
+        saver = ModelCheckpoint(tmp_path / folder, monitor="train_end", mode="max", save_top_k=-1, save_last=True)
         with pytest.raises(SystemExit) if isinstance(module, Terminated) else nullcontext():
-            fit(tmp_path, saver, module, check_val_every_n_epoch=2, ckpt_path="last", max_epochs=4)
+            fit(tmp_path, saver, module, check_val_every_n_epoch=3, ckpt_path="last", max_epochs=4)
         return names_in(tmp_path / folder), Path(saver.best_model_path).name
 
     values = [0.2, 0.1, 0.4, 0.3]
