@@ -220,7 +220,8 @@ def compare_ends(undisturbed, end, program, *, is_alike):
     if program.save_last is not True:  # what a signal has saved stays until something newer is saved
         names, best = end.saved
         more = [name for name in names if name not in undisturbed.saved[0]]
-        end.saved = [name for name in names if name not in more or len(more) > 2], best
+        if len(more) <= 2:  # with a link to it
+            end.saved = [name for name in names if name not in more], "" if best in more else best
     weights = undisturbed.weights.items() if is_alike else ()
     bits = [name for name, value in weights if not torch.equal(value, end.weights[name])]
     return [*differences(undisturbed, end), *(f"{name} has other bits" for name in bits)]
