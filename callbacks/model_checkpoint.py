@@ -124,7 +124,7 @@ class ModelCheckpoint(Callback):
         self._kept = KeptCheckpoints()
         self._saved_best = self._assigned_best = ""
         self._replaced: list[str] = []
-        self._was_pending = self._is_due = self._is_unranked = False
+        self._was_pending = self._is_due = False
         self._is_training = self._has_epoch_ended = self._has_saved = self._is_postponed = False
         self.saved_at = -1
         """The `global_step` of the newest save."""
@@ -257,8 +257,7 @@ class ModelCheckpoint(Callback):
     def on_train_start(self, trainer: Run, module: nn.Module) -> None:
         """Reset what is due, also after earlier validations."""
         self._is_due = self._is_postponed = self._has_saved = False
-        self._is_training = True
-        self.saved_at, self._is_unranked = trainer.global_step, self._kept.newest not in ("", *self._kept.scores)
+        self._is_training, self.saved_at = True, trainer.global_step
         self._metric.start(is_pending=self._was_pending)
         self._was_pending = False
         self.schedule.start(trainer)
@@ -340,7 +339,7 @@ class ModelCheckpoint(Callback):
     ) -> None:
         """Save if this step is in the top k, or if the last is saved; each step is saved and ranked only once."""
         is_saved = trainer.global_step == self.saved_at  # unranked, it gets a rank where the end of its epoch has one
-        if is_saved and not (top_k and self._is_unranked):
+        if is_saved and not (top_k and self._kept.is_newest_unranked):
             return
         score = self._score(trainer) if top_k and self.save_top_k != 0 else None
         scores = self._kept.scores_with_room(score, self.save_top_k, self._metric)
@@ -377,7 +376,7 @@ class ModelCheckpoint(Callback):
         except BaseException:
             self._kept = before
             raise
-        self._unconfirmed, self._is_unranked = (name, before), name not in kept.scores
+        self._unconfirmed = (name, before)
         if self.save_last:
             trainer.point_to_checkpoint(self._path(self._style.link), self._path(kept.newest))
         tell_loggers(trainer.loggers if trainer.is_global_zero else (), "after_save_checkpoint", self)

@@ -79,7 +79,7 @@ def fit(session: Session, request: Request) -> None:
         session.streams.part(session.strategy, session.state.seed)
         if session.strategy.rank == 0:
             advise_precision(session.strategy.device, session.strategy.precision)
-        if session.state.is_epoch_done or session.state.batches_in_epoch == 0:
+        if session.state.is_between_epochs:
             session.metrics.clear_stage()  # what is logged from here on belongs to the first epoch
         look_at(session, is_resumed=saved is not None)
         tell_start(session, request)

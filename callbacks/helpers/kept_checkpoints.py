@@ -52,6 +52,11 @@ class KeptCheckpoints:
         """The names of all checkpoints that are kept."""
         return [name for name in dict.fromkeys((*self.scores, self.newest)) if name]
 
+    @property
+    def is_newest_unranked(self) -> bool:
+        """Whether the newest is kept only as such."""
+        return self.newest not in ("", *self.scores)
+
     def ranked(self, metric: MonitoredMetric) -> list[str]:
         """Return the names of the top k, best first."""
         return sorted(self.scores, key=lambda name: metric.rank_of(self.scores[name]), reverse=True)

@@ -30,11 +30,7 @@ REFUSALS = (
 
 def main(about=__doc__, titles=LAYOUTS, kind=Program, run=run_all):
     """Compare programs, or loops, print each difference with what was drawn, and return the exit code."""
-    parser = argparse.ArgumentParser(description=about)
-    parser.add_argument("layouts", nargs="*", help=f"any of {', '.join(titles)}; by default, all")
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--number", type=int, default=100, help="how many are drawn")
-    options = parser.parse_args()
+    options = make_parser(about, titles).parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     seeds = range(options.first, options.first + options.number)
@@ -46,6 +42,15 @@ def main(about=__doc__, titles=LAYOUTS, kind=Program, run=run_all):
             print(f"{kind.drawn(seed)}\n{layout}:", *said, sep="\n  ", flush=True)
     print(f"{options.number} drawn, in {len(layouts)} layouts: {number} ends differ from one process")
     return 1 if number else 0
+
+
+def make_parser(about, titles, default="all"):
+    """Return a parser of layouts, of which the help names the default, and of which programs are drawn."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("layouts", nargs="*", help=f"any of {', '.join(titles)}; by default, {default}")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--number", type=int, default=100, help="how many are drawn")
+    return parser
 
 
 def compare(seeds, layouts, folder, kind=Program, run=run_all):

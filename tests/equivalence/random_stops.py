@@ -5,7 +5,6 @@ What ends a run is an error, SIGTERM or SIGKILL, on one rank or on all, twice in
 Usage: python tests/equivalence/random_stops.py [--first SEED] [--number PROGRAMS] [--in-turn] [layout ...]
 """
 
-import argparse
 import csv
 import math
 import os
@@ -38,7 +37,7 @@ from random_programs import (
     rows_of,
     trainer_of,
 )
-from random_runs import REFUSALS, differences
+from random_runs import REFUSALS, differences, make_parser
 
 from echelon import Callback, CSVLogger, seed_everything
 from echelon.testing import run_ranks
@@ -234,19 +233,18 @@ def drawn_layouts(seed):
 
 def main():
     """Compare programs, print each difference with what was drawn, and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "layouts", nargs="*", default=["single"], help=f"any of {', '.join(LAYOUTS | LAUNCHED)}; by default, one"
-    )
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--number", type=int, default=100, help="how many are drawn")
+    parser = make_parser(__doc__, LAYOUTS | LAUNCHED, "single")
     parser.add_argument("--in-turn", action="store_true", help="draw another layout for each start")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     number = 0
     for seed in range(options.first, options.first + options.number):
-        turns = [drawn_layouts(seed)] if options.in_turn else [(layout,) * STARTS for layout in options.layouts]
+        turns = (
+            [drawn_layouts(seed)]
+            if options.in_turn
+            else [(layout,) * STARTS for layout in options.layouts or ["single"]]
+        )
         for layouts in turns:
             if any(map(program_of(seed).is_left_out, layouts)):
                 continue

@@ -99,12 +99,18 @@ class Cut:
         """The largest micro-batch; None for the loader's own batch size."""
         self.is_by_batch = is_by_batch
         """Whether each batch is a step, as in manual optimization: fewer ranks than planned read larger ones."""
-        self._num_planned = (ranks.planned_size or ranks.data_size) * accumulate
+        self.num_planned = (ranks.planned_size or ranks.data_size) * accumulate
+        """Batches of all ranks per optimizer step, as planned."""
 
     @property
     def per_step(self) -> int:
         """Batches per optimizer step on one rank, if a loader's batches are taken as they come."""
-        return math.ceil(self._num_planned / self.ranks.data_size)
+        return math.ceil(self.num_planned / self.ranks.data_size)
+
+    @property
+    def num_ready_made(self) -> int:
+        """Batches of all ranks per optimizer step, of a loader whose batches are neither cut nor joined."""
+        return self.ranks.data_size * (1 if self.is_by_batch else self.per_step)
 
     def share(self, batch_size: int | None, *, is_dealt: bool) -> BatchShare:
         """Return the share of a loader with this batch size; None: it yields ready-made batches.
@@ -114,7 +120,7 @@ class Cut:
         if self.global_batch_size is not None and batch_size is not None:
             size = self.global_batch_size
         else:
-            size = (batch_size or 1) * self._num_planned
+            size = (batch_size or 1) * self.num_planned
         ranks = self.ranks
         if batch_size is not None and self.is_by_batch and self.global_batch_size is None:
             batch_size = max(batch_size, math.ceil(size / ranks.data_size))

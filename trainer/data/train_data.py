@@ -42,7 +42,7 @@ class TrainData:
     ) -> None:
         self.source = source
         """The loaders as given."""
-        self._cut, self._limit = cut, limit
+        self.cut, self._limit = cut, limit
         self._resumed_epoch: int | None = None
         self._resumed_from: tuple[Sequence[Mapping[str, object]], int] = (), 0
         """The states that a resumed epoch goes on from, and how many batches had been read."""
@@ -72,7 +72,7 @@ class TrainData:
 
     def _count_steps(self) -> None:
         """Compute how much an optimizer step reads."""
-        cut, first = self._cut, self._streams[0]
+        cut, first = self.cut, self._streams[0]
         self._per_step, self.global_batch_size = cut.per_step, None
         if isinstance(first, MapStream):
             self._per_step, self.global_batch_size = first.per_step, first.global_batch_size
@@ -80,7 +80,7 @@ class TrainData:
 
     def _length(self) -> int | None:
         length = length_of(self._combined) if self._combined is not None else self._streams[0].num_batches()
-        return length if self._cut.ranks.data_size == 1 or self.is_shared else self._cut.ranks.longest(length)
+        return length if self.cut.ranks.data_size == 1 or self.is_shared else self.cut.ranks.longest(length)
 
     @property
     def is_shared(self) -> bool:
@@ -97,7 +97,7 @@ class TrainData:
         if accumulate == self.accumulate:
             return
         before = self._known_length
-        self._take(Cut(accumulate, None, self._cut.ranks))
+        self._take(Cut(accumulate, None, self.cut.ranks))
         if before != self._known_length:
             self.num_batches = count_within_limit(self._limit, self._known_length, "limit_train_batches", "training")
             self.planned_batches = self.num_batches
@@ -123,13 +123,13 @@ class TrainData:
                 f"limit_train_batches={self._limit} ends an epoch inside an optimizer step of {self._planned_per_step} "
                 f"micro-batches, which cannot be cut differently; give a multiple of {self._planned_per_step}."
             )
-        self._take(Cut(1, size, self._cut.ranks, micro_batch_size=micro_batch_size))
+        self._take(Cut(1, size, self.cut.ranks, micro_batch_size=micro_batch_size))
         length = math.inf if self._known_length is None else self._known_length
         is_limited = math.isfinite(self.planned_batches) and not self._is_whole
         self.num_batches = min(length, int(self.planned_batches * self.scale)) if is_limited else length
 
     def _take(self, cut: Cut) -> None:
-        self._cut = cut
+        self.cut = cut
         for stream in self._streams:
             stream.recut(cut)
         self._count_steps()
@@ -142,7 +142,7 @@ class TrainData:
     @property
     def scale(self) -> Fraction | int:
         """The number of micro-batches now per micro-batch of the loader's own batch size."""
-        is_cut = self._cut.micro_batch_size is not None
+        is_cut = self.cut.micro_batch_size is not None
         return Fraction(self._per_step, self._planned_per_step) if is_cut else 1
 
     def as_planned(self, num_batches: float | Fraction) -> float | Fraction:
@@ -205,8 +205,8 @@ class TrainData:
             stream = self._streams[0]
             assert isinstance(stream, MapStream)
             windows = stream.windows(remaining)
-            return windows if self._cut.ranks.data_size == 1 else self._with_totals(windows)
-        if self._cut.ranks.data_size > 1:
+            return windows if self.cut.ranks.data_size == 1 else self._with_totals(windows)
+        if self.cut.ranks.data_size > 1:
             return self._windows_of_all_ranks(remaining)
         micro_batches = islice(self._micro_batches(), None if remaining == math.inf else int(remaining))
         if self._per_step == 1:
@@ -217,7 +217,7 @@ class TrainData:
         """Yield windows with the samples of all ranks; ask them if their samplers do not tell."""
         for window in windows:
             if None in window.totals:
-                window.total_size = sum(int(row[0]) for row in self._cut.ranks.gather(window.size))
+                window.total_size = sum(int(row[0]) for row in self.cut.ranks.gather(window.size))
             else:
                 window.total_size = sum(window.totals)  # type: ignore[arg-type]
             yield window
@@ -227,7 +227,7 @@ class TrainData:
         micro_batches = self._micro_batches()
         while remaining > 0:
             window = Window(islice(micro_batches, int(min(self._per_step, remaining))))
-            rows = self._cut.ranks.gather(len(window), window.size)
+            rows = self.cut.ranks.gather(len(window), window.size)
             window.num_micro_batches = max(int(length) for length, _ in rows)
             window.fewest = min(int(length) for length, _ in rows)
             window.total_size = sum(int(total) for _, total in rows)
@@ -268,13 +268,13 @@ class TrainData:
     @contextmanager
     def kept_place(self, epoch: int) -> Iterator[None]:
         """On exit, go back to where this epoch is read now, regardless of what was read inside."""
-        resumed, states, cut, num_batches = self._resumed_epoch, self.state_dict(), self._cut, self.num_batches
+        resumed, states, cut, num_batches = self._resumed_epoch, self.state_dict(), self.cut, self.num_batches
         places = [stream.indices.place() if isinstance(stream, MapStream) else None for stream in self._streams]
         try:
             yield
         finally:
             self.close()  # drops what workers have read ahead
-            if self._cut is not cut:
+            if self.cut is not cut:
                 self._take(cut)
                 self.num_batches = num_batches
             for stream, state, place in zip(self._streams, states, places, strict=True):

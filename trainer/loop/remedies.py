@@ -112,16 +112,17 @@ def tell_of_other_size(session: Session, saved_size: int | None) -> None:
 
 def _tell_of_other_batches(session: Session) -> None:
     """Say if the steps of a resumed run have another number of ready-made batches."""
-    ranks, planned, settings = session.strategy.data_size, session.state.data_size, session.settings
-    before, is_manual = planned * settings.accumulate_grad_batches, not session.module.automatic_optimization
-    now = ranks * (1 if is_manual else math.ceil(before / ranks))
+    assert session.train_data is not None
+    cut = session.train_data.cut
+    before, now = cut.num_planned, cut.num_ready_made
     if session.resumed_from is None or now == before:
         return
+    others = "" if cut.is_by_batch else f", or with a number that divides {before}"
     _log.warning(
         "%s is of a run with %d batches in an optimizer step, and now there are %d, as the loader yields batches that "
         "are neither cut nor joined: none is lost or repeated, but the steps are others. Go on with as many processes "
         "that read data as then, %d%s.",
-        *(session.resumed_from, before, now, planned, "" if is_manual else f", or with a number that divides {before}"),
+        *(session.resumed_from, before, now, session.state.data_size, others),
     )
 
 

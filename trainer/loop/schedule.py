@@ -84,7 +84,7 @@ def is_over(session: Session) -> bool:
             state.global_step,
             should_stop=progress.should_stop,
             has_failed=session.writer.has_failed,
-            is_between_epochs=state.is_epoch_done or state.batches_in_epoch == 0,
+            is_between_epochs=state.is_between_epochs,
         )
         timetable.next_check = min(last_step, meeting)
         if session.strategy.ranks.stage.world_size > 1:

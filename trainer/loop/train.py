@@ -145,7 +145,7 @@ def _begin_epoch(session: Session) -> None:
     """Begin the next epoch, or continue one that was resumed."""
     state, metrics, progress = session.state, session.metrics, session.progress
     session.writer.wait_for_copy()
-    is_new = state.is_epoch_done or state.batches_in_epoch == 0
+    is_new = state.is_between_epochs
     state.begin_epoch()
     progress.go_to(state.batches_in_epoch)
     metrics.enter("train")

@@ -107,9 +107,14 @@ class TrainState:
         return self.epoch + self.is_epoch_over
 
     @property
+    def is_between_epochs(self) -> bool:
+        """Whether the epoch has not begun, or is complete."""
+        return self.is_epoch_done or self.batches_in_epoch == 0
+
+    @property
     def is_inside_epoch(self) -> bool:
-        """Whether some of the epoch's batches were seen, and its end has not come."""
-        return self.batches_in_epoch > 0 and not (self.is_epoch_done or self.is_epoch_over)
+        """Whether the epoch has begun, and has not ended for this run either."""
+        return not (self.is_between_epochs or self.is_epoch_over)
 
     @property
     def batches_seen(self) -> int:
